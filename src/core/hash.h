@@ -1,5 +1,7 @@
 #pragma once
 
+// Hashes and checksums.
+
 #include <array>
 #include <cstdint>
 #include <string>

@@ -1,5 +1,7 @@
 #pragma once
 
+// UTF-8: checking, repairing, reading and appending characters.
+
 #include <string>
 #include <string_view>
 

@@ -1,3 +1,5 @@
+// Compares each collective of a group across its ranks before it starts.
+
 #include "dist/backends.h"
 
 #include <algorithm>

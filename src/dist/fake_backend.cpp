@@ -1,3 +1,5 @@
+// A process group without communication: every rank is taken to hold what this one holds.
+
 #include "dist/backends.h"
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>

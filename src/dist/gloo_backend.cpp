@@ -1,3 +1,5 @@
+// Builds gloo process groups and chooses the network address that they listen on.
+
 #include <arpa/inet.h>
 #include <netdb.h>
 #include <sys/socket.h>

@@ -1,3 +1,5 @@
+// Reads the flight recorder's files. Every value is checked, because a dying process may have written half.
+
 #include <algorithm>
 #include <charconv>
 #include <optional>

@@ -64,8 +64,7 @@ BuiltModels build_pipeline(const JobConfig& config, const Meshes& meshes, at::De
 /// The largest number of forwards, of all stages of pipeline rank `pp_rank`, whose backward is still to come.
 int most_under_way(const JobConfig& config, const StagePlan& plan, int pp_rank);
 
-/// A memory budget in bytes of a rank becomes that of one forward: its share if as many are under way as can
-/// be.
+/// Divides a rank's memory budget in bytes by the largest number of forwards in flight.
 void share_memory_budget(ActivationCheckpointSettings& settings, const pipeline::Schedule& schedule,
                          int pp_rank);
 

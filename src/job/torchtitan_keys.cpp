@@ -1,3 +1,5 @@
+// TorchTitan's settings and their defaults.
+
 #include "job/job_config.h"
 
 namespace titan::train {

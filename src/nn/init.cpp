@@ -1,3 +1,6 @@
+// Random initial values that depend on the seed, the parameter's name and the element's index alone: any shard
+// of any layout draws its own.
+
 #include "titan/nn/hooks.h"
 
 #include <algorithm>

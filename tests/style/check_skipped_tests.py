@@ -15,7 +15,7 @@ ENOUGH = [
     ("unit.dist", "run", "/src/device_test.cpp:31: Skipped\nno GPU is visible\n\n"),
 ]
 LACKING = [
-    ("e2e.transformers", "notrun", "some line\ncheck_transformers: skipped: it can't be installed"),
+    ("nightly.transformers", "notrun", "some line\ncheck_transformers: skipped: it can't be installed"),
     ("unit.dist", "run", "/src/device_test.cpp:31: Skipped\nno GPU is visible\n\n/src/device_test.cpp:54: Skipped\nthe plugin isn't built\n\n"),
     ("e2e.Init.UnderTorchrun", "notrun", "/src/launch_test.cpp:204: Skipped\nno torchrun in .venv\n\n[  SKIPPED ] Init.UnderTorchrun (0 ms)"),
 ]
@@ -39,7 +39,7 @@ def main() -> int:
         status, text = run(script, LACKING, strict)
         assert status == int(strict), (status, text)
         assert "3 skipped for what this machine lacks" in text, text
-        for line in ("e2e.transformers: check_transformers: skipped: it can't be installed", "unit.dist: device_test.cpp:54: the plugin isn't built",
+        for line in ("nightly.transformers: check_transformers: skipped: it can't be installed", "unit.dist: device_test.cpp:54: the plugin isn't built",
                      "e2e.Init.UnderTorchrun: launch_test.cpp:204: no torchrun in .venv"):
             assert line in text, (line, text)
     return 0

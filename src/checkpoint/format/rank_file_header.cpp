@@ -1,3 +1,5 @@
+// Writes and reads the header of a rank's file: each tensor's piece, its checksums, and the file's identity.
+
 #include "checkpoint/format/rank_file.h"
 
 #define XXH_INLINE_ALL

@@ -1,3 +1,6 @@
+// Which rank holds which box of each tensor, and which rank writes it: the same table on every rank, without
+// communication.
+
 #include "titan/checkpoint/manifest.h"
 
 #include <algorithm>

@@ -1,3 +1,5 @@
+// Reads tensors from a step's folder in any layout, and checks the files against the manifest.
+
 #include "titan/checkpoint/step_folder.h"
 
 #include <algorithm>

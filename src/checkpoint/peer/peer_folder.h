@@ -94,9 +94,8 @@ struct FileMove {
   friend bool operator==(const FileMove&, const FileMove&) = default;
 };
 
-/// The moves that bring to each place the files that its ranks want and that it lacks, each once, received by
-/// the first rank there that wants it; its holders, and the ranks there, take turns sending. `wanted`: by
-/// rank.
+/// The files to send so that each place has all that its ranks want. A file goes to a place once; the first
+/// rank there that wants it receives it. Its holders take turns sending. `wanted`: by rank.
 std::vector<FileMove> moves_for(const std::vector<std::set<int64_t>>& wanted,
                                 const std::vector<std::vector<int>>& holders, const PeerPlaces& places);
 
@@ -163,9 +162,9 @@ class PeerFolder {
 
  private:
   std::vector<std::string> problems_of_all(const std::function<void()>& own) const;
-  /// Collective: what `own` throws on any rank is thrown on all ranks, as Error ...
+  /// Collective: what `own` throws on any rank is thrown on all ranks, as Error.
   void on_all(const std::function<void()>& own) const;
-  /// ... and as ConfigError.
+  /// The same, thrown as ConfigError.
   void require_on_all(const std::function<void()>& own) const;
   /// The texts of the places' leaders; the others' are ignored.
   std::vector<std::string> gather(const std::string& own) const;

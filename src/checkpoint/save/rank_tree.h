@@ -1,5 +1,7 @@
 #pragma once
 
+// A reduction and broadcast of reports over all ranks that survives lost ones, and the encoding of its messages.
+//
 // [Note: the tree] What all ranks report goes to rank 0, and its answer back, over a binomial tree: rank r's
 // parent is r without its lowest set bit, so the ranks below r are r + 1 ... r + lowest bit - 1.
 //

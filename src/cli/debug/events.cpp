@@ -1,3 +1,5 @@
+// `titan debug events`: prints the structured logs of a run, or writes them as a trace.
+
 #include <algorithm>
 #include <cmath>
 #include <cstdio>

@@ -1,3 +1,6 @@
+// `titan debug flight` and `titan debug dump`: the last collectives of each rank, of a hang or of a job that is
+// running.
+
 #include <algorithm>
 #include <cstdio>
 #include <map>

@@ -1,3 +1,6 @@
+// The local launcher: starts groups of ranks, one after another, until a group is done or a restart is useless.
+// launch/group.h is about one group.
+
 #include "cli/launch/launch.h"
 
 #include <poll.h>
@@ -18,9 +21,6 @@
 namespace titan::cli {
 
 int launch_command(const Arguments& words) { return launch_local(parse_launch_arguments(words)); }
-
-// The local launcher: starts groups of ranks, one after another, until a group is done or a restart is useless.
-// launch/group.h is about one group.
 
 namespace {
 

@@ -1,3 +1,5 @@
+// The charts of the report's page, as SVG with the data that its script needs.
+
 #include <algorithm>
 #include <array>
 #include <cmath>

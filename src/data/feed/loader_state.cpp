@@ -1,3 +1,5 @@
+// The loader's position in a checkpoint: as JSON, and merged from the parts that the ranks hold.
+
 #include <algorithm>
 #include <array>
 

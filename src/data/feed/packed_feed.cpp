@@ -1,3 +1,5 @@
+// Documents in a shuffled order, packed into samples of one length; build_feed() chooses between feeds.
+
 #include "data/feed/feeds.h"
 
 #include <algorithm>

@@ -1,3 +1,5 @@
+// Tokens from a .npy file, in its order, for runs that are compared with another program's.
+
 #include "data/feed/feeds.h"
 
 #include <algorithm>

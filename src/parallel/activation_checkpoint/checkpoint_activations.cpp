@@ -1,3 +1,5 @@
+// Gives each layer of a model the hook that recomputes or offloads its activations.
+
 #include "titan/parallel/activation_checkpoint.h"
 
 #include <algorithm>

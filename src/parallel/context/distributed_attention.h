@@ -1,8 +1,7 @@
 #pragma once
 
-// Attention over ranks, by a ring or with gathered keys.
-//
-// The tokens of a sequence that each rank holds, and the keys that their queries see.
+// Attention over the ranks of a context-parallel group, by a ring or with gathered keys: which tokens of a
+// sequence each rank holds, and which keys their queries see.
 //
 // [Note: head and tail] Under a causal mask a late query has more keys than an early one. Cut into 2N chunks,
 // of which rank r holds r and 2N-1-r, a sequence gives all ranks the same work: against the keys of a rank

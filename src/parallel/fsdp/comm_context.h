@@ -1,6 +1,8 @@
 #pragma once
 
-// Communication buffers, which are reused: from the third step on nothing is allocated.
+// What the sharded groups of one model share: CommContext keeps the order of their collectives, prefetches and
+// overlaps them; BufferPool reuses their communication buffers, so that from the third step on nothing is
+// allocated.
 
 #include <cstdint>
 #include <deque>
@@ -113,8 +115,8 @@ class CommContext : public std::enable_shared_from_this<CommContext> {
   void set_delayed(DelayedGradients* queue) { delayed_ = queue; }
   DelayedGradients* delayed() const { return delayed_; }
 
-  // Streams: one for gathers and one for reductions, so that both overlap the computation; of a CPU they are
-  // empty, and what overlaps is the process group's own threads.
+  // Streams: one for gathers and one for reductions, so that both overlap the computation. On CPUs they
+  // are empty; the process group's threads provide the overlap.
   dist::Stream gather_stream;
   dist::Stream reduce_stream;
   BufferPool pool;

@@ -1,3 +1,5 @@
+// The hooks of a sharded module: they gather its parameters before it runs and reduce its gradients after.
+
 #include <algorithm>
 #include <functional>
 

@@ -1,3 +1,5 @@
+// Runs a schedule on paper, with given costs: when each action starts, and how long each rank is idle.
+
 #include <algorithm>
 #include <cmath>
 #include <limits>

@@ -53,8 +53,8 @@ class TpGroup {
 struct Traffic {
   int64_t calls = 0;
   int64_t bytes = 0;       ///< received by this rank
-  std::string way;         ///< of an exchange of parts, in words
-  const char* phase = "";  ///< of a module's own gathers: the last call's
+  std::string way;         ///< how parts are exchanged, for the plan's table
+  const char* phase = "";  ///< label of the last gather that the module made itself
 };
 
 /// The ranks of the axis for one module, whose gathers are counted.

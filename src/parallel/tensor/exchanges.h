@@ -1,5 +1,7 @@
 #pragma once
 
+// The exchanges of a split module's activations and gradients, and their sums in rank order.
+
 #include <functional>
 #include <memory>
 #include <string>

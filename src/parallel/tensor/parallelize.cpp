@@ -1,3 +1,5 @@
+// Applies a plan of styles to the modules whose names match, and checks that neighbours agree on layouts.
+
 #include "titan/parallel/tensor_parallel.h"
 
 #include <fnmatch.h>

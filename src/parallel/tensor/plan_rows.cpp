@@ -1,3 +1,5 @@
+// The rows of the plan's table: each module's style, layouts, collectives and bytes.
+
 #include <algorithm>
 #include <string_view>
 

@@ -1,3 +1,5 @@
+// Chooses the step to resume from: the newest complete one, or the one that was asked for.
+
 #include "train/checkpoints/run_checkpoints.h"
 
 #include <algorithm>
