@@ -1,9 +1,9 @@
 # titan_unit_test(<layer>) builds tests/unit/<layer>/**/*_test.cpp as one program and one test, unit.<layer>, with label fast. To run one
 # case: build/bin/titan_<layer>_test --gtest_filter=Suite.Case. tests/seed.cpp seeds random numbers before each case, also in distributed
 # tests.
-# titan_distributed_test(<name> RANKS n... [NIGHTLY_RANKS n...] [TIMEOUT s] [CUDA]) builds tests/distributed/<name>.cpp as one program, and
-# adds a test for each listed number of local ranks; the time limit ends all processes. Those of NIGHTLY_RANKS are called nightly.* and run
-# only at night. With CUDA, the others also run with --cuda, and are skipped if no GPU is visible.
+# titan_distributed_test(<name> RANKS n... [NIGHTLY_RANKS n...] [TIMEOUT s] [CUDA] [CUDA_RANKS n...]) builds tests/distributed/<name>.cpp as
+# one program, and adds a test for each listed number of local ranks; the time limit ends all processes. Those of NIGHTLY_RANKS are called
+# nightly.* and run only at night. With CUDA, all of them and CUDA_RANKS also run with --cuda, and are skipped if no GPU is visible.
 include(GoogleTest)
 
 # Tests are compiled without optimization, because compiling them takes longer than running them. The library under test is optimized.
@@ -73,7 +73,7 @@ function(titan_unit_test layer)
 endfunction()
 
 function(titan_distributed_test name)
-  cmake_parse_arguments(ARG "CUDA" "TIMEOUT" "RANKS;NIGHTLY_RANKS" ${ARGN})
+  cmake_parse_arguments(ARG "CUDA" "TIMEOUT" "RANKS;NIGHTLY_RANKS;CUDA_RANKS" ${ARGN})
   if(NOT ARG_TIMEOUT)
     set(ARG_TIMEOUT 300)
   endif()
@@ -93,10 +93,13 @@ function(titan_distributed_test name)
   foreach(ranks IN LISTS ARG_RANKS)
     add_test(NAME distributed.${name}.${ranks}_ranks COMMAND titan launch -n ${ranks} -- $<TARGET_FILE:${name}>)
     set_tests_properties(distributed.${name}.${ranks}_ranks PROPERTIES LABELS ci TIMEOUT ${ARG_TIMEOUT} PROCESSORS 2)
-    if(ARG_CUDA)
-      set(cuda_test distributed.${name}.${ranks}_ranks.cuda)
-      add_test(NAME ${cuda_test} COMMAND ${PROJECT_SOURCE_DIR}/tests/distributed/on_gpu.sh $<TARGET_FILE:titan> launch -n ${ranks} -- $<TARGET_FILE:${name}> --cuda)
-      set_tests_properties(${cuda_test} PROPERTIES LABELS "ci;cuda" TIMEOUT ${ARG_TIMEOUT} PROCESSORS 2 SKIP_RETURN_CODE 77)
-    endif()
+  endforeach()
+  if(NOT ARG_CUDA)
+    return()
+  endif()
+  foreach(ranks IN LISTS ARG_RANKS ARG_NIGHTLY_RANKS ARG_CUDA_RANKS)
+    set(cuda_test distributed.${name}.${ranks}_ranks.cuda)
+    add_test(NAME ${cuda_test} COMMAND ${PROJECT_SOURCE_DIR}/tests/distributed/on_gpu.sh $<TARGET_FILE:titan> launch -n ${ranks} -- $<TARGET_FILE:${name}> --cuda)
+    set_tests_properties(${cuda_test} PROPERTIES LABELS "ci;cuda" TIMEOUT ${ARG_TIMEOUT} PROCESSORS 2 SKIP_RETURN_CODE 77)
   endforeach()
 endfunction()
