@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Measures how long it takes to build and link `titan` again after one source file was touched, without a compiler cache. Prints one JSON object.
+"""Measures how long it takes to build and link `titan` again after one file was touched, without a compiler cache. Prints one JSON object.
 
-    benchmarks/rebuild_time.py [--files N] [--build DIR] [--output FILE]
+    benchmarks/rebuild_time.py [HEADER...] [--files N] [--build DIR] [--output FILE]
 
-CMake's unity builds compile several sources as one batch; a few sources are compiled alone. The script touches one file in each of the N batches
-(default 10) that took longest in the last build, according to its log, which must also be of a build without a compiler cache. Keys: unchanged_s
-(nothing touched), slowest_s, median_s, files (seconds by path). Run it on an idle machine, after a build."""
+CMake's unity builds compile several sources as one batch; a few sources are compiled alone. The script touches the given
+headers, and one source in each of the N batches (default 10) that took longest in the last build, according to its log, which must also be of a build
+without a compiler cache. Keys: unchanged_s (nothing touched), headers and files (seconds by path), slowest_s and median_s of the files. Run it on an idle machine, after a build."""
 
 import argparse
 import json
@@ -51,18 +51,22 @@ def build_seconds(build: pathlib.Path) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("headers", nargs="*", type=pathlib.Path, metavar="HEADER")
     parser.add_argument("--files", type=int, default=10)
     parser.add_argument("--build", type=pathlib.Path, default=REPOSITORY / "build")
     parser.add_argument("--output", type=pathlib.Path, help="also write the JSON object to this file")
     options = parser.parse_args()
     build_seconds(options.build)
     seconds = seconds_by_batch(options.build)
-    result = {"unchanged_s": build_seconds(options.build), "files": {}}
-    for batch in sorted(seconds, key=seconds.get, reverse=True)[: options.files]:
-        source = first_source(options.build, batch)
-        source.touch()
-        result["files"][str(source.relative_to(REPOSITORY))] = build_seconds(options.build)
-        print(f"{source.relative_to(REPOSITORY)}: {result['files'][str(source.relative_to(REPOSITORY))]:.1f} s", file=sys.stderr)
+    batches = sorted(seconds, key=seconds.get, reverse=True)[: options.files]
+    result = {"unchanged_s": build_seconds(options.build)}
+    for key, files in (("headers", options.headers), ("files", [first_source(options.build, batch) for batch in batches])):
+        result[key] = {}
+        for file in files:
+            file.touch()
+            path = str(file.resolve().relative_to(REPOSITORY))
+            result[key][path] = build_seconds(options.build)
+            print(f"{path}: {result[key][path]:.1f} s", file=sys.stderr)
     times = result["files"].values()
     result |= {"slowest_s": max(times), "median_s": statistics.median(times)}
     print(json.dumps(result, indent=1))

@@ -1,9 +1,10 @@
 # titan_unit_test(<layer>) builds tests/unit/<layer>/**/*_test.cpp as one program and one test, unit.<layer>, with label fast. To run one
 # case: build/bin/titan_<layer>_test --gtest_filter=Suite.Case. tests/seed.cpp seeds random numbers before each case, also in distributed
 # tests.
-# titan_distributed_test(<name> RANKS n... [NIGHTLY_RANKS n...] [TIMEOUT s] [CUDA] [CUDA_RANKS n...]) builds tests/distributed/<name>.cpp as
-# one program, and adds a test for each listed number of local ranks; the time limit ends all processes. Those of NIGHTLY_RANKS are called
-# nightly.* and run only at night. With CUDA, all of them and CUDA_RANKS also run with --cuda, and are skipped if no GPU is visible.
+# titan_distributed_test(<name> RANKS n... [NIGHTLY_RANKS n...] [TIMEOUT s] [CUDA] [CUDA_RANKS n...] [APART]) adds tests/distributed/<name>.cpp
+# to the program distributed_tests, and a test that runs the cases of this file for each listed number of local ranks; the time limit ends
+# all processes. Those of NIGHTLY_RANKS are called nightly.* and run only at night. With CUDA, all of them and CUDA_RANKS also run with
+# --cuda, and are skipped if no GPU is visible. With APART, the file is a program of its own, because it replaces functions of the C++ library.
 include(GoogleTest)
 
 # Tests are compiled without optimization, because compiling them takes longer than running them. The library under test is optimized.
@@ -72,26 +73,41 @@ function(titan_unit_test layer)
   set_property(TEST unit.${layer} APPEND PROPERTY ENVIRONMENT TEST_TMPDIR=${PROJECT_BINARY_DIR}/test_tmp/${layer}/)
 endfunction()
 
+function(titan_distributed_program program)
+  add_executable(${program} ${ARGN} $<TARGET_OBJECTS:titan_distributed_main> $<TARGET_OBJECTS:titan_test_seed>)
+  set_target_properties(${program} PROPERTIES UNITY_BUILD ${TITAN_UNITY} UNITY_BUILD_BATCH_SIZE 6)
+  target_link_libraries(${program} PRIVATE libtitan GTest::gtest GTest::gmock)
+  target_include_directories(${program} PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/tests)
+  target_compile_options(${program} PRIVATE ${TITAN_TEST_OPTIONS})
+  target_compile_definitions(${program} PRIVATE TITAN_SOURCE_DIR="${PROJECT_SOURCE_DIR}" TITAN_BINARY_DIR="${PROJECT_BINARY_DIR}")
+  titan_use_test_pch(${program} titan_pch_test_module)
+  add_dependencies(${program} titan)
+endfunction()
+
 function(titan_distributed_test name)
-  cmake_parse_arguments(ARG "CUDA" "TIMEOUT" "RANKS;NIGHTLY_RANKS;CUDA_RANKS" ${ARGN})
+  cmake_parse_arguments(ARG "CUDA;APART" "TIMEOUT" "RANKS;NIGHTLY_RANKS;CUDA_RANKS" ${ARGN})
   if(NOT ARG_TIMEOUT)
     set(ARG_TIMEOUT 300)
   endif()
-  add_executable(${name} ${PROJECT_SOURCE_DIR}/tests/distributed/${name}.cpp $<TARGET_OBJECTS:titan_distributed_main>
-                         $<TARGET_OBJECTS:titan_test_seed>)
-  target_link_libraries(${name} PRIVATE libtitan GTest::gtest GTest::gmock)
-  target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/tests)
-  target_compile_options(${name} PRIVATE ${TITAN_TEST_OPTIONS})
-  target_compile_definitions(${name} PRIVATE TITAN_SOURCE_DIR="${PROJECT_SOURCE_DIR}" TITAN_BINARY_DIR="${PROJECT_BINARY_DIR}")
-  titan_use_test_pch(${name} titan_pch_test_module)
-  add_dependencies(${name} titan)
+  set(source ${PROJECT_SOURCE_DIR}/tests/distributed/${name}.cpp)
+  if(ARG_APART)
+    titan_distributed_program(${name} ${source})
+    set(program $<TARGET_FILE:${name}>)
+  else()
+    if(TARGET distributed_tests)
+      target_sources(distributed_tests PRIVATE ${source})
+    else()
+      titan_distributed_program(distributed_tests ${source})
+    endif()
+    set(program $<TARGET_FILE:distributed_tests> --file=${name})
+  endif()
   foreach(ranks IN LISTS ARG_NIGHTLY_RANKS)
     set(nightly_test nightly.${name}.${ranks}_ranks)
-    add_test(NAME ${nightly_test} COMMAND titan launch -n ${ranks} -- $<TARGET_FILE:${name}>)
+    add_test(NAME ${nightly_test} COMMAND titan launch -n ${ranks} -- ${program})
     set_tests_properties(${nightly_test} PROPERTIES LABELS nightly TIMEOUT ${ARG_TIMEOUT} PROCESSORS 2)
   endforeach()
   foreach(ranks IN LISTS ARG_RANKS)
-    add_test(NAME distributed.${name}.${ranks}_ranks COMMAND titan launch -n ${ranks} -- $<TARGET_FILE:${name}>)
+    add_test(NAME distributed.${name}.${ranks}_ranks COMMAND titan launch -n ${ranks} -- ${program})
     set_tests_properties(distributed.${name}.${ranks}_ranks PROPERTIES LABELS ci TIMEOUT ${ARG_TIMEOUT} PROCESSORS 2)
   endforeach()
   if(NOT ARG_CUDA)
@@ -99,7 +115,7 @@ function(titan_distributed_test name)
   endif()
   foreach(ranks IN LISTS ARG_RANKS ARG_NIGHTLY_RANKS ARG_CUDA_RANKS)
     set(cuda_test distributed.${name}.${ranks}_ranks.cuda)
-    add_test(NAME ${cuda_test} COMMAND ${PROJECT_SOURCE_DIR}/tests/distributed/on_gpu.sh $<TARGET_FILE:titan> launch -n ${ranks} -- $<TARGET_FILE:${name}> --cuda)
+    add_test(NAME ${cuda_test} COMMAND ${PROJECT_SOURCE_DIR}/tests/distributed/on_gpu.sh $<TARGET_FILE:titan> launch -n ${ranks} -- ${program} --cuda)
     set_tests_properties(${cuda_test} PROPERTIES LABELS "ci;cuda" TIMEOUT ${ARG_TIMEOUT} PROCESSORS 2 SKIP_RETURN_CODE 77)
   endforeach()
 endfunction()

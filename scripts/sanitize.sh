@@ -28,7 +28,11 @@ if [ $# -gt 0 ]; then tests=("$@"); fi
 
 scripts/bootstrap.sh
 cmake --preset "$preset" >/dev/null
-cmake --build --preset "$preset" --parallel "${TITAN_BUILD_JOBS:-$(nproc)}" --target titan "${tests[@]}"
+programs=(titan)
+for test in "${tests[@]}"; do
+  if [[ $test == titan_*_test ]]; then programs+=("$test"); else programs+=(distributed_tests); fi
+done
+cmake --build --preset "$preset" --parallel "${TITAN_BUILD_JOBS:-$(nproc)}" --target "${programs[@]}"
 
 bin=build-$preset/bin
 # The crash handler's tests need a process that a signal can kill; a sanitizer handles signals itself.
@@ -36,7 +40,11 @@ filter=--gtest_filter=-*CrashDeathTest*
 failed=()
 for test in "${tests[@]}"; do
   echo "== $preset $test"
-  if [[ $test == titan_*_test ]]; then command=("$bin/$test" "$filter"); else command=("$bin/titan" launch -n 2 -- "$bin/$test"); fi
+  if [[ $test == titan_*_test ]]; then
+    command=("$bin/$test" "$filter")
+  else
+    command=("$bin/titan" launch -n 2 -- "$bin/distributed_tests" "--file=$test")
+  fi
   "${command[@]}" || failed+=("$test")
 done
 if [ ${#failed[@]} -gt 0 ]; then

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# test.sh [ctest arguments]: sets up, builds, and runs the tests. Without arguments it runs all tests except those labelled nightly.
+# test.sh [ctest arguments]: sets up, builds, and runs the tests. Without arguments it runs all tests except those labeled nightly.
 #   scripts/test.sh -L fast        the inner loop, under 3 minutes
 #   scripts/test.sh -L nightly     the long tests
 # At the end it lists the tests that were skipped because this machine lacks something; with TITAN_NO_SKIPS=1 they count as failures.

@@ -29,7 +29,7 @@ class StageModel(nn.Module):
 
 
 class Stage(PipelineStage):
-    """Skips the messages to itself in the exchange that opens connections: gloo has none, and a V puts neighbouring stages on one rank."""
+    """Skips the messages to itself in the exchange that opens connections: gloo has none, and a V puts neighboring stages on one rank."""
 
     def _get_init_p2p_neighbors_ops(self):
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]

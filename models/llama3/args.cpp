@@ -61,8 +61,8 @@ Llama3Args tied(Llama3Args args) {
 
 }  // namespace
 
-const std::map<std::string, Llama3Args>& llama3_flavours() {
-  static const std::map<std::string, Llama3Args> flavours = {
+const std::map<std::string, Llama3Args>& llama3_flavors() {
+  static const std::map<std::string, Llama3Args> flavors = {
       {"debugmodel", {.dim = 256, .n_layers = 6, .n_heads = 16, .vocab_size = 2048, .rope_theta = 500000}},
       // dim, layers, heads, multiple_of and ffn_dim_multiplier
       {"1B", tied(published(2048, 16, 32, 1024, 1.5))},
@@ -71,7 +71,7 @@ const std::map<std::string, Llama3Args>& llama3_flavours() {
       {"70B", published(8192, 80, 64, 4096, 1.3)},
       {"405B", published(16384, 126, 128, 4096, 1.2)},
   };
-  return flavours;
+  return flavors;
 }
 
 void check(const Llama3Args& args, std::vector<std::string>& problems) {

@@ -146,7 +146,7 @@ std::unique_ptr<train::TrainableModel> build(Llama3Args args, const train::Build
 
 void register_llama3() {
   train::register_model<Llama3Args>(
-      "llama3", {.flavours = llama3_flavours(),
+      "llama3", {.flavors = llama3_flavors(),
                  .sizes = sizes_of,
                  .flops_per_token = flops_per_token,
                  .check = check,

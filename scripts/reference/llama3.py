@@ -75,7 +75,7 @@ def rope_table(args: ModelArgs, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def rotate(x_BSHE: Tensor, table_SE2: Tensor) -> Tensor:
-    """Rotates neighbouring features (2i, 2i+1) by the table's angles, in the table's precision."""
+    """Rotates neighboring features (2i, 2i+1) by the table's angles, in the table's precision."""
     precise = x_BSHE.to(table_SE2.real.dtype)
     pairs = torch.view_as_complex(precise.unflatten(-1, (-1, 2)))
     turned = pairs * table_SE2[: x_BSHE.size(1), None, :]

@@ -130,10 +130,10 @@ std::string title_of(const Schedule& schedule) {
              schedule.num_micro_batches == 1 ? " micro-batch" : " micro-batches");
 }
 
-// Colours only on a terminal; NO_COLOR turns them off (https://no-color.org).
+// Colors only on a terminal; NO_COLOR turns them off (https://no-color.org).
 TableStyle table_style() {
   if (!isatty(STDOUT_FILENO)) return {};
-  TableStyle style{.colours = std::getenv("NO_COLOR") == nullptr};
+  TableStyle style{.colors = std::getenv("NO_COLOR") == nullptr};
   winsize size{};
   if (ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0) style.width = size.ws_col;
   return style;

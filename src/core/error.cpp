@@ -38,7 +38,7 @@ std::string folded(std::string_view name) {
   return result;
 }
 
-/// Edits (insert, delete, replace, swap of neighbours) that turn `a` into `b`: optimal string alignment.
+/// Edits (insert, delete, replace, swap of neighbors) that turn `a` into `b`: optimal string alignment.
 size_t edit_distance(std::string_view a, std::string_view b) {
   std::vector<size_t> before_previous(b.size() + 1), previous(b.size() + 1), current(b.size() + 1);
   std::iota(previous.begin(), previous.end(), size_t{0});

@@ -39,7 +39,7 @@ void write_all(std::string_view text) {
   }
 }
 
-/// Writes each line at once. spdlog's colour sink writes it in pieces, which mix with other ranks' lines.
+/// Writes each line at once. spdlog's color sink writes it in pieces, which mix with other ranks' lines.
 class LineSink : public spdlog::sinks::base_sink<std::mutex> {
  public:
   void set_color(bool color) {

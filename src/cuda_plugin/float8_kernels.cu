@@ -72,7 +72,7 @@ __global__ void amax_of_rows_kernel(float* out, const T* x, int64_t rows, int64_
   }
 }
 
-// A thread block has kThreads columns and a stretch of rows; neighbouring threads read neighbouring elements.
+// A thread block has kThreads columns and a stretch of rows; neighboring threads read neighboring elements.
 constexpr int64_t kRowsPerBlock = 256;
 template <class T>
 __global__ void amax_of_columns_kernel(float* out, const T* x, int64_t rows, int64_t columns) {
@@ -168,7 +168,7 @@ __device__ float factor_of(int exponent, bool round_up) {
   return __uint_as_float(static_cast<unsigned>(254 - max(exponent, 1)) << 23);
 }
 
-// One warp per block, one lane per element. Warps of a thread block take neighbouring blocks.
+// One warp per block, one lane per element. Warps of a thread block take neighboring blocks.
 template <Format format, class T>
 __global__ void row_blocks_kernel(CastBlocks out, const T* x, int64_t rows, int64_t columns, bool round_up) {
   const int64_t blocks = (columns + kBlock - 1) / kBlock;
@@ -184,7 +184,7 @@ __global__ void row_blocks_kernel(CastBlocks out, const T* x, int64_t rows, int6
   }
 }
 
-// One thread per block: it reads 32 elements of its column, while its neighbours read those of the next
+// One thread per block: it reads 32 elements of its column, while its neighbors read those of the next
 // columns, and writes 32 bytes of a row.
 template <Format format, class T>
 __global__ void column_blocks_kernel(CastBlocks out, const T* x, int64_t rows, int64_t columns,

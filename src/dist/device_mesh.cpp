@@ -114,7 +114,7 @@ void check_order(const std::vector<LayoutAxis>& layout, const DeviceMesh::Impl& 
   int last_stride = std::numeric_limits<int>::max();
   for (const auto& axis : layout) {
     for (auto [size, stride] : axis.size_stride) {
-      if (size == 1) continue;  // its stride is its neighbour's
+      if (size == 1) continue;  // its stride is its neighbor's
       TITAN_CHECK(stride < last_stride, "axes of a sub-mesh have to keep the order of the mesh (",
                   names_of(mesh.axes), ") and not overlap; '", axis.name, "' comes too late or twice");
       last_stride = stride;

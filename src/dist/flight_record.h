@@ -89,7 +89,7 @@ struct CallRecord {
 
   /// Cuts off the beginning of what is too long: the end says more.
   void set_label(std::string_view phase_text, std::string_view module_text);
-  /// "all_gather #12 of group 'dp_shard' (fsdp::unshard layers.3)"
+  /// "all_gather #12 of group 'dp_shard' (fsdp::all_gather layers.3)"
   std::string describe() const;
 };
 static_assert(std::is_trivially_copyable_v<CallRecord>);

@@ -188,7 +188,7 @@ class HostChannel {
  private:
   using Clock = std::chrono::steady_clock;
 
-  // Each has a cache line and its neighbour: ranks write their own slot only.
+  // Each has a cache line and its neighbor: ranks write their own slot only.
   struct alignas(128) Slot {
     std::atomic<uint64_t> posted;    // the number of the call that is posted
     std::atomic<uint64_t> finished;  // the number of the last call whose reads are done

@@ -248,7 +248,7 @@ namespace {
 constexpr const char* kFirst = "titan/first_failure";
 constexpr const char* kTold = "titan/failures_told";
 
-// A failure takes no longer to pass through a pipeline, from neighbour to neighbour.
+// A failure takes no longer to pass through a pipeline, from neighbor to neighbor.
 constexpr auto kGrace = std::chrono::seconds(2);
 
 // Rank 0's process keeps the store, and waits with its end until the others have told. A lost rank never

@@ -107,7 +107,7 @@ struct FlightReportOptions {
 FlightReport make_flight_report(const std::vector<FlightFile>& files,
                                 const FlightReportOptions& options = {});
 
-/// "all_gather #812 of group 'dp_shard' (fsdp::unshard layers.5)"
+/// "all_gather #812 of group 'dp_shard' (fsdp::all_gather layers.5)"
 std::string describe(const FlightLane& lane, const FlightCall& call);
 
 /// The summary of a folder of records, or why there is none. Doesn't throw.

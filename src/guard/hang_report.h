@@ -18,7 +18,7 @@ namespace titan::dist {
 class FlightDump;
 class FlightRecorder;
 
-/// The call that this rank, or its device, waits for: "all_gather #12 of group 'dp_shard' (fsdp::unshard
+/// The call that this rank, or its device, waits for: "all_gather #12 of group 'dp_shard' (fsdp::all_gather
 /// layers.3)"; "": none. The checkpointer's own calls count only while the rank loads or saves.
 std::string open_call(const FlightRecorder& recorder, ProgressKind kind);
 

@@ -6,7 +6,7 @@
 //
 // [Note: labels for nodes]
 // When a module's forward ends, the autograd nodes that it recorded are those reachable from its outputs whose
-// sequence number is from its time. Each one that no inner module has labelled gets a hook with the module's
+// sequence number is from its time. Each one that no inner module has labeled gets a hook with the module's
 // name, which runs after the node in the backward.
 
 #include "titan/guard/nan_search.h"
@@ -28,11 +28,10 @@
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/variable.h>
 #include <torch/nn/module.h>
 
 #include "guard/module_probes.h"
+#include "ops/autograd_node.h"
 #include "tensor/memory.h"
 #include "titan/core/error.h"
 
@@ -192,22 +191,6 @@ class InputProbe : public Node {
   std::shared_ptr<SearchedCall> call_;
 };
 
-void probe_inputs(const TensorRefs& inputs, const std::shared_ptr<SearchedCall>& call) {
-  std::vector<at::Tensor*> with_gradient;
-  for (at::Tensor* input : inputs)
-    if (input->requires_grad()) with_gradient.push_back(input);
-  if (with_gradient.empty()) return;
-  auto node = std::make_shared<InputProbe>(call);
-  torch::autograd::edge_list edges;
-  for (at::Tensor* input : with_gradient) edges.push_back(torch::autograd::impl::gradient_edge(*input));
-  node->set_next_edges(std::move(edges));
-  for (at::Tensor* input : with_gradient) {
-    at::Tensor passed = input->detach();
-    torch::autograd::set_history(passed, node);
-    *input = std::move(passed);
-  }
-}
-
 void probe_outputs(const TensorRefs& outputs, const std::shared_ptr<SearchedCall>& call) {
   for (at::Tensor* output : outputs)
     if (output->requires_grad())
@@ -216,9 +199,9 @@ void probe_outputs(const TensorRefs& outputs, const std::shared_ptr<SearchedCall
 }
 
 /// A hook on one autograd node, which owns it.
-class LabelledNode final : public torch::autograd::FunctionPostHook {
+class LabeledNode final : public torch::autograd::FunctionPostHook {
  public:
-  LabelledNode(Node& node, std::string module, StatePtr state)
+  LabeledNode(Node& node, std::string module, StatePtr state)
       : node_(node), module_(std::move(module)), state_(std::move(state)) {}
 
   variable_list operator()(const variable_list& gave, const variable_list& given) override {
@@ -236,9 +219,9 @@ class LabelledNode final : public torch::autograd::FunctionPostHook {
   StatePtr state_;
 };
 
-bool is_labelled(const Node& node) {
+bool is_labeled(const Node& node) {
   return std::ranges::any_of(node.post_hooks(),
-                             [](const auto& hook) { return dynamic_cast<const LabelledNode*>(hook.get()); });
+                             [](const auto& hook) { return dynamic_cast<const LabeledNode*>(hook.get()); });
 }
 
 // A leaf's node belongs to no forward.
@@ -256,7 +239,7 @@ void label_nodes(const TensorRefs& outputs, uint64_t first_number, const std::st
     Node* node = left.back();
     left.pop_back();
     if (!is_of_forward(*node, first_number) || !seen.insert(node).second) continue;
-    if (!is_labelled(*node)) node->add_post_hook(std::make_unique<LabelledNode>(*node, module, state));
+    if (!is_labeled(*node)) node->add_post_hook(std::make_unique<LabeledNode>(*node, module, state));
     for (const auto& edge : node->next_edges())
       if (edge.is_valid()) left.push_back(edge.function.get());
   }
@@ -274,7 +257,7 @@ class NanProbe final : public ModuleProbe {
       inputs_ = detached(inputs);
       call_ = std::make_shared<SearchedCall>(
           SearchedCall{state_, model_, module_name(host), host.as_module().weak_from_this(), inputs_, {}});
-      if (at::GradMode::is_enabled()) probe_inputs(inputs, call_);
+      if (at::GradMode::is_enabled()) ops::insert_identity(std::make_shared<InputProbe>(call_), inputs);
     }
     first_number_ = at::sequence_number::peek();
   }

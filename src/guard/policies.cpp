@@ -17,6 +17,7 @@
 #include <nlohmann/json.hpp>
 
 #include "core/json.h"
+#include "tensor/memory.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/dist/collectives.h"
@@ -231,19 +232,6 @@ namespace {
 
 constexpr dist::Label kReplicaLabel{"train::check_replicas"};
 
-at::ScalarType integer_of(size_t element_size) {
-  switch (element_size) {
-    case 1:
-      return at::kChar;
-    case 2:
-      return at::kShort;
-    case 4:
-      return at::kInt;
-    default:
-      return at::kLong;
-  }
-}
-
 bool has_replicas(const DTensor& data) {
   for (size_t axis = 0; axis < data.placements.size(); ++axis)
     if (data.mesh.axes()[axis].size > 1 && data.is_replicated_on(axis)) return true;
@@ -325,8 +313,7 @@ std::string first_difference(const MeshParameters& group) {
 
 at::Tensor bit_sum(const at::Tensor& tensor) {
   const at::NoGradGuard no_grad;
-  const at::Tensor bits = tensor.detach().contiguous().view(-1).view(integer_of(tensor.element_size()));
-  return at::sum(bits, at::kLong);
+  return at::sum(bits_of(tensor.detach().contiguous()), at::kLong);
 }
 
 std::vector<size_t> differing(const std::vector<int64_t>& sums) {

@@ -49,7 +49,7 @@ TrainerPolicies fault_tolerance_policies(const FaultToleranceSettings& settings,
 
 /// Builds everything that a trainer needs: model, data, optimizer, checkpoints, observers and policies. Its
 /// train() begins with what [checkpoint] says to load, and then writes the resolved config to
-/// {dump_folder}/config.toml (rank 0). `on_terminal`: somebody watches the log, so it gets colours and the
+/// {dump_folder}/config.toml (rank 0). `on_terminal`: somebody watches the log, so it gets colors and the
 /// remaining time. `checked`: what check_job has read already. `watchdog`: make_watchdog's, if there is one
 /// already. Collective over the world.
 Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on_terminal = false,

@@ -70,7 +70,7 @@ struct NamedBytes {
   double bytes = 0;
 };
 
-/// "layers.0 to layers.31 0.30 each, output 0.61", in GiB: neighbours of about the same size share an entry.
+/// "layers.0 to layers.31 0.30 each, output 0.61", in GiB: neighbors of about the same size share an entry.
 std::string list_of(const std::vector<NamedBytes>& list);
 
 /// One rank's memory at the peak of a step: the end of the last forward before a backward.

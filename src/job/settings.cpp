@@ -126,8 +126,8 @@ void describe(config::Table<CompileSettings>& table) {
 }
 
 void describe(config::Table<MemoryEstimationSettings>& table) {
-  table.refused("enable", false, "dry runs come later");
-  table.refused("disable_fake_mode", false, "dry runs come later", "enable");
+  table.refused("enable", false, "not supported; see --print-plan");
+  table.refused("disable_fake_mode", false, "not supported; see --print-plan", "enable");
 }
 
 void describe(config::Table<CommSettings>& table) {
@@ -161,7 +161,7 @@ void describe(config::Table<CommSettings>& table) {
       "SIGQUIT, and by titan debug dump; titan debug flight reads them");
   table.field("save_traces_file_prefix", &CommSettings::save_traces_file_prefix,
               "how their file names begin; the rank and .json follow");
-  table.refused("mode", std::string("default"), "dry runs on a fake backend come later");
+  table.refused("mode", std::string("default"), "not supported; --print-plan runs one rank of the job without memory");
 }
 
 namespace {
@@ -285,7 +285,7 @@ void describe(config::Table<ParallelismSettings>& table) {
   table.field("fsdp_reshard_after_forward", &ParallelismSettings::fsdp_reshard_after_forward,
               "whether gathered parameters are freed between forward and backward; an integer keeps them "
               "sharded over "
-              "that many neighbours",
+              "that many neighbors",
               reshard_name());
   table.field("fsdp_reduce_every_micro_batch", &ParallelismSettings::fsdp_reduce_every_micro_batch,
               "false: gradients stay whole until a step's last micro-batch (more memory, less "

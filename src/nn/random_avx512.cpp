@@ -107,7 +107,7 @@ TITAN_AVX512 void uniforms_by_avx512(double* to, uint64_t first_counter, const P
 }
 
 TITAN_AVX512 void normals_by_avx512(double* z, int64_t count, const NormalDraw& draw, Outside& outside) {
-  const __m512d centre = _mm512_set1_pd(as241::kCentre), minus_centre = _mm512_set1_pd(-as241::kCentre);
+  const __m512d center = _mm512_set1_pd(as241::kCenter), minus_center = _mm512_set1_pd(-as241::kCenter);
   __m256i where = _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0);
   int64_t aside = 0;
   for (int64_t i = 0; i < count; i += 8, where = _mm256_add_epi32(where, _mm256_set1_epi32(8))) {
@@ -117,13 +117,13 @@ TITAN_AVX512 void normals_by_avx512(double* z, int64_t count, const NormalDraw& 
     const EightDoubles q = p - 0.5;
     const auto q_of = static_cast<__m512d>(q);
     const auto out = static_cast<__mmask8>(
-        (_mm512_cmp_pd_mask(q_of, minus_centre, _CMP_LT_OQ) | _mm512_cmp_pd_mask(q_of, centre, _CMP_GT_OQ)) &
+        (_mm512_cmp_pd_mask(q_of, minus_center, _CMP_LT_OQ) | _mm512_cmp_pd_mask(q_of, center, _CMP_GT_OQ)) &
         lanes);
     _mm512_storeu_pd(outside.p + aside, _mm512_maskz_compress_pd(out, static_cast<__m512d>(p)));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(outside.where + aside),
                         _mm256_maskz_compress_epi32(out, where));
     aside += __builtin_popcount(out);
-    _mm512_mask_storeu_pd(z + i, lanes, static_cast<__m512d>(as241::centre(q)));
+    _mm512_mask_storeu_pd(z + i, lanes, static_cast<__m512d>(as241::center(q)));
   }
   _mm512_storeu_pd(outside.p + aside, _mm512_set1_pd(0.25));  // completes the last vector
   finish_outside(z, outside, aside);

@@ -146,7 +146,7 @@ TITAN_INLINE Doubles reordered(Doubles v, const uint64_t (&order)[4]) {
 
 // Without a branch: half of all vectors have a lane outside, in an unpredictable order.
 TITAN_INLINE int64_t put_aside(Outside& outside, int64_t count, int32_t first, Doubles p, Doubles q) {
-  const auto inside = (q >= -as241::kCentre) & (q <= as241::kCentre);
+  const auto inside = (q >= -as241::kCenter) & (q <= as241::kCenter);
   const auto bits = ~inside & decltype(inside){1, 2, 4, 8};
   const auto set = (bits[0] | bits[1]) | (bits[2] | bits[3]);
   Lanes32 where;
@@ -183,7 +183,7 @@ TITAN_CPU_CLONES void normals_of_block(double* z, int64_t count, const NormalDra
     const Doubles p = draw.offset + draw.scale * ops::simd::load_up_to(z + i, count - i, 0.5);
     const Doubles q = p - 0.5;
     aside = put_aside(outside, aside, static_cast<int32_t>(i), p, q);
-    ops::simd::store_up_to(z + i, as241::centre(q), count - i);
+    ops::simd::store_up_to(z + i, as241::center(q), count - i);
   }
   while (aside > 0 && outside.where[aside - 1] >= count) --aside;  // lanes past the last element
   for (int lane = 0; lane < 4; ++lane) outside.p[aside + lane] = 0.25;

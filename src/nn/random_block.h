@@ -115,10 +115,10 @@ TITAN_INLINE V horner(const double (&coefficients)[N], V x) {
 /// Wichura, algorithm AS 241 (PPND16), Applied Statistics 37 (1988): rational functions for three ranges.
 namespace as241 {
 
-inline constexpr double kCentreTop[] = {
+inline constexpr double kCenterTop[] = {
     3.3871328727963666080e0,  1.3314166789178437745e+2, 1.9715909503065514427e+3, 1.3731693765509461125e+4,
     4.5921953931549871457e+4, 6.7265770927008700853e+4, 3.3430575583588128105e+4, 2.5090809287301226727e+3};
-inline constexpr double kCentreBottom[] = {
+inline constexpr double kCenterBottom[] = {
     1.0000000000000000000e+0, 4.2313330701600911252e+1, 6.8718700749205790830e+2, 5.3941960214247511077e+3,
     2.1213794301586595867e+4, 3.9307895800092710610e+4, 2.8729085735721942674e+4, 5.2264952788528545610e+3};
 inline constexpr double kFlankTop[] = {1.42343711074968357734e0,  4.63033784615654529590e0,
@@ -137,14 +137,14 @@ inline constexpr double kTailBottom[] = {1.0000000000000000000e+0,  5.9983220655
                                          1.36929880922735805310e-1, 1.48753612908506148525e-2,
                                          7.86869131145613259100e-4, 1.84631831751005468180e-5,
                                          1.42151175831644588870e-7, 2.04426310338993978564e-15};
-inline constexpr double kCentre = 0.425;  ///< |p - 1/2| up to which the centre's function holds
+inline constexpr double kCenter = 0.425;  ///< |p - 1/2| up to which the center's function holds
 inline constexpr double kFlank = 5.0;     ///< r up to which the flank's does
 
-/// z for q = p - 1/2 within the centre.
+/// z for q = p - 1/2 within the center.
 template <class V>
-TITAN_INLINE V centre(V q) {
+TITAN_INLINE V center(V q) {
   const V r = 0.180625 - q * q;
-  return q * horner(kCentreTop, r) / horner(kCentreBottom, r);
+  return q * horner(kCenterTop, r) / horner(kCenterBottom, r);
 }
 /// |z| for r = sqrt(-log(min(p, 1 - p))).
 template <class V>
@@ -158,7 +158,7 @@ inline double tail(double r) { return horner(kTailTop, r - 5.0) / horner(kTailBo
 /// z with Phi(z) = p, for 0 < p < 1: about 1 part in 1e16.
 inline double inverse_normal(double p) {
   const double q = p - 0.5;
-  if (q >= -as241::kCentre && q <= as241::kCentre) return as241::centre(q);
+  if (q >= -as241::kCenter && q <= as241::kCenter) return as241::center(q);
   const double r = std::sqrt(-fixed_log(q < 0 ? p : 1.0 - p));
   const double z = r <= as241::kFlank ? as241::flank(r) : as241::tail(r);
   return q < 0 ? -z : z;
@@ -188,7 +188,7 @@ using PhiloxKey = std::array<uint32_t, 2>;
 /// Philox counters that one call uses, each for two elements.
 inline constexpr int64_t kDrawCounters = 64;
 
-/// The few elements outside the centre, which the first pass sets aside.
+/// The few elements outside the center, which the first pass sets aside.
 struct Outside {
   static constexpr int64_t kCapacity = 256, kWidest = 8;
   double p[kCapacity + kWidest];  // probabilities, then values; and room for a partial vector

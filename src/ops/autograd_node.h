@@ -56,6 +56,24 @@ std::shared_ptr<NodeType> record(const at::Tensor& output, const Inputs&... inpu
   return node;
 }
 
+/// Replaces those of `tensors` that require gradients by the outputs of `node`, whose backward passes their
+/// gradients on, when all of them are there. False if none requires a gradient.
+inline bool insert_identity(const std::shared_ptr<torch::autograd::Node>& node, at::ArrayRef<at::Tensor*> tensors) {
+  std::vector<at::Tensor*> with_gradient;
+  for (at::Tensor* tensor : tensors)
+    if (tensor->requires_grad()) with_gradient.push_back(tensor);
+  if (with_gradient.empty()) return false;
+  torch::autograd::edge_list edges;
+  for (at::Tensor* tensor : with_gradient) edges.push_back(torch::autograd::impl::gradient_edge(*tensor));
+  node->set_next_edges(std::move(edges));
+  for (at::Tensor* tensor : with_gradient) {
+    at::Tensor passed = tensor->detach();
+    set_history(passed, node);
+    *tensor = std::move(passed);
+  }
+  return true;
+}
+
 inline SavedVariable save_input(const at::Tensor& tensor) {
   return SavedVariable(tensor, /*is_output=*/false);
 }

@@ -13,7 +13,7 @@ namespace titan::pipeline {
 
 namespace {
 
-// Neighbouring stages on different ranks, both ways, in an order that all ranks share.
+// Neighboring stages on different ranks, both ways, in an order that all ranks share.
 std::set<std::pair<int, int>> directions_of(const Schedule& schedule) {
   std::set<std::pair<int, int>> directions;
   for (size_t stage = 1; stage < schedule.rank_of_stage.size(); ++stage) {

@@ -264,6 +264,22 @@ at::Tensor deferred_tensor(at::IntArrayRef sizes, const at::TensorOptions& optio
   return tensor;
 }
 
+at::Tensor bits_of(const at::Tensor& tensor) {
+  const auto integer = [&] {
+    switch (tensor.element_size()) {
+      case 1:
+        return at::kByte;
+      case 2:
+        return at::kShort;
+      case 4:
+        return at::kInt;
+      default:
+        return at::kLong;
+    }
+  };
+  return tensor.view(-1).view(integer());
+}
+
 at::Tensor part_of(const at::Tensor& whole, int64_t offset, at::IntArrayRef sizes) {
   TITAN_INTERNAL_ASSERT(
       whole.dim() == 1 && offset >= 0 && offset + c10::multiply_integers(sizes) <= whole.numel(), "part [",

@@ -53,6 +53,9 @@ struct HostMemoryStats {
 };
 HostMemoryStats host_memory_stats();
 
+/// The bytes of a contiguous `tensor` as one dimension of integers of its elements' size.
+at::Tensor bits_of(const at::Tensor& tensor);
+
 // ---- tensors whose memory comes and goes
 
 /// A tensor with these sizes and a storage of zero bytes, as deferred construction makes it and as a freed

@@ -1,11 +1,12 @@
 // The main function of every distributed test: one process per rank, started by `titan launch`. Rank 0 prints
-// gtest's output; the others print only failures.
+// gtest's output; the others print only failures. With --file=NAME, only the cases of NAME.cpp run.
 
 #include <unistd.h>
 
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <filesystem>
 #include <optional>
 #include <string>
 #include <vector>
@@ -13,6 +14,7 @@
 #include <gtest/gtest.h>
 
 #include "distributed/world.h"
+#include "titan/core/error.h"
 
 namespace {
 
@@ -55,12 +57,33 @@ void choose_output(int rank) {
   listeners.Append(printer);  // after the line above: gtest calls its listeners in reverse when a test ends
 }
 
+// Takes the cases of other files away from those that --gtest_filter chooses.
+void choose_file(const std::string& name) {
+  std::string others;
+  size_t num_chosen = 0;
+  const auto& tests = *testing::UnitTest::GetInstance();
+  for (int i = 0; i < tests.total_test_suite_count(); ++i) {
+    const testing::TestSuite& suite = *tests.GetTestSuite(i);
+    for (int j = 0; j < suite.total_test_count(); ++j) {
+      const testing::TestInfo& test = *suite.GetTestInfo(j);
+      if (std::filesystem::path(test.file()).stem() == name)
+        ++num_chosen;
+      else
+        others += std::string(":") + suite.name() + "." + test.name();
+    }
+  }
+  TITAN_CHECK(num_chosen > 0, "--file=", name, ": no test is defined in ", name, ".cpp");
+  const std::string filter = GTEST_FLAG_GET(filter);
+  GTEST_FLAG_SET(filter, filter + (filter.find('-') == std::string::npos ? "-" : "") + others);
+}
+
 titan::dist::InitOptions options_from(const std::vector<std::string>& words) {
   titan::dist::InitOptions options{.backend = "gloo", .device = "cpu", .timeout = std::chrono::seconds(60)};
   for (const std::string& word : words) {
     if (word == "--sockets") options.direct_memory = false;  // as if the ranks were on several hosts
     if (word == "--cuda") options.device = "cuda";           // all ranks share the GPUs there are, hence gloo
     if (word == "--check-collectives") options.check_collectives = true;
+    if (word.starts_with("--file=")) choose_file(word.substr(7));
     if (word == "--all") run_all_cases = true;  // not only a selection that covers the rest
   }
   return options;

@@ -1,4 +1,4 @@
-// Starting ranks: the launcher's behaviour, and dist::init under torchrun, SLURM and Open MPI.
+// Starting ranks: the launcher's behavior, and dist::init under torchrun, SLURM and Open MPI.
 
 #include <netinet/in.h>
 #include <sched.h>

@@ -178,7 +178,7 @@ void PrintTo(const Killed& killed, std::ostream* out) {
 
 class LostRank : public ::testing::TestWithParam<Killed> {};
 
-// Without a launcher to end them, every rank finds out by itself: also ranks whose neighbours live, and also
+// Without a launcher to end them, every rank finds out by itself: also ranks whose neighbors live, and also
 // if the lost rank served the store through which ranks report, or the rank that serves it is the only one to
 // notice the loss.
 TEST_P(LostRank, IsNamedByAllRanksWithTheirCurrentAction) {
@@ -218,13 +218,13 @@ TEST_P(LostRank, IsNamedByAllRanksWithTheirCurrentAction) {
   std::vector<std::future<CommandResult>> ends;
   for (Command& rank : ranks)
     ends.push_back(std::async(std::launch::async, [&rank] { return rank.wait(60); }));
-  // Named by the neighbours that exchange messages with it; where ranks share parameters, the first to fail
+  // Named by the neighbors that exchange messages with it; where ranks share parameters, the first to fail
   // may have waited for those, and repeats what all ranks report in the store.
   const std::string number = std::to_string(lost);
-  const std::string by_neighbours = "rank " + number + " of the job";
+  const std::string by_neighbors = "rank " + number + " of the job";
   const ::testing::Matcher<const std::string&> named =
-      GetParam().pp == 4 ? ::testing::Matcher<const std::string&>(HasSubstr(by_neighbours))
-                         : AnyOf(HasSubstr(by_neighbours), HasSubstr("lost: rank " + number + " ("));
+      GetParam().pp == 4 ? ::testing::Matcher<const std::string&>(HasSubstr(by_neighbors))
+                         : AnyOf(HasSubstr(by_neighbors), HasSubstr("lost: rank " + number + " ("));
   for (int rank = 0; rank < 4; ++rank) {
     const CommandResult result = ends[static_cast<size_t>(rank)].get();
     if (rank == lost) continue;

@@ -161,16 +161,16 @@ def pixels(path, most_rows):
         before = bytes(line)
     return rows, size
 
-def colours(path, most_rows=900):
+def colors(path, most_rows=900):
     rows, size = pixels(path, most_rows)
     return [row[i:i + 3] for row in rows[::4] for i in range(0, len(row), 4 * size)]
 
 for name, blue in (("light", (0x1f, 0x5f, 0xd6)),):
-    seen = colours(f"{sys.argv[2]}/{name}.png")
+    seen = colors(f"{sys.argv[2]}/{name}.png")
     assert len(set(seen)) > 100, (name, len(set(seen)))
     near = sum(max(abs(a - b) for a, b in zip(pixel, blue)) < 40 for pixel in seen)
     assert near > 20, (name, "no curve is visible", near)
-light, dark = (sum(sum(pixel) for pixel in colours(f"{sys.argv[2]}/{name}.png", 400)) for name in ("light", "dark"))
+light, dark = (sum(sum(pixel) for pixel in colors(f"{sys.argv[2]}/{name}.png", 400)) for name in ("light", "dark"))
 assert dark < light / 2, "the dark page isn't dark"
 print("the report is drawn, light and dark")
 PY

@@ -37,7 +37,7 @@ class Screen {
     return text.substr(0, text.find_last_not_of('\n') + 1);
   }
   bool is_whole() const { return is_whole_; }  ///< the sequence that began last is complete
-  bool is_plain() const { return is_plain_; }  ///< text written next has no colour
+  bool is_plain() const { return is_plain_; }  ///< text written next has no color
   size_t column() const { return column_; }    ///< where text written next goes
   size_t num_scrolled() const { return num_scrolled_; }
 

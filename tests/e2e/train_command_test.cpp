@@ -189,7 +189,7 @@ std::string train_on_terminal(const Words& words) {
 }
 
 // From the ranks of --nproc, whose own output is a pipe to their parent.
-TEST(TrainCommand, PrintsColoursAndRemainingTimeOnlyOnTerminals) {
+TEST(TrainCommand, PrintsColorsAndRemainingTimeOnlyOnTerminals) {
   const auto words = [](const char* ranks) {
     return model("3") + Words{"--nproc",
                               ranks,

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Relative links of README.md, CONTRIBUTING.md and every page in docs and benchmarks point to what exists; a link that is labelled with a
+"""Relative links of README.md, CONTRIBUTING.md and every page in docs and benchmarks point to what exists; a link that is labeled with a
 file's name (`x_test`, `x.h`) points to that file, not to its folder. README.md's C++ lines are part of an example that a test builds."""
 
 import pathlib
@@ -26,7 +26,7 @@ def problems_of_links(root: pathlib.Path, page: pathlib.Path) -> list[str]:
         if not path.exists():
             problems.append(f"{where} points to nothing")
         elif re.search(r"_test$|\.\w+$", name) and path.is_dir():
-            problems.append(f"{where} is labelled as a file and points to a folder")
+            problems.append(f"{where} is labeled as a file and points to a folder")
     return problems
 
 

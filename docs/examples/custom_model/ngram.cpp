@@ -16,7 +16,7 @@ using namespace titan::train;
 
 constexpr double kInitStd = 0.02;
 
-// The model's sizes: a flavour's, overridden by [model.args].
+// The model's sizes: a flavor's, overridden by [model.args].
 struct NgramArgs {
   int64_t vocab_size = 2048;
   int64_t context = 4;  ///< tokens that predict the next one
@@ -127,7 +127,7 @@ void register_ngram() {
   parallel_plans().add("keep_gathered", keep_gathered);
   register_model<NgramArgs>(
       "ngram",
-      {.flavours = {{"small", {}}, {"wide", {.dim = 256, .hidden = 1024}}},
+      {.flavors = {{"small", {}}, {"wide", {.dim = 256, .hidden = 1024}}},
        .sizes = [](const NgramArgs& args) -> ModelSizes {
          return {.vocab_size = args.vocab_size, .num_params = args.num_params()};
        },

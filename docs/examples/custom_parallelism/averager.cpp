@@ -149,7 +149,7 @@ extern "C" void titan_register() {
   parallel_plans().add("spread_features", spread_features);
   register_model<AveragerArgs>(
       "averager",
-      {.flavours = {{"small", {}}},
+      {.flavors = {{"small", {}}},
        .sizes = [](const AveragerArgs& args) -> ModelSizes {
          return {
              .num_layers = args.num_blocks, .vocab_size = args.vocab_size, .num_params = args.num_params()};

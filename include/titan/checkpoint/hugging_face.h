@@ -10,7 +10,7 @@
 //   convert_to_hf("model.safetensors", "exported", model);     // without a job
 //
 // [Note: rows of rotary pairs]
-// We rotate neighbouring rows of a head, (2i, 2i + 1); transformers rotates rows half a head apart,
+// We rotate neighboring rows of a head, (2i, 2i + 1); transformers rotates rows half a head apart,
 // (i, i + head_dim / 2). So in every head of wq and wk (head_dim rows h * head_dim + ...)
 //
 //   theirs[j * head_dim / 2 + i] = ours[2 i + j]        j = 0, 1; i = 0 ... head_dim / 2 - 1

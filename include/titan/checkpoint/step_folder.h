@@ -133,7 +133,7 @@ struct VerifyOptions {
 };
 
 struct VerifyReport {
-  std::vector<Damage> damages;  ///< by rank, then by place in the file; neighbouring blocks are joined
+  std::vector<Damage> damages;  ///< by rank, then by place in the file; neighboring blocks are joined
   int64_t num_files = 0;        ///< named by the manifest
   int64_t num_tensors = 0;
   int64_t num_bytes = 0;  ///< of tensors whose checksums were compared

@@ -4,7 +4,7 @@
 // scheme.
 //
 //   titan::checkpoint::storages().add("s3", std::make_shared<S3Storage>(...));   // before a path is used
-//   titan train ... --checkpoint.folder s3:/bucket/run                          // or SaveOptions::folder
+//   titan train ... --checkpoint.folder s3:/bucket/run --checkpoint.last_save_model_only false
 //
 // Paths stay std::filesystem::path: a first element "SCHEME:" names a registered storage ("s3:/bucket/run"
 // and "s3://bucket/run" are the same), everything else is local. Saving, loading, listing, verifying,
@@ -39,9 +39,9 @@ class Storage {
   class Reader {
    public:
     virtual ~Reader() = default;
-    /// When it was opened.
+    /// The file's size when it was opened.
     virtual int64_t num_bytes() const = 0;
-    /// Fills `into`. Throws Error where the file ends before.
+    /// Fills `into`. Throws Error if the file ends too early.
     virtual void read(std::span<std::byte> into, int64_t offset) const = 0;
     /// Throws Error when the file's size has changed since it was opened.
     virtual void check_unchanged() const {}
@@ -49,13 +49,13 @@ class Storage {
     virtual void drop(int64_t /*offset*/, int64_t /*num_bytes*/) const {}
   };
 
-  /// A file being written. It is removed when it is destroyed before finish().
+  /// A file being written. It is removed if it is destroyed before finish().
   class Writer {
    public:
     virtual ~Writer() = default;
     /// Writes `parts` one after the other, from `offset` on. Every byte is written once, in any order.
     virtual void write(std::span<const std::span<const std::byte>> parts, int64_t offset) = 0;
-    /// Returns when the contents are durable; the file's name is once sync() of its folder has returned.
+    /// Returns once the contents are durable. The file's name becomes durable when sync() on its folder returns.
     virtual void finish() = 0;
   };
 

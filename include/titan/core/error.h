@@ -70,7 +70,7 @@ namespace detail {
 std::string reason_of(const std::exception& error);
 
 /// The names in `known` that `name` may have been meant as, best first: few edits away (case, '-' for '_' and
-/// swapped neighbours are cheap), or one contains the other.
+/// swapped neighbors are cheap), or one contains the other.
 std::vector<std::string> nearest_names(std::string_view name, const std::vector<std::string>& known,
                                        size_t limit = 3);
 

@@ -18,7 +18,7 @@ struct Settings {
   int rank = -1;  ///< shown as "[rank 3]" when >= 0 and world_size > 1
   int world_size = 1;
   Level level = Level::Info;  ///< messages below are dropped
-  bool color = false;         ///< ANSI colours for the level
+  bool color = false;         ///< ANSI colors for the level
 };
 
 /// May be called again. Thread-safe.

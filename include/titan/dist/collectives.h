@@ -32,7 +32,7 @@ struct GroupBackends;
 /// Which phase and module issues a call. Both point to strings that live until the call is launched;
 /// recording copies them and allocates nothing.
 struct Label {
-  const char* phase = "";   ///< "fsdp::unshard", "metrics::loss", ...
+  const char* phase = "";   ///< "fsdp::all_gather", "metrics::loss", ...
   const char* module = "";  ///< "layers.3", or ""
 };
 

@@ -93,7 +93,7 @@ World init(const InitOptions& options = {});
 inline constexpr std::string_view kOwnTimeout = "own_timeout:";
 
 /// Tells the other ranks, through the job's store, that this one fails with `message`. Returns what the first
-/// rank to do so said ("rank 2: ..."), "" if that is this rank: when a rank is lost, its neighbours notice,
+/// rank to do so said ("rank 2: ..."), "" if that is this rank: when a rank is lost, its neighbors notice,
 /// then theirs, and each knows only of the one before. If the store is gone, returns that rank 0 probably is,
 /// too. Calls `let_go` once after that: it ends what the others wait for, so that they fail and ask, too.
 /// Then rank 0, which keeps the store, waits two seconds at most for them. Doesn't throw, nor may `let_go`.

@@ -3,7 +3,7 @@
 // Llama 3 and 3.1 (Grattafiori et al., "The Llama 3 herd of models", 2024): sizes, the model on one device, how it
 // is spread over ranks, and its form in Hugging Face's transformers.
 //
-//   titan::models::Llama3 model(titan::models::llama3_flavours().at("8B"));
+//   titan::models::Llama3 model(titan::models::llama3_flavors().at("8B"));
 //   at::Tensor loss = model(tokens, labels, num_valid_labels);
 
 #include <cstdint>
@@ -54,7 +54,7 @@ struct Llama3Args {
 void describe(config::Table<Llama3Args>& table);
 
 /// debugmodel, 1B, 3B, 8B, 70B, 405B.
-const std::map<std::string, Llama3Args>& llama3_flavours();
+const std::map<std::string, Llama3Args>& llama3_flavors();
 /// Adds what is wrong with the sizes to `problems`.
 void check(const Llama3Args& args, std::vector<std::string>& problems);
 /// The number of parameters; a tied matrix counts once.

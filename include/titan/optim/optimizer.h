@@ -160,8 +160,8 @@ class Optimizer {
  public:
   /// Takes those of `parameters` that require gradients (the others are frozen), which must be materialized;
   /// state is made at its first use. Throws ConfigError for an unknown rule, for groups that don't parse or
-  /// that match no parameter, neither here nor of `elsewhere` (names of other pipeline ranks' parameters), and
-  /// Error for a compute parameter of fully_shard (its shard is what can be stepped).
+  /// that match no parameter here or in `elsewhere` (names of other pipeline ranks' parameters), and Error for a
+  /// compute parameter of fully_shard (its shard is what can be stepped).
   Optimizer(const std::vector<Parameter>& parameters, const OptimizerSettings& settings,
             const std::vector<std::string>& elsewhere = {});
   ~Optimizer();

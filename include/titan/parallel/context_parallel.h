@@ -26,7 +26,7 @@ enum class ContextLoadBalancer {
 /// How a ring's forward moves keys and values.
 enum class ContextRotateMethod {
   AllGather,  ///< one all-gather during the rank's own block; holds one layer's keys of the whole sequence
-  AllToAll,   ///< hop by hop between neighbours, each during the block before it; holds the keys of two ranks
+  AllToAll,   ///< hop by hop between neighbors, each during the block before it; holds the keys of two ranks
 };
 
 enum class ContextAttention {

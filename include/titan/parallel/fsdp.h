@@ -24,7 +24,7 @@ struct ReshardAfterForward {
     Default,  ///< Always, but Never for the outermost module's own group (its backward comes first)
     Always,
     Never,
-    ToSize,  ///< keep them sharded over `size` neighbouring ranks (a divisor of the shard axis): a smaller,
+    ToSize,  ///< keep them sharded over `size` neighboring ranks (a divisor of the shard axis): a smaller,
              ///< faster gather in the backward
   };
   Kind kind = Kind::Default;

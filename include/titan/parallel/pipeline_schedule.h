@@ -208,7 +208,7 @@ void check_schedule(const Schedule& schedule, const CheckOptions& options = {});
 // own, when the runtime meets it, and waited for by the F, B or I that works on it. Stages of one rank hand
 // over locally: no send, no receive. Unshard starts gathering; the stage's next F, B, I or W waits for it.
 
-/// Adds a send after, and a receive before, every F, B and I whose neighbour is on another rank. On each
+/// Adds a send after, and a receive before, every F, B and I whose neighbor is on another rank. On each
 /// channel, receives are in the order of the sends. A receive is one compute action ahead of its use, so that
 /// one message travels while the rank computes; it is earlier only where a message used earlier is sent after
 /// it, or where ranks would deadlock otherwise. The result runs even where sends block until their receive is
@@ -288,7 +288,7 @@ Simulation simulate(const Schedule& schedule, const Costs& costs = {});
 
 struct TableStyle {
   int width = 100;       ///< characters per line; longer tables continue in another block of lines
-  bool colours = false;  ///< by ANSI sequences
+  bool colors = false;  ///< by ANSI sequences
 };
 
 /// Time from left to right, a row per rank: "2F5" where the action starts, "-" as long as it lasts, "." where

@@ -3,7 +3,7 @@
 // A model family as the trainer knows it, and how one joins the program:
 //
 //   titan::train::register_model<TinyArgs>("tiny", {
-//       .flavours = {{"debug", {.dim = 64}}, {"large", {.dim = 1024}}},
+//       .flavors = {{"debug", {.dim = 64}}, {"large", {.dim = 1024}}},
 //       .sizes = [](const TinyArgs& args) { return ModelSizes{...}; },
 //       .build = [](const TinyArgs& args, const BuildOptions& options) {
 //         return std::make_unique<TinyModel>(args, options);
@@ -14,7 +14,7 @@
 //   });
 //
 // Args is a settings struct with a `describe(config::Table<Args>&)` beside it: its fields are the keys of
-// [model.args], which override the sizes of the chosen flavour.
+// [model.args], which override the sizes of the chosen flavor.
 
 #include <cstdint>
 #include <filesystem>
@@ -103,8 +103,8 @@ struct ParallelPlan {
 class ModelSpec {
  public:
   virtual ~ModelSpec() = default;
-  virtual std::vector<std::string> flavours() const = 0;
-  /// The arguments of a flavour, to be overridden through arg_fields(). Throws ConfigError for an unknown
+  virtual std::vector<std::string> flavors() const = 0;
+  /// The arguments of a flavor, to be overridden through arg_fields(). Throws ConfigError for an unknown
   /// one.
   virtual std::shared_ptr<void> make_args(const std::string& flavor) const = 0;
   virtual std::vector<config::FieldInfo> arg_fields() const = 0;
@@ -132,7 +132,7 @@ struct HfForm {
 /// The parts of a family; `sizes`, `build` and `parallelize` are required.
 template <class Args>
 struct ModelFamily {
-  std::map<std::string, Args> flavours;
+  std::map<std::string, Args> flavors;
   std::function<ModelSizes(const Args&)> sizes;
   std::function<double(const Args&, int64_t seq_len)> flops_per_token = {};  ///< default: 6 x parameters
   std::function<void(const Args&, std::vector<std::string>& problems)> check = {};
@@ -173,13 +173,13 @@ class ModelFamilySpec final : public ModelSpec {
   explicit ModelFamilySpec(ModelFamily<Args> family) : family_(std::move(family)) {
     TITAN_CHECK(family_.sizes && family_.build && family_.parallelize,
                 "a model family needs sizes, build and parallelize");
-    for (const auto& [flavor, args] : family_.flavours) flavours_.add(flavor, args);
+    for (const auto& [flavor, args] : family_.flavors) flavors_.add(flavor, args);
   }
 
-  std::vector<std::string> flavours() const override { return flavours_.names(); }
+  std::vector<std::string> flavors() const override { return flavors_.names(); }
 
   std::shared_ptr<void> make_args(const std::string& flavor) const override {
-    return std::make_shared<Args>(flavours_.get(flavor));
+    return std::make_shared<Args>(flavors_.get(flavor));
   }
 
   std::vector<config::FieldInfo> arg_fields() const override {
@@ -223,7 +223,7 @@ class ModelFamilySpec final : public ModelSpec {
   static const Args& cast(const void* args) { return *static_cast<const Args*>(args); }
 
   ModelFamily<Args> family_;
-  Registry<Args> flavours_{"flavor"};
+  Registry<Args> flavors_{"flavor"};
 };
 
 template <class Args>

@@ -123,7 +123,7 @@ int64_t total_bytes(const StateTable& table) {
   return bytes;
 }
 
-// Neighbouring blocks with the same problem.
+// Neighboring blocks with the same problem.
 bool continues(const Damage& last, const Damage& next) {
   return next.num_blocks > 0 && last.first_block + last.num_blocks == next.first_block &&
          std::tie(last.file, last.tensor, last.what) == std::tie(next.file, next.tensor, next.what);

@@ -21,6 +21,7 @@
 #include "cli/parser.h"
 #include "cli/text.h"
 #include "core/json.h"
+#include "tensor/memory.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/config/load.h"
 #include "titan/core/error.h"
@@ -46,24 +47,8 @@ at::Tensor read_slab(const checkpoint::SavedState& state, const std::string& nam
 
 double sum_of_squares(const at::Tensor& values) { return values.dot(values).item<double>(); }
 
-at::ScalarType bits_of(at::ScalarType dtype) {
-  switch (c10::elementSize(dtype)) {
-    case 1:
-      return at::kByte;
-    case 2:
-      return at::kShort;
-    case 4:
-      return at::kInt;
-    default:
-      return at::kLong;
-  }
-}
-
 at::Tensor differing(const at::Tensor& a, const at::Tensor& b) {
-  if (a.scalar_type() == b.scalar_type()) {
-    const at::ScalarType bits = bits_of(a.scalar_type());
-    return a.view(bits).ne(b.view(bits)).flatten();
-  }
+  if (a.scalar_type() == b.scalar_type()) return bits_of(a).ne(bits_of(b));
   const at::Tensor x = a.to(at::kDouble), y = b.to(at::kDouble);
   return x.ne(y).logical_and_(x.isnan().logical_and_(y.isnan()).logical_not_()).flatten();
 }

@@ -4,8 +4,8 @@
 //   hung    a rank that was stopped (SIGSTOP) when another one failed: the others' time limits ran out on it; or
 //           a rank that had to be killed after another one gave up on its peers (dist::kHungExitCode): its own
 //           watchdog is stuck with it, as in a frozen container or a system call that never returns
-//   lost    the ranks whose places a next group shouldn't use: all that a signal not from us ended; else the
-//           hung ones; else the first one
+//   lost    the ranks whose places a next group shouldn't use: every rank killed by a signal that we didn't send;
+//           if there is none, the hung ranks; if there is none, the first to fail
 // Hangs of any other kind are for the program to detect (`titan train` has a watchdog on every rank) and show up
 // here as exit codes.
 

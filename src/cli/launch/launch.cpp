@@ -100,8 +100,8 @@ class Launcher {
     return 128 + told_to_end_;
   }
 
-  // Ranks that returned 0 have removed their states from memory. Nobody else saves those of ranks that were lost
-  // or couldn't save.
+  // Ranks that returned 0 have removed their states from memory. If ranks were lost or couldn't save, only
+  // the launcher can save their states.
   void save_memory() {
     SecondRequest second(told_at_);
     const auto gives_up = [&] { return is_hurried_ || second.has_come(signals_); };

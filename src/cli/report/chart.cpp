@@ -273,7 +273,7 @@ std::string to_html(const Chart& given) {
 namespace {
 
 std::string bars(const StackedChart::Column& column, const Scale& x, const Scale& y) {
-  // Half a step to each side, so that neighbours touch.
+  // Half a step to each side, so that neighbors touch.
   const double left = plot_x(x, column.first_step - 0.5), right = plot_x(x, column.last_step + 0.5);
   std::string svg;
   double below = 0;

@@ -39,7 +39,7 @@ void WordMerger::push_candidate(const MergeTable& table, int32_t left) {
 }
 
 void WordMerger::merge_by_queue(const MergeTable& table, std::vector<int32_t>& ids) {
-  constexpr int32_t kGone = -1;  // merged into its left neighbour
+  constexpr int32_t kGone = -1;  // merged into its left neighbor
   auto count = static_cast<int32_t>(ids.size());
   symbols_.clear();
   for (int32_t i = 0; i < count; ++i) symbols_.push_back({ids[i], i - 1, i + 1 < count ? i + 1 : -1});

@@ -1,6 +1,6 @@
 #pragma once
 
-// The merges of a byte-pair encoding: which two neighbouring tokens become which token, in which order.
+// The merges of a byte-pair encoding: which two neighboring tokens become which token, in which order.
 
 #include <bit>
 #include <cstdint>
@@ -16,7 +16,7 @@
 
 namespace titan::data {
 
-/// The result of a pair of neighbours. Lower ranks merge first.
+/// The result of a pair of neighbors. Lower ranks merge first.
 struct Merge {
   static constexpr uint32_t kNever = std::numeric_limits<uint32_t>::max();
   uint32_t rank = kNever;
@@ -63,7 +63,7 @@ class MergeTable {
   int shift_;
 };
 
-/// Merges the tokens of one word in place until no neighbours merge. Holds buffers, so each thread needs its
+/// Merges the tokens of one word in place until no neighbors merge. Holds buffers, so each thread needs its
 /// own.
 class WordMerger {
  public:
@@ -82,7 +82,7 @@ class WordMerger {
     int32_t next;
   };
   // A pair by its left symbol, with the rank in the upper half: numbers compare in merge order (lowest rank
-  // first, then leftmost). Its merge is looked up again when its turn comes, because a neighbour may have
+  // first, then leftmost). Its merge is looked up again when its turn comes, because a neighbor may have
   // changed.
   using Candidate = uint64_t;
   void push_candidate(const MergeTable& table, int32_t left);

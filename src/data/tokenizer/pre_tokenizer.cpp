@@ -196,7 +196,7 @@ namespace {
 
 using Segment = PreTokenizer::Scratch::Segment;
 
-// Joins neighbours for which `joins(previous is a match, this is a match)`.
+// Joins neighbors for which `joins(previous is a match, this is a match)`.
 template <class Joins>
 void join(std::vector<Segment>& segments, const Joins& joins) {
   size_t kept = 0;

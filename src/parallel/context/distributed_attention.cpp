@@ -214,9 +214,9 @@ class GatherRotation final : public KeyValueRotation {
   dist::Work gathering_;
 };
 
-class NeighbourRotation final : public KeyValueRotation {
+class NeighborRotation final : public KeyValueRotation {
  public:
-  explicit NeighbourRotation(std::shared_ptr<dist::Group> group)
+  explicit NeighborRotation(std::shared_ptr<dist::Group> group)
       : num_ranks_(group->size()), exchange_(std::move(group)) {}
 
   void start(const KeyValues& own, dist::Label label) override {
@@ -391,7 +391,7 @@ class RingAttention final : public DistributedAttention {
         num_ranks_(group->size()),
         rotation_(method == ContextRotateMethod::AllGather
                       ? std::unique_ptr<KeyValueRotation>(std::make_unique<GatherRotation>(group))
-                      : std::make_unique<NeighbourRotation>(group)),
+                      : std::make_unique<NeighborRotation>(group)),
         gradient_ring_(group) {}
 
   ops::AttentionSum forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,

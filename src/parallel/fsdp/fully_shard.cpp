@@ -4,11 +4,10 @@
 #include <functional>
 
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/variable.h>
 #include <torch/nn/module.h>
 
 #include "core/units.h"
+#include "ops/autograd_node.h"
 #include "parallel/fsdp/fsdp_state.h"
 #include "parallel/fsdp/gradient_collector.h"
 #include "parallel/tensor/split_params.h"
@@ -20,6 +19,7 @@ namespace titan::fsdp {
 
 namespace {
 
+// Calls `done` when the gradients of all of a module's inputs are there, which is when its backward is over.
 class AfterBackward : public torch::autograd::Node {
  public:
   explicit AfterBackward(std::function<void()> done) : done_(std::move(done)) {}
@@ -33,26 +33,6 @@ class AfterBackward : public torch::autograd::Node {
  private:
   std::function<void()> done_;
 };
-
-// Replaces the inputs that require gradients by the outputs of one identity node: `done` is called when
-// the gradients of all of them are there, i.e. when the module's backward is over. False when no input
-// requires a gradient.
-bool call_after_backward(const nn::TensorRefs& inputs, std::function<void()> done) {
-  std::vector<at::Tensor*> with_gradient;
-  for (at::Tensor* input : inputs)
-    if (input->requires_grad()) with_gradient.push_back(input);
-  if (with_gradient.empty()) return false;
-  auto node = std::make_shared<AfterBackward>(std::move(done));
-  torch::autograd::edge_list edges;
-  for (at::Tensor* input : with_gradient) edges.push_back(torch::autograd::impl::gradient_edge(*input));
-  node->set_next_edges(std::move(edges));
-  for (at::Tensor* input : with_gradient) {
-    at::Tensor passed = input->detach();
-    torch::autograd::set_history(passed, node);
-    *input = std::move(passed);
-  }
-  return true;
-}
 
 // Calls `needed` when the gradient of one of the outputs arrives. False when none requires one.
 bool call_before_backward(const nn::TensorRefs& outputs, const std::function<void()>& needed) {
@@ -130,11 +110,11 @@ void FsdpState::pre_forward(nn::HookHost& host, const nn::TensorRefs& inputs) {
   if (visit_ < 0) return;
   // The hooks live in the graph, which lives no longer than the context's owner, the model; a weak pointer
   // all the same.
-  const bool told = call_after_backward(
-      inputs, [context = std::weak_ptr(context_), iteration = context_->iteration(), visit = visit_] {
+  const auto node = std::make_shared<AfterBackward>(
+      [context = std::weak_ptr(context_), iteration = context_->iteration(), visit = visit_] {
         if (const auto alive = context.lock()) alive->post_backward(iteration, visit);
       });
-  if (!told) context_->reduce_at_end(visit_);
+  if (!ops::insert_identity(node, inputs)) context_->reduce_at_end(visit_);
 }
 
 // No node is added to the graph: the schedule decides when backwards run.

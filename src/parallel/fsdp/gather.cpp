@@ -81,8 +81,8 @@ bool ParamGroup::lacks_float8_scales() const {
          (!float8_.scales.defined() || float8_.version != flat_shard_._version());
 }
 
-// This group, or all that were written; never one whose bytes are in use: its products would read the new
-// scales before they are there. With tensor parallelism always all: a reduction over that axis for each group
+// Returns this group, or every group whose shards changed. Groups whose bytes are in use are left out, because
+// running products would see the new scales too early. With tensor parallelism always all: a reduction over that axis for each group
 // would queue in the gather stream after the gather before it, and the activations' collectives after both.
 std::vector<ParamGroup*> ParamGroup::due_for_scales(const ops::RankParts* parts) {
   if (!float8_.how.scales_at_once && !parts) return {this};

@@ -36,8 +36,8 @@ std::shared_ptr<dist::Group> small_group(const DeviceMesh& shard, int size) {
               " ranks, but the shard axis has ", shard.size(), "; allowed: its divisors");
   if (size == 1 || size == shard.size()) return nullptr;
   const int first = shard.rank() / size * size;
-  const std::vector<int> neighbours(shard.ranks().begin() + first, shard.ranks().begin() + first + size);
-  return shard.world().group(neighbours, shard.axes()[0].name + ".gather" + std::to_string(size), "gather");
+  const std::vector<int> neighbors(shard.ranks().begin() + first, shard.ranks().begin() + first + size);
+  return shard.world().group(neighbors, shard.axes()[0].name + ".gather" + std::to_string(size), "gather");
 }
 
 /// Collective over the world in the sense of World::group. Throws Error for a mesh of more than two axes and

@@ -43,7 +43,7 @@ std::optional<Action> send_after(const Schedule& schedule, const Action& compute
 Action receive_of(const Action& message);
 Action send_of(const Action& message);
 
-/// The channels of a map of stages to ranks: those of neighbouring stages on different ranks.
+/// The channels of a map of stages to ranks: those of neighboring stages on different ranks.
 class Channels {
  public:
   explicit Channels(const Schedule& schedule);

@@ -178,7 +178,7 @@ void check_order(CheckCase& check, const Positions& positions, int rank, int pos
   if (kind == Kind::SendBackward) needs(backward_of(stage));
   if (kind == Kind::SendForward || kind == Kind::Backward || kind == Kind::BackwardInput)
     needs({Kind::Forward, stage, micro_batch});
-  // The neighbouring stage's part: of this rank, or by message. (A receive may be posted at any time.)
+  // The neighboring stage's part: of this rank, or by message. (A receive may be posted at any time.)
   const Action& action = schedule.ranks[rank][position];
   const auto source = source_stage(schedule, action);
   if (!source) return;
@@ -297,7 +297,7 @@ class Progress {
     return sent_(*receive);
   }
 
-  // Marks a stage's output or input gradient as there for its neighbour on another rank.
+  // Marks a stage's output or input gradient as there for its neighbor on another rank.
   void hand_over(const Action& send) {
     sent_(send) = true;
     runnable_.wake(channels_.receiver(channels_.of(send)));

@@ -21,7 +21,7 @@ constexpr int kShades = 4;
 struct Look {
   Kind kind;
   const char* name;
-  const char* colour;           // of the terminal: black on blue, green, cyan and yellow
+  const char* color;           // of the terminal: black on blue, green, cyan and yellow
   const char* shades[kShades];  // of a rank's first stage, darker for each further one
 };
 constexpr Look kLooks[] = {
@@ -102,12 +102,12 @@ std::string padded(std::string text, size_t width, char with = ' ') {
   return text;
 }
 
-std::string cell_text(const Cell& cell, size_t width, bool colours) {
+std::string cell_text(const Cell& cell, size_t width, bool colors) {
   if (!cell.action) return padded(".", width) + " ";
   // No gap inside an action, one after its label.
   const std::string text = cell.first ? padded(to_string(*cell.action), width) : std::string(width, '-');
-  if (!colours) return text + " ";
-  return look_of(cell.action->kind).colour + text + "\033[0m ";
+  if (!colors) return text + " ";
+  return look_of(cell.action->kind).color + text + "\033[0m ";
 }
 
 std::string without_trailing_spaces(std::string line) {
@@ -141,7 +141,7 @@ std::string to_table(const Simulation& simulation, const TableStyle& style) {
     text += (begin == 0 ? "" : "\n") + without_trailing_spaces(times);
     for (size_t rank = 0; rank < slots.rows().size(); ++rank) {
       std::string line = padded("rank " + std::to_string(rank), head);
-      for (int i = begin; i < end; ++i) line += cell_text(slots.rows()[rank][i], width, style.colours);
+      for (int i = begin; i < end; ++i) line += cell_text(slots.rows()[rank][i], width, style.colors);
       text += without_trailing_spaces(line);
     }
   }

@@ -1,4 +1,4 @@
-// Applies a plan of styles to the modules whose names match, and checks that neighbours agree on layouts.
+// Applies a plan of styles to the modules whose names match, and checks that neighbors agree on layouts.
 
 #include "titan/parallel/tensor_parallel.h"
 

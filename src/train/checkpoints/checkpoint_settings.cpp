@@ -115,7 +115,8 @@ bool contains(const std::vector<std::string>& names, const std::string& name) {
 void describe(config::Table<CheckpointSettings>& table) {
   table.field("enable", &CheckpointSettings::enable,
               "save the state every interval steps, and resume from it at the start");
-  table.field("folder", &CheckpointSettings::folder, "folder of the saved states, under job.dump_folder");
+  table.field("folder", &CheckpointSettings::folder, "folder of the saved states: a path under job.dump_folder, an absolute path, or SCHEME:/path of a "
+              "registered storage");
   describe_saving(table);
   describe_peers(table);
   describe_loading(table);

@@ -240,7 +240,7 @@ class RunningStep {
     at::Tensor output = model.hidden(input);
     cell.root = GraphRoot(output);
     at::Tensor passed = output.detach();
-    (due.neighbour_cell >= 0 ? cells_[static_cast<size_t>(due.neighbour_cell)].input : cell.output) =
+    (due.neighbor_cell >= 0 ? cells_[static_cast<size_t>(due.neighbor_cell)].input : cell.output) =
         std::move(passed);
   }
   void backward(const Planned& due) { walk_graph(due, cells_[due.cell]); }
@@ -266,7 +266,7 @@ class RunningStep {
     if (due.action.stage == 0) return;
     at::Tensor input_grad = input.grad();
     if (!input_grad.defined()) input_grad = at::zeros_like(input);  // the stage doesn't use it
-    (due.neighbour_cell >= 0 ? cells_[static_cast<size_t>(due.neighbour_cell)].grad_output
+    (due.neighbor_cell >= 0 ? cells_[static_cast<size_t>(due.neighbor_cell)].grad_output
                              : cell.grad_input) = std::move(input_grad);
   }
   void send(const Planned& due, at::Tensor tensor) {
@@ -374,8 +374,8 @@ Planned PipelineRunner::planned(const Action& action, const Schedule& schedule) 
     planned.link = incoming ? &links_.from(peer) : &links_.to(peer);
     planned.label = interned(to_string(action));
     planned.boundary = static_cast<size_t>(std::max(action.stage, other));
-  } else if (const int64_t neighbour = local_stage(other); neighbour >= 0) {
-    planned.neighbour_cell = cell(neighbour);  // unused by W
+  } else if (const int64_t neighbor = local_stage(other); neighbor >= 0) {
+    planned.neighbor_cell = cell(neighbor);  // unused by W
   }
   return planned;
 }
@@ -422,7 +422,7 @@ StepPlan PipelineRunner::plan(const Schedule& schedule, std::vector<TensorType> 
   return plan;
 }
 
-// Adds the error of the first rank to fail: a rank that is lost takes its neighbours with it, and they
+// Adds the error of the first rank to fail: a rank that is lost takes its neighbors with it, and they
 // theirs.
 std::string PipelineRunner::failure_of(const StepPlan& plan, size_t action, const std::string& reason) const {
   const std::string mine =

@@ -44,7 +44,7 @@ struct StepPlan {
     pipeline::Action action;
     size_t stage = 0;             // among this rank's
     size_t cell = 0;              // of this stage and micro-batch
-    int64_t neighbour_cell = -1;  // of the stage that takes the result, if it is on this rank
+    int64_t neighbor_cell = -1;  // of the stage that takes the result, if it is on this rank
     const pipeline::Link* link = nullptr;
     size_t boundary = 0;  // of a transfer: the stage that it enters or, backwards, leaves
     const char* label = "";

@@ -10,9 +10,9 @@
 //   save    what isn't saved yet, once; then the run ends as one that is through, with exit code 0 (but where
 //           torchrun's agent stopped its ranks: src/cli/train.h)
 //
-// A second signal ends the process at once, with 128 + its number. Within 0.2 s it counts as the first one
-// again, and one of the launcher's always does: it passes on what the ranks of its process group, or SLURM
-// step, were sent too, and may come late with it. To end ranks at once it has SIGKILL.
+// A second signal ends the process at once, with 128 + its number. A signal within 0.2 s of the first
+// counts as the same one. So does any signal from the launcher, which may forward, late, one that this rank got
+// already with its process group or SLURM step. To end ranks at once the launcher sends SIGKILL.
 
 #include <functional>
 #include <string>

@@ -192,7 +192,7 @@ TEST(Layout, RefusesATensorThatContradictsItsPlacements) {
   EXPECT_THAT(problem([&] { layout_of(good, meshes.tensors); }), HasSubstr("a pipeline has one axis"));
 }
 
-// Axes that aren't neighbours make no digit of the ranks' numbers.
+// Axes that aren't neighbors make no digit of the ranks' numbers.
 TEST(Layout, RefusesAnAxisWithoutAStride) {
   const dist::World world = dist::init({.backend = "fake", .fake_rank = 0, .fake_world_size = 8});
   const DeviceMesh mesh = DeviceMesh::create(world, {{"a", 2}, {"b", 2}, {"c", 2}});

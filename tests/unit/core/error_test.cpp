@@ -51,7 +51,7 @@ TEST(NearestNames, PartsOfANameAreNear) {
 }
 
 TEST(NearestNames, NothingNear) {
-  EXPECT_TRUE(nearest_names("flavour_of_the_day", {"lr", "steps"}).empty());
+  EXPECT_TRUE(nearest_names("flavor_of_the_day", {"lr", "steps"}).empty());
   EXPECT_TRUE(nearest_names("lr", {}).empty());
 }
 

@@ -56,7 +56,7 @@ TEST_F(LogTest, OnlyRankZeroSaysWhatAllWouldSay) {
   EXPECT_NE(written_by([] { info_rank0("m"); }), "") << "before the rank is known";
 }
 
-TEST_F(LogTest, ColourWrapsTheLevelOnly) {
+TEST_F(LogTest, ColorWrapsTheLevelOnly) {
   configure({.color = true});
   EXPECT_NE(written_by([] { info("m"); }).find(" - \033[32minfo\033[0m - m\n"), std::string::npos);
 }

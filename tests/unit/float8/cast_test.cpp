@@ -82,7 +82,7 @@ INSTANTIATE_TEST_SUITE_P(
       return cases;
     }()));
 
-// All numbers of a format, all midpoints between two, and the midpoints' neighbours.
+// All numbers of a format, all midpoints between two, and the midpoints' neighbors.
 TEST(Cast, RoundsTiesToEven) {
   for (const at::ScalarType to : {at::kFloat8_e4m3fn, at::kFloat8_e5m2}) {
     const at::Tensor all = at::arange(256).to(at::kByte).view(to).to(at::kFloat);

@@ -13,7 +13,7 @@ class JobConfigTest : public testing::Test {
   static void SetUpTestSuite() {
     register_model<BigramArgs>(
         "bigram",
-        {.flavours = {{"small", {}}, {"large", {.vocab_size = 64}}},
+        {.flavors = {{"small", {}}, {"large", {.vocab_size = 64}}},
          .sizes = [](const BigramArgs& args) -> ModelSizes { return {.vocab_size = args.vocab_size}; },
          .check =
              [](const BigramArgs& args, std::vector<std::string>& problems) {

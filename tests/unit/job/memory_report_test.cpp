@@ -153,7 +153,7 @@ TEST_F(MemoryReportTest, IncludesBuffers) {
 TEST_F(MemoryReportTest, NamesRegisteredBuffers) {
   if (!model_specs().contains("buffered"))
     register_model<BigramArgs>("buffered",
-                               {.flavours = {{"debugmodel", {}}},
+                               {.flavors = {{"debugmodel", {}}},
                                 .sizes = [](const BigramArgs&) -> ModelSizes { return {.vocab_size = 16}; },
                                 .build =
                                     [](const BigramArgs&, const BuildOptions& options) {
@@ -177,7 +177,7 @@ TEST(OutOfMemory, IsRecognizedByTypeAndByText) {
       Error("in action 1F0: connection closed\nThe first to fail was rank 0: CUDA out of memory")));
 }
 
-TEST(MemoryTable, JoinsNeighboursOfTheSameSize) {
+TEST(MemoryTable, JoinsNeighborsOfTheSameSize) {
   constexpr double kGib = 1024.0 * 1024.0 * 1024.0;
   EXPECT_EQ(list_of({{"embedding", 0}, {"layers.0", kGib}, {"layers.1", kGib}, {"layers.2", 2 * kGib}}),
             "embedding 0.0000, layers.0 to layers.1 1.00 each, layers.2 2.00");

@@ -168,7 +168,7 @@ TEST_F(PipelineStages, RefuseWhatDoesntFit) {
 
 TEST_F(PipelineStages, AreRefusedOfAModelThatNamesNoLayers) {
   if (!model_specs().contains("whole bigram"))
-    register_model<BigramArgs>("whole bigram", {.flavours = {{"small", {}}},
+    register_model<BigramArgs>("whole bigram", {.flavors = {{"small", {}}},
                                                 .sizes = [](const BigramArgs&) -> ModelSizes { return {}; },
                                                 .build =
                                                     [](const BigramArgs& args, const BuildOptions& options) {

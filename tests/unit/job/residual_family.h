@@ -33,7 +33,7 @@ class ResidualModel : public TrainableModel {
 inline void register_residual() {
   if (model_specs().contains("residual")) return;
   register_model<nn::ResidualSizes>(
-      "residual", {.flavours = {{"small", {}}},
+      "residual", {.flavors = {{"small", {}}},
                    .sizes = [](const nn::ResidualSizes& sizes) -> ModelSizes {
                      return {.num_layers = sizes.num_layers, .vocab_size = sizes.vocab_size};
                    },

@@ -75,7 +75,7 @@ TEST(Llama3HuggingFace, ListsATiedMatrixOnce) {
 }
 
 TEST(Llama3HuggingFace, SizesSurviveConfigJson) {
-  for (const auto& [flavor, args] : llama3_flavours()) {
+  for (const auto& [flavor, args] : llama3_flavors()) {
     SCOPED_TRACE(flavor);
     const HfModel model = hugging_face_model(args);
     const Llama3Args read = args_of_hugging_face(model.config);

@@ -39,7 +39,7 @@ TEST(Llama3, NamesItsParametersAsTorchTitan) {
 }
 
 TEST(Llama3, HasAsManyParametersAsNumParamsSays) {
-  for (const auto& [name, args] : llama3_flavours()) {
+  for (const auto& [name, args] : llama3_flavors()) {
     const Llama3 model(args, deferred(at::kMeta));
     int64_t count = 0;
     for (const Parameter& parameter : parameters(model)) count += parameter.compute.numel();
@@ -52,7 +52,7 @@ class Deferred405B : public ::testing::TestWithParam<at::DeviceType> {};
 TEST_P(Deferred405B, IsBuiltInOneSecondAnd200MB) {
   const int64_t before = resident_bytes();
   const std::clock_t start = std::clock();
-  const Llama3 model(llama3_flavours().at("405B"), deferred(GetParam()));
+  const Llama3 model(llama3_flavors().at("405B"), deferred(GetParam()));
   EXPECT_LT(static_cast<double>(std::clock() - start) / CLOCKS_PER_SEC, 1.0);  // processor time
   EXPECT_LT(resident_bytes() - before, 200'000'000);
   EXPECT_EQ(model->layers.size(), 126u);
@@ -130,7 +130,7 @@ TEST(Llama3, RefusesSequencesBeyondItsTable) {
 
 // A dry run: all sizes, no data.
 TEST(Llama3, RunsForwardAndBackwardOnMeta) {
-  const Llama3 model(llama3_flavours().at("debugmodel"), deferred(at::kMeta, at::kBFloat16));
+  const Llama3 model(llama3_flavors().at("debugmodel"), deferred(at::kMeta, at::kBFloat16));
   materialize(model, 1);
   const at::Tensor tokens = at::empty({2, 64}, at::TensorOptions().dtype(at::kLong).device(at::kMeta));
   const at::Tensor loss = model(tokens, tokens, 128);

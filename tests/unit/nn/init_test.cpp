@@ -51,7 +51,7 @@ TEST(Philox, GivesTheKnownAnswers) {
             (PhiloxBlock{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}));
 }
 
-TEST(InverseNormal, IsPreciseInCentreFlanksAndTails) {
+TEST(InverseNormal, IsPreciseInCenterFlanksAndTails) {
   EXPECT_EQ(inverse_normal(0.5), 0);
   EXPECT_NEAR(inverse_normal(0.975), 1.959963984540054235, 1e-15);
   EXPECT_NEAR(inverse_normal(0.25), -0.674489750196081743, 1e-15);
@@ -98,7 +98,7 @@ TEST(InverseNormal, GivesTheSameBitsInBlocks) {
     }
 }
 
-// Probabilities that all lie outside the centre: lanes past the last element do too.
+// Probabilities that all lie outside the center: lanes past the last element do too.
 TEST(InverseNormal, WritesNothingAfterABlock) {
   const NormalDraw draw{.offset = 0.95, .scale = 0.05, .mean = 1, .std = 2, .low = 4.5, .high = 5};
   for (const DrawLanes lanes : lanes_here())

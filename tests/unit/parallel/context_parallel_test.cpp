@@ -110,7 +110,7 @@ TEST(ContextParallelOnMeta, ComputesSizesOfALongSequence) {
   const DeviceMesh mesh = DeviceMesh::create(world, {{"cp", 16}});
   for (const ContextAttention attention : {ContextAttention::Ring, ContextAttention::AllGatherKv})
     for (const ContextRotateMethod rotate : {ContextRotateMethod::AllGather, ContextRotateMethod::AllToAll}) {
-      const models::Llama3 model(models::llama3_flavours().at("debugmodel"), deferred(at::kMeta));
+      const models::Llama3 model(models::llama3_flavors().at("debugmodel"), deferred(at::kMeta));
       context_parallel(model, mesh["cp"], {.rotate_method = rotate, .attention = attention});
       materialize(model, 0);
       const at::Tensor tokens = at::empty({1, 131072}, at::TensorOptions(at::kLong).device(at::kMeta));

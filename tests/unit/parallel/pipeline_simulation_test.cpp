@@ -282,9 +282,9 @@ TEST(PipelineTimeline, LongTablesContinueBelow) {
             "rank 1  1B1 --- .   .\n");
 }
 
-TEST(PipelineTimeline, ColoursOnlyOnRequest) {
+TEST(PipelineTimeline, ColorsOnlyOnRequest) {
   EXPECT_THAT(to_table(one_f_one_b()), Not(HasSubstr("\033")));
-  EXPECT_EQ(count(to_table(one_f_one_b(), {.colours = true}), "\033[0m"), 4 + 8);
+  EXPECT_EQ(count(to_table(one_f_one_b(), {.colors = true}), "\033[0m"), 4 + 8);
 }
 
 TEST(PipelineTimeline, DrawsUnevenCosts) {
