@@ -33,12 +33,18 @@ ANYWHERE = [
     (re.compile(r"\bby another road\b", re.I), "name the call: 'called without nn::Ref'"),
     (re.compile(r"\bgo(?:es)? on behind\b", re.I), "'resumes after', 'continues after'"),
     (re.compile(r"\bstands there twice\b", re.I), "'duplicate'"),
+    (re.compile(r"\bwasn't sent by\b", re.I), "'rank 3 stopped sending at byte N'"),
+    (re.compile(r"\bwhat has the memory\b", re.I), "'cannot report memory use'"),
+    (re.compile(r"\bwhat a run tells\b", re.I), "'metrics and logging'"),
+    (re.compile(r"\b(?:can't|cannot) be told\b(?! (?:to|that|apart)\b)", re.I), "'is unknown', 'cannot report'"),
+    (re.compile(r"\bgo(?:es)? on\b(?! (?:a|an|the|its|one|top)\b)", re.I), "'continues', 'resumes'"),
+    (re.compile(r"\bdo(?:es)?n't go with\b", re.I), "'can't be combined with'"),
 ]
 IN_COMMENTS = [(re.compile(r"\b(?:is|are)(?: not|n't)? told\b(?! (?:to|that|about|when|how)\b)", re.I), "'is reported', 'learns of', 'is given'")]
 OPENINGS = [
-    (re.compile(r"Of (?!course\b)"), "begin with the noun: 'The index of ...'"),
-    (re.compile(r"Who(?:se)? (?!.*\?)"), "begin with the noun: 'The rank that ...'"),
-    (re.compile(r"What of\b"), "begin with the noun: 'The parts of ... that ...'"),
+    (re.compile(r"of (?!course\b)", re.I), "begin with the noun: 'The index of ...'"),
+    (re.compile(r"who(?:se)? (?!.*\?)", re.I), "begin with the noun: 'The rank that ...'"),
+    (re.compile(r"what (?!.*\?)", re.I), "begin with the noun: 'The parts of ... that ...'"),
     (re.compile(r"Nor "), "join it to the sentence before, or write 'Also not'"),
     (re.compile(r"Those that\b"), "name them: 'The tensors that ...'"),
 ]
@@ -57,8 +63,8 @@ def problems_of(text: Text) -> Iterator[tuple[int, str, str]]:
         return text.line + text.words.count("\n", 0, match.start()), " ".join(match[0].split())
 
     if text.kind == "name":
-        if "Behind" in text.words:
-            yield text.line, text.words, "'After' if it is about time"
+        if riddle := re.search(r"Behind|Told|GotOver|GoesOn|GoOn(?![a-z])", text.words):
+            yield text.line, text.words, f"what happens instead of '{riddle[0]}'"
         return
     for match in BEHIND.finditer(text.words):
         before, after = text.words[: match.start()], text.words[match.start() + len("behind") :]
