@@ -1,12 +1,13 @@
-// What activation checkpointing saves and costs: the 134M Llama (width 768, 12 layers, vocabulary 32,000) on
-// one rank.
+// Memory and time of activation checkpointing policies, for the 134M Llama (width 768, 12 layers, vocabulary
+// 32,000) on one rank.
 //
 //   activation_checkpoint_bench [--batch N] [--seq-len N] [--dtype fp32|bf16] [--steps N] [--policy NAME]...
 //
-// Prints one JSON object per policy: peak_mib, the most memory in tensors during a step (forward and
-// backward) beyond parameters and gradients; kept_mib, what is left of that between the two; step_s, the
-// least time of a step; overhead, step_s over that of "none" - 1. Steps of the policies alternate, so that
-// the machine's moods hit all of them. Policies: none, full, op, layers2, budget50, budget25.
+// Prints one JSON object per policy: peak_mib, the peak memory in tensors during a step (forward and
+// backward) except parameters and gradients; kept_mib, the part of it that remains between forward and
+// backward; step_s, the shortest time of a step; overhead, step_s / step_s of the first policy - 1. The
+// policies' steps alternate, so that other work on the machine affects all of them. Policies: none, full, op,
+// layers2, budget50, budget25.
 
 #include <algorithm>
 #include <chrono>
@@ -54,7 +55,7 @@ Options parse(const std::vector<std::string>& args) {
       throw Error(str("unknown option ", key));
     }
   }
-  TITAN_CHECK(args.size() % 2 == 0, "every option takes a value");
+  TITAN_CHECK(args.size() % 2 == 0, "every option needs a value");
   if (options.policies.empty()) options.policies = {"none", "full", "op", "layers2", "budget50", "budget25"};
   return options;
 }
@@ -72,7 +73,7 @@ std::optional<LayersPolicy> policy_of(const std::string& name) {
   return found->second;
 }
 
-// Bytes of tensors made by this thread.
+// Counts the bytes of tensors that this thread allocates.
 struct Meter : c10::MemoryReportingInfoBase {
   void reportMemoryUsage(void* /*ptr*/, int64_t size, size_t /*total*/, size_t /*reserved*/,
                          c10::Device /*device*/) override {
@@ -106,7 +107,7 @@ struct Run {
     kept = static_cast<double>(between);
     peak = static_cast<double>(meter->peak - before);
   }
-  // Whatever else the machine does only adds.
+  // The shortest step: other work on the machine only makes steps longer.
   double least() const { return *std::min_element(seconds.begin(), seconds.end()); }
 };
 
@@ -130,7 +131,7 @@ int main(int argc, char** argv) {
   const Options options = parse({argv + 1, argv + argc});
   std::vector<Run> runs;
   for (const std::string& name : options.policies) runs.push_back(make_run(name, options));
-  constexpr int kWarmup = 2;  // a budget measures, then decides
+  constexpr int kWarmup = 2;  // MemoryBudget measures in the first step and decides
   for (int step = -kWarmup; step < options.steps; ++step)
     for (Run& run : runs) run.step(options, step >= 0);
   const double none_s = runs[0].least();

@@ -1,11 +1,13 @@
-// Attention as a rank of context parallelism computes it, without communication: the blocks of a ring with
-// head-tail chunks, and the two calls over gathered keys, beside attention over the rank's tokens alone.
+// Attention as a context-parallel rank computes it, without communication: the blocks of a ring with
+// head-tail chunks, and the two calls over gathered keys. The first block is attention over the rank's own
+// tokens.
 //
 //   attention_bench [--dtype fp32|bf16|fp64] [--length TOKENS] [--ranks N] [--heads H] [--kv-heads K]
 //                   [--size E] [--repetitions R] [--device cpu|cuda]
 //
-// `length` is of the whole sequence, batch 1. Prints one JSON object a row: milliseconds (the median) of
-// forward and backward, and GFLOP/s by the products that the mask leaves (2 forward, 5 backward).
+// `length` is that of the whole sequence, batch 1. Prints one JSON object per line: median milliseconds of
+// forward and backward, and GFLOP/s, which count only what the mask leaves of the products (2 forward, 5
+// backward).
 
 #include <algorithm>
 #include <chrono>
@@ -62,7 +64,7 @@ Options parse(const std::vector<std::string>& args) {
   return options;
 }
 
-// Milliseconds, the median.
+// Median milliseconds of `run`.
 double time_of(const Options& options, const std::function<void()>& run) {
   std::vector<double> times;
   for (int i = 0; i < options.repetitions + 1; ++i) {
@@ -78,7 +80,7 @@ double time_of(const Options& options, const std::function<void()>& run) {
   return times[times.size() / 2];
 }
 
-// `queries` tokens against `keys`, of which query i sees 0 .. first_query + i.
+// Measures `queries` queries over `keys` keys; query i sees keys 0 to first_query + i.
 void measure(const Options& options, const char* name, int64_t queries, int64_t keys, int64_t first_query) {
   const auto make = [&](int64_t rows, int64_t heads) {
     return at::randn({1, rows, heads, options.size},
@@ -95,7 +97,7 @@ void measure(const Options& options, const char* name, int64_t queries, int64_t 
   });
   double pairs = 0;
   for (int64_t i = 0; i < queries; ++i) pairs += static_cast<double>(std::min(keys, first_query + i + 1));
-  const double flops = 2 * pairs * static_cast<double>(options.heads * options.size);  // of a product
+  const double flops = 2 * pairs * static_cast<double>(options.heads * options.size);  // per product
   std::printf(
       "{\"block\": \"%s\", \"queries\": %ld, \"keys\": %ld, \"forward_ms\": %.3f, \"backward_ms\": %.3f, "
       "\"forward_gflops\": %.1f, \"backward_gflops\": %.1f}\n",

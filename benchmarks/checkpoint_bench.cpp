@@ -1,32 +1,36 @@
-// Saving and loading a whole checkpoint: the other side of pytorch/dcp_bench.py.
+// Saves and loads a whole checkpoint; pytorch/dcp_bench.py does the same with PyTorch.
 //
 //   titan launch -n 2 -- checkpoint_bench [--folder DIR] [--runs N] [--threads N] [--compute-ms T]
 //   [--span-ms T] [--memory DIR] [--only save | async | taken]
 //
-// The 134M Llama's parameters and AdamW's two moments (1.6 GB in fp32), cut by rows over all ranks. Prints a
-// JSON object of medians over the runs (default 5, after one of warm-up), each of the slowest rank: save_s;
-// async_blocked_s and staged_blocked_s (how long an asynchronous save keeps its caller: with the copy in the
-// call, and with the copy beside T ms of computing, default 300), async_total_s (until it is on disk), load_s
-// and load_warm_s (with the files out of memory and in it); gigabytes (of all ranks' tensors); save_extra_mib
-// and async_extra_mib (peak memory of a rank above what it had before).
+// The state is the 134M Llama's parameters and AdamW's two moments (1.6 GB in fp32), cut by rows over all
+// ranks. Prints a JSON object of medians over the runs (default 5, after a warm-up run), each of the slowest
+// rank:
+//   save_s            a synchronous save
+//   async_blocked_s   how long an asynchronous save blocks its caller when the call makes the copy
+//   staged_blocked_s  the same when the copy is made during T ms of computing (default 300)
+//   async_total_s     until the save is on disk
+//   load_s, load_warm_s                a load without and with the files in the page cache
+//   gigabytes                          size of all ranks' tensors
+//   save_extra_mib, async_extra_mib    peak memory of a rank above what it had before
 //
-// What computes beside a copy computes slower: staged_blocked_s is staged_called_s, the time in the call, the
-// wait for the copy after the T ms, and staged_lost_s, which is as long as the products that weren't done in
-// the T ms would have taken, by the number of those done in T ms just before, with nothing under way. (A save
-// with the copy in its call also comes after T ms of computing, as in a run.)
+// Computation is slower while a copy is made. staged_blocked_s is the sum of staged_called_s (the time in the
+// call), the wait for the copy after the T ms, and staged_lost_s: the time that the products missing in the T
+// ms would have taken, judged by the number done in T ms just before, when nothing else was running. (A save
+// whose call makes the copy also follows T ms of computing, as in a run.)
 //
-// async_taken_s and staged_taken_s: all that such a save takes from what computes beside it, from the call
-// until long after its end: --span-ms (4,000; longer, if it isn't on disk by then), less the time that the
-// products done meanwhile take with nothing under way.
+// async_taken_s and staged_taken_s are everything that a save takes from the computation at the same time.
+// They cover --span-ms (4,000; longer if the save isn't on disk by then) from the call on, minus the time
+// that the products done in this span take when nothing else is running.
 //
-// Then the same in memory (--memory DIR, default /dev/shm): memory_blocked_s, memory_total_s (until the
-// generation is complete) and memory_load_s with all ranks on one host, which makes no copies;
-// peers_blocked_s, peers_total_s and peers_load_s with each rank as if on a host of its own, its file copied
-// to the next one's memory over the group's sockets; peers_lost_load_s with one of these hosts' memory lost,
-// whose ranks bring their files back from the copies.
+// Then the same in memory (--memory DIR, default /dev/shm). memory_blocked_s, memory_total_s (until the
+// generation is complete) and memory_load_s are for all ranks on one host, which makes no copies.
+// peers_blocked_s, peers_total_s and peers_load_s treat each rank as if it were on a separate host: its file
+// is copied to the next rank's memory over the group's sockets. For peers_lost_load_s the memory of one of
+// these hosts is lost, and its ranks fetch their files from the copies.
 //
-// --only save: synchronous saves, and loads, alone; --only async: asynchronous ones with the copy in the
-// call; --only taken: what asynchronous ones take in all.
+// --only save: only synchronous saves, and loads; --only async: only asynchronous saves whose call makes the
+// copy; --only taken: only async_taken_s and staged_taken_s.
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -74,7 +78,7 @@ Options parse(const std::vector<std::string>& args) {
   TITAN_CHECK(args.size() % 2 == 0, args.back(), " needs a value");
   const std::string& only = options["only"];
   TITAN_CHECK(only.empty() || only == "save" || only == "async" || only == "taken",
-              "--only takes save, async or taken");
+              "--only needs save, async or taken");
   return options;
 }
 
@@ -98,7 +102,7 @@ double memory_mib(const std::string& key) {
   throw Error("no " + key + " in /proc/self/status");
 }
 
-// The peak above what there is now.
+// Peak memory above the memory at construction.
 class ExtraMemory {
  public:
   ExtraMemory() {
@@ -111,7 +115,7 @@ class ExtraMemory {
   double before_ = 0;
 };
 
-// ---- what is saved
+// ---- the saved state
 
 std::vector<std::pair<std::string, std::vector<int64_t>>> parameters() {
   std::vector<std::pair<std::string, std::vector<int64_t>>> result = {
@@ -203,7 +207,7 @@ class Bench {
     return result;
   }
 
-  // Nothing of the checkpoints before is left, and the disk has nothing to do.
+  // Removes earlier checkpoints and waits until the disk is idle.
   void clear() {
     barrier();
     if (world_.rank() == 0) {
@@ -245,7 +249,7 @@ class Bench {
     Checkpointer checkpointer = this->checkpointer(mode);
     for (int run = -1; run < runs_; ++run) {
       clear();
-      // All ranks at once, as they share the cores beside the copy too.
+      // All ranks at once, because they also share the cores during the copy.
       const int64_t products_alone = products(compute_);
       barrier();
       const ExtraMemory memory;
@@ -267,7 +271,7 @@ class Bench {
     }
   }
 
-  // `parent`: of this rank's host. Each save is a generation beside the one before, as in a run.
+  // `parent`: folder of this rank's host. Each save is a generation next to the previous one, as in a run.
   void in_memory(const std::filesystem::path& parent, const std::string& name) {
     std::filesystem::create_directories(parent);
     const auto peers = std::make_shared<PeerFolder>(
@@ -296,7 +300,7 @@ class Bench {
   void load_from(PeerFolder& peers, Checkpointer& checkpointer, const std::string& figure, int run) {
     timed(figure, run, [&] {
       const auto newest = peers.choose_newest();
-      TITAN_CHECK(newest, "there is nothing in ", peers.path().string());
+      TITAN_CHECK(newest, "no generation in ", peers.path().string());
       checkpointer.load(step_path(peers.path(), *newest),
                         {.bring_files = [&](const Manifest& manifest, const std::set<int64_t>& ranks) {
                           peers.bring_files(manifest, ranks);
@@ -322,7 +326,7 @@ class Bench {
     }
   }
 
-  // As a training step's: a thread of them, as many as are done in the given time.
+  // Computes matrix products on this thread, as a training step does, and returns how many fit into `time`.
   static int64_t products(Clock::duration time) {
     const at::Tensor factor = at::ones({256, 256});
     const auto start = Clock::now();

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Measures what everything that watches a run by default costs a step: structured logs, stragglers, watchdog, ring of collectives, beats.
+"""Measures the cost per step of everything that watches a run by default: structured logs, stragglers, watchdog, ring of collectives, beats.
 
     benchmarks/defaults_overhead.py [--pairs 10] [--steps 60] [--small-pairs 10] [--small-steps 600] [--ranks 2] [--config FILE]
                                     [--only NAME] [--output FILE]
 
-Some parts have a switch. For these the script runs the debug run with everything on, as by default, and with these parts off. The runs
-alternate, and so does which one of a pair comes first, so that other work on the machine affects both. A run counts with its median step
-after the first ten, a pair with the ratio of its two runs, and all pairs with their median ratio and its quartiles. Quartiles that are far apart,
+Some parts have a switch. For these, the script runs the debug run with everything on, as by default, and with these parts off. The runs
+alternate, and so does the order within a pair, so that other work on the machine affects both. A run is represented by its median step
+after the first ten, a pair by the ratio of its two runs, and all pairs by their median ratio and its quartiles. Quartiles that are far apart,
 like a high load average, mean that the machine wasn't quiet. The same ratio is printed for the processor time of whole runs, which other
 work on the machine affects less. --only NAME turns off only one part (structured_logs, stragglers, watchdog, flight_record).
 
@@ -17,7 +17,7 @@ per step in far shorter steps. That difference in milliseconds, divided by the d
 Other parts have no switch. With --comm.trace_buf_size=0 no file is kept, but the last 1,024 calls are still recorded, because the watchdog
 asks which call a rank waits in, and the ranks' beats continue. Their cost is computed: the number of calls per step, from a run's own record, times
 the cost of one call in flight_record_bench; and the processor time of all watching threads (with a switch or without) in all processes of a run, as
-if all of it came off the step. "overhead_percent" is the sum of both and "small_percent".
+if all of it were taken from the step. "overhead_percent" is the sum of both and "small_percent".
 
 Prints a JSON object; --output also writes it to a file. Needs build/bin/titan, build/bin/flight_record_bench and the config's data; the script
 itself uses only Python's standard library.
@@ -114,12 +114,12 @@ def without_switch(arguments):
             signs = (sign_seconds(everyone) - before) / (time.monotonic() - start)
             os.kill(ranks[0] if ranks else process.pid, signal.SIGQUIT)
             wait_for(record.exists, process)
-            told = json.loads(record.read_text(encoding="utf-8"))["titan"]
+            recorded = json.loads(record.read_text(encoding="utf-8"))["titan"]
         finally:
             process.terminate()
             process.wait()
-    # The start's calls are included, so the number is a little too large.
-    return {"calls_per_step": told["num_calls"] / max(1, told["step"]), "call_ns": bench["call_ns"], "signs_s_per_s": signs}
+    # The calls of the start-up are included, so the number is slightly too large.
+    return {"calls_per_step": recorded["num_calls"] / max(1, recorded["step"]), "call_ns": bench["call_ns"], "signs_s_per_s": signs}
 
 
 def overhead(pair, figure):

@@ -1,10 +1,10 @@
-// What the flight recorder costs a call: a record begun, waited for and finished.
+// Cost of recording a call in the flight recorder: start a record, wait for it, finish it.
 //
 //   flight_record_bench [--calls N] [--runs N] [--most NANOSECONDS]
 //
-// Prints one JSON object: median nanoseconds of a call on one thread; per call and thread with a second
-// thread that records into the same ring; and of writing the file of a full ring of 20,000. Fails where the
-// first is more than --most.
+// Prints one JSON object of medians: nanoseconds per call on one thread; nanoseconds per call while a second
+// thread records into the same ring; and the time to write the file of a full ring of 20,000 calls. Fails if
+// the first is more than --most.
 
 #include <unistd.h>
 
@@ -33,7 +33,7 @@ double nanoseconds_since(Clock::time_point start) {
   return std::chrono::duration<double, std::nano>(Clock::now() - start).count();
 }
 
-/// As Group::launch does it: the record filled in, begun, waited for, finished.
+/// Records calls as Group::launch does: fill in the record, start it, wait, finish it.
 void record_calls(dist::FlightRecorder& recorder, const dist::GroupRecord* group, int64_t calls) {
   const std::vector<int64_t> in = {4096}, out = {8, 4096};
   for (int64_t i = 0; i < calls; ++i) {
@@ -96,7 +96,7 @@ int run(const std::vector<std::string>& args) {
     dist::FlightDump dump(recorder, {.folder = folder});
     written = median(runs, [&] {
       const auto start = Clock::now();
-      TITAN_CHECK(dump.write("benchmark") == 0, "can't write to ", folder.string());
+      TITAN_CHECK(dump.write("benchmark") == 0, "cannot write to ", folder.string());
       return nanoseconds_since(start);
     });
   }

@@ -1,10 +1,11 @@
-// What casting to Float8 costs a CPU, beside the same in LibTorch's operations and beside a copy.
+// Speed of Float8 casts on a CPU, compared with the same casts in LibTorch's operations and with a plain
+// copy.
 //
 //   float8_bench [--rows N] [--columns N] [--dtype float32|bfloat16] [--runs N] [--threads N]
 //
-// Prints one JSON object with an object for each step of a cast: ns a byte read by ours and by LibTorch's
-// composition (their medians over interleaved runs), how many times as fast ours is, and its share of a
-// copy's speed, in bytes read and written a second.
+// Prints one JSON object with an object for each step of a cast: nanoseconds per byte read, for LibTitan's
+// pass and for LibTorch's composition (medians over interleaved runs); how many times as fast LibTitan's is;
+// and its speed as a share of a copy's, in bytes read and written per second.
 
 #include <algorithm>
 #include <chrono>
@@ -32,7 +33,7 @@ struct Options {
 
 Options parse(const std::vector<std::string>& args) {
   Options options;
-  TITAN_CHECK(args.size() % 2 == 0, "every option takes a value");
+  TITAN_CHECK(args.size() % 2 == 0, "every option needs a value");
   for (size_t i = 0; i < args.size(); i += 2) {
     const std::string &key = args[i], &value = args[i + 1];
     if (key == "--rows") {

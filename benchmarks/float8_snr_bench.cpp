@@ -1,12 +1,12 @@
-// How far Float8's gradients are from fp32's, layer by layer: their signal-to-noise ratio in decibels,
-// 20 log10(||g|| / ||g' - g||), g being fp32's and g' the recipe's, emulated.
+// Signal-to-noise ratio of Float8's gradients, layer by layer, in decibels: 20 log10(||g|| / ||g' - g||),
+// where g is the gradient in fp32 and g' the gradient with an emulated recipe.
 //
 //   float8_snr_bench [--layers N] [--dim N] [--rows N] [--seq-len N] [--steps N] [--text FILE]
 //
-// A small Llama over the bytes of FILE is trained for --steps steps of AdamW in fp32; then each recipe
-// computes the gradients of the same next batch with the same weights. Delayed scales remember the batch
-// before it. bfloat16 is the whole model in it. Prints a JSON object a recipe: its name and each weight's
-// ratio.
+// A small Llama over the bytes of FILE is trained for --steps steps of AdamW in fp32. Then each recipe
+// computes the gradients of the same next batch with the same weights. The history of delayed scales has the
+// batch before it. For comparison, "bfloat16" is the whole model in bfloat16. Prints one JSON object per
+// recipe: its name and the ratio for each weight.
 
 #include <cmath>
 #include <fstream>
@@ -36,7 +36,7 @@ struct Options {
 
 Options parse(const std::vector<std::string>& args) {
   Options options;
-  TITAN_CHECK(args.size() % 2 == 0, "every option takes a value");
+  TITAN_CHECK(args.size() % 2 == 0, "every option needs a value");
   const std::map<std::string, int64_t*> numbers = {{"--layers", &options.layers},
                                                    {"--dim", &options.dim},
                                                    {"--rows", &options.rows},
@@ -57,7 +57,7 @@ struct Batch {
   at::Tensor tokens, labels;
 };
 
-// Batch number `index` of the file's bytes, from its beginning again where it ends.
+// Batch number `index` of the file's bytes; at the end of the file it continues from the beginning.
 Batch batch(const at::Tensor& bytes, const Options& options, int64_t index) {
   const int64_t count = options.rows * options.seq_len;
   const at::Tensor places = (at::arange(count + 1) + index * count).remainder(bytes.size(0));
@@ -69,7 +69,7 @@ Batch batch(const at::Tensor& bytes, const Options& options, int64_t index) {
 at::Tensor bytes_of(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   const std::vector<uint8_t> bytes{std::istreambuf_iterator<char>(file), {}};
-  TITAN_CHECK(!bytes.empty(), "nothing to read in ", path);
+  TITAN_CHECK(!bytes.empty(), path, " is missing or empty");
   return at::tensor(at::ArrayRef<uint8_t>(bytes)).to(at::kLong);
 }
 

@@ -1,12 +1,12 @@
 // Host time of a transformer block under fully_shard on one rank, with shapes so small that the arithmetic
-// hardly counts; beside benchmarks/pytorch/host_time.py.
+// hardly counts. benchmarks/pytorch/host_time.py measures the same with PyTorch.
 //
 //   host_time_bench [--dtype fp32|bf16] [--repetitions N] [--tp N]
 //
-// With --tp it is the block of one of N tensor-parallel ranks (sequence parallel too) whose peers are fake: 4
-// gathers and 4 reduce-scatters that cost nothing but their host time. Prints one JSON object: us_per_block,
-// the median over repetitions of (forward + backward of 8 blocks) / 8, at batch 1, sequence 8, width 64, 4
-// heads, feed-forward 192; gradients are dropped between repetitions. One thread.
+// With --tp, the block is that of one of N tensor-parallel ranks (with sequence parallelism) whose peers are
+// fake: its 4 gathers and 4 reduce-scatters cost only host time. Prints one JSON object: us_per_block, the
+// median over repetitions of (forward + backward of 8 blocks) / 8, with batch 1, sequence 8, width 64, 4
+// heads, feed-forward 192; gradients are dropped between repetitions. Uses one thread.
 
 #include <algorithm>
 #include <chrono>
@@ -69,7 +69,7 @@ Options parse(const std::vector<std::string>& args) {
   return options;
 }
 
-// Llama's, of what is here.
+// The entries of Llama's plan for modules that exist here.
 TensorPlan block_plan() {
   TensorPlan plan = models::llama3_tp_plan();
   std::erase_if(plan, [](const PlanEntry& entry) { return !entry.modules.starts_with("layers."); });

@@ -2,8 +2,8 @@
 //
 //   init_bench [--numel N] [--runs N]
 //
-// Prints one JSON object: median nanoseconds per element of a normal, a truncated normal and a uniform, on
-// one thread.
+// Prints one JSON object: median nanoseconds per element for a normal, a truncated normal and a uniform
+// distribution, on one thread.
 
 #include <algorithm>
 #include <chrono>

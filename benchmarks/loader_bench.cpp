@@ -1,10 +1,10 @@
-// Speed of the data path: documents read, tokenized and packed into batches, without a model.
+// Speed of the data path, which reads, tokenizes and packs documents into batches, without a model.
 //
 //   loader_bench DATASET PATH TOKENIZER [--workers N] [--steps N] [--batch N] [--seq-len N] [--step-ms T]
 //
-// DATASET and PATH as training.dataset and training.dataset_path ("" for none). Each step pretends to compute
-// for T milliseconds (default 0). Prints one JSON object: tokens/s without computing, or the share of time
-// spent waiting for data with it.
+// DATASET and PATH are like training.dataset and training.dataset_path ("" for none). Each step sleeps for T
+// milliseconds (default 0) in place of computing. Prints one JSON object: build_s, tokens_per_s, and
+// waiting_share, the share of the time spent waiting for data.
 
 #include <chrono>
 #include <iostream>

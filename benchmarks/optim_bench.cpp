@@ -3,9 +3,9 @@
 //
 //   optim_bench [--runs N] [--dtype float32|bfloat16] [--threads N]
 //
-// Prints one JSON object: median milliseconds of each, over runs that are interleaved. A step reads
-// parameter, gradient and two moments and writes three of them, so gb_per_s is 7 times the parameters' bytes
-// over the time.
+// Prints one JSON object: median milliseconds of each, over interleaved runs. A step reads parameter,
+// gradient and two moments, and writes parameter and moments, so fused_gb_per_s is 7 times the parameters'
+// bytes divided by the time.
 
 #include <algorithm>
 #include <chrono>

@@ -1,15 +1,15 @@
-// The products of a Llama layer as one of N tensor-parallel ranks computes them, without communication: part
-// by part, as asynchronous tensor parallelism does, beside at once; and layers of one input as one product
-// with joined weights, beside a product each.
+// The products of a Llama layer as one of N tensor-parallel ranks computes them, without communication.
+// Compares products computed part by part, as in asynchronous tensor parallelism, with whole products; and,
+// for layers that share an input, one product with joined weights with a product per layer.
 //
 //   overlap_bench [--model small|134M|8B|70B] [--tp N] [--tokens S] [--dtype fp32|bf16] [--device cpu|cuda]
 //                 [--repetitions R] [--threads T]
 //
-// `tokens` are of the whole sequence, batch 1. Prints one JSON object with one for each group of products and
-// pass: milliseconds, the median over runs that alternate. "apart_ms": a product for each layer, over all
-// tokens; "chunked_ms": the same part by part, the parts' copies and the sum of the summands included, and
-// "chunked_ratio", its share of the former; "joined_ms": one product, its outputs copied apart (in the
-// backward the gradients joined before it).
+// `tokens` is the length of the whole sequence, batch 1. Prints one JSON object with an object for each group
+// of products and pass: milliseconds, medians over alternating runs. "apart_ms": a product for each layer,
+// over all tokens. "chunked_ms": the same part by part, including copies of the parts and the sum of the
+// summands; "chunked_ratio" is chunked_ms / apart_ms. "joined_ms": one product, whose outputs are then copied
+// apart (in the backward the gradients are joined first).
 
 #include <algorithm>
 #include <chrono>
@@ -87,7 +87,7 @@ Options parse(const std::vector<std::string>& args) {
   return options;
 }
 
-// ---- an exchange whose parts are there already
+// ---- an exchange that moves nothing
 
 class PartsThatAreThere final : public ops::SequenceExchange::Gather {
  public:
@@ -133,7 +133,7 @@ class NoWire final : public ops::SequenceExchange {
 
  private:
   int count_;
-  mutable std::map<std::vector<int64_t>, at::Tensor> parts_;  // by the sizes of one
+  mutable std::map<std::vector<int64_t>, at::Tensor> parts_;  // by a part's sizes
 };
 
 // ---- what is measured
@@ -169,7 +169,7 @@ class Timer {
 };
 
 void run(const Group& group, Variant& variant, at::Device device, bool counts) {
-  for (const at::Tensor& input : group.inputs) input.mutable_grad().reset();  // else the next is added to it
+  for (const at::Tensor& input : group.inputs) input.mutable_grad().reset();  // otherwise gradients add up
   const Timer forward(device);
   const Tensors outputs = variant.forward();
   const double forward_ms = forward.ms();
@@ -184,7 +184,7 @@ void run(const Group& group, Variant& variant, at::Device device, bool counts) {
 
 at::Tensor leaf(const at::Tensor& values) { return values.detach().clone().requires_grad_(); }
 
-// A gradient sink that drops what it is given, once it is computed: adding it up isn't the products'.
+// A gradient sink that computes each gradient and drops it: adding gradients up isn't part of the products.
 class Dropped final : public ops::GradSink {
  public:
   void accept(ops::WeightGrad gradient) override { gradient.compute(); }
@@ -197,7 +197,7 @@ std::vector<ops::SinkedWeight> sinked(const Tensors& weights) {
   return result;
 }
 
-// Layers of one input, whose outputs have these features.
+// Layers that share an input; `features` are the sizes of their outputs.
 Group layers_of_one_input(const Options& options, const std::string& name,
                           const std::vector<int64_t>& features) {
   const int64_t width = options.sizes().width;
@@ -273,7 +273,7 @@ void measure(const Options& options) {
       [&] { return summed_layer(options, "w2", hidden); }};
   std::cout << "{\n";
   for (size_t i = 0; i < groups.size(); ++i) {
-    Group group = groups[i]();  // one at a time: they may take much memory
+    Group group = groups[i]();  // one at a time, because a group may take much memory
     for (int repetition = 0; repetition <= options.repetitions; ++repetition)
       for (Variant& variant : group.variants) run(group, variant, options.device, repetition > 0);
     print(group, "forward", &Variant::forward_ms, i == 0);

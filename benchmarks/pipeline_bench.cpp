@@ -1,14 +1,14 @@
-// What a pipeline schedule costs beside what the simulator says it costs, and the runner's host time.
+// Compares a pipeline schedule's cost with the simulator's prediction, or measures the runner's host time.
 //
 //   titan launch -n 2 -- pipeline_bench [--schedule NAME] [--micro-batches N] [--seq-len N] [--steps N]
 //   pipeline_bench --host-time 1
 //
-// The first trains the 134M Llama (width 768, 12 layers, vocabulary 32,000) with a pipeline over all ranks, a
-// sequence a micro-batch, a thread a rank, and prints one JSON object: the measured step time and bubble
-// (what the ranks don't compute of their time), and both as simulated from the measured times of the stages'
-// actions; medians over the steps. The second plays one of two 1F1B ranks, the other being fake, with stages
-// that are one tiny product: us_per_action is what an action costs beyond its module's own forward and
-// backward.
+// The first trains the 134M Llama (width 768, 12 layers, vocabulary 32,000) with a pipeline over all ranks,
+// with one sequence per micro-batch and one thread per rank. It prints one JSON object: the measured step
+// time and bubble (the share of the ranks' time in which they don't compute), and both as simulated from the
+// measured times of the stages' actions; medians over the steps. The second runs the middle one of three 1F1B
+// ranks, with fake peers and stages that are one tiny product: us_per_action is the time of an action in
+// addition to its module's own forward and backward.
 
 #include <algorithm>
 #include <chrono>
@@ -106,8 +106,8 @@ std::vector<data::Batch> random_micro_batches(int count, int64_t seq_len) {
   return batches;
 }
 
-// The time of each stage's F, I and W, over all ranks. A schedule may split some backwards and others
-// not: a whole one is I and W to the simulator, and I where none is split.
+// The times of each stage's F, I and W, over all ranks. If none of a stage's backwards is split, the time of
+// a whole one counts as I; otherwise the simulator takes a whole one as I and W.
 pipeline::Costs measured_costs(const std::vector<train::ActionTime>& times, int num_stages,
                                const DeviceMesh& pp) {
   pipeline::Costs costs;
@@ -200,7 +200,7 @@ double direct_us(TinyStage& stage, int micro_batches) {
   return seconds_since(start) * 1e6;
 }
 
-// The middle one of three ranks, so that it receives and sends both ways.
+// Runs the middle one of three ranks, so that it receives and sends in both directions.
 int run_host_time() {
   constexpr int kMicroBatches = 32, kSteps = 200;
   at::set_num_threads(1);

@@ -1,13 +1,13 @@
-// How fast a rank's file of a checkpoint is written, read and verified, beside the disk itself.
+// Speed of writing, reading and verifying a rank's checkpoint file, compared with the disk's own speed.
 //
 //   rank_file_bench [--folder DIR] [--mib N] [--runs N] [--threads N] [--processes N]
 //
-// Each of the processes has a file of its own in DIR (default: the temporary folder), of N MiB (default 800),
-// of the tensors of a half of a 134M Llama with AdamW's state. The disk's own speed: the same number of bytes
-// by large writes and one sync, into a file that grows (plain) and into one whose space is reserved before,
-// of which the faster counts in each run; and read by large reads. Everything is measured in turn, in each of
-// the runs (default 5); reading begins with nothing of the file in memory. Prints a JSON object: medians in
-// GB/s over all processes, of the checksummed file's share of the disk's own speed too.
+// Each process has its own file in DIR (default: the temporary folder), with N MiB (default 800) of tensors
+// like those of half a 134M Llama with AdamW's state. The disk's own speed is measured with the same number
+// of bytes: large writes and one sync, into a growing file (plain) and into reserved space, the faster of
+// which counts in each run; and large reads. Each run (default 5) measures everything once, one after
+// another; reads begin with the file out of the page cache. Prints a JSON object of medians: GB/s over all
+// processes, and the checksummed file's speed as a share of the disk's.
 
 #include <fcntl.h>
 #include <sys/wait.h>
@@ -69,7 +69,7 @@ at::Tensor numbers(int64_t rows, int64_t columns) {
   return tensor;
 }
 
-// Blocks of layers, three times each tensor, until there are `num_bytes`.
+// Tensors with the sizes of half an embedding and of half a layer's weights, `num_bytes` in total.
 std::vector<PieceToWrite> state(int64_t num_bytes) {
   std::vector<PieceToWrite> pieces;
   const std::vector<std::pair<int64_t, int64_t>> layer = {{384, 768},  {384, 768},  {384, 768},
@@ -98,7 +98,7 @@ class Descriptor {
   int fd_;
 };
 
-// What one process does, by command.
+// Runs the commands in one process.
 class Worker {
  public:
   Worker(std::filesystem::path path, const std::vector<PieceToWrite>& pieces, int threads)
@@ -131,7 +131,7 @@ class Worker {
   }
 
  private:
-  // The file before is gone, and what that costs the disk.
+  // Removes the previous file and waits until the disk is idle.
   void prepare() {
     ::unlink(path_.c_str());
     ::sync();
@@ -140,12 +140,12 @@ class Worker {
   void write_plain(bool reserves) {
     const Descriptor file(path_, O_WRONLY | O_CREAT | O_EXCL);
     const int64_t num_bytes = rank_file_bytes(kIdentity, pieces_);
-    // A file system that can't reserve is measured without: its plain speed then.
+    // Without reservation on a file system that doesn't support it.
     if (reserves && ::fallocate(file.get(), 0, 0, num_bytes) != 0)
       TITAN_CHECK(errno == EOPNOTSUPP, "the disk's own reservation failed");
     for (int64_t done = 0; done < num_bytes;) {
       const auto size = std::min<int64_t>(static_cast<int64_t>(kDiskChunk), num_bytes - done);
-      // From different places, as a tensor's bytes aren't in a cache either.
+      // From different places, because a tensor's bytes aren't in a cache either.
       const char* from = bytes_.data() + static_cast<size_t>(done / size % 8) * kDiskChunk;
       const ssize_t count = ::write(file.get(), from, static_cast<size_t>(size));
       TITAN_CHECK(count > 0, "the disk's own write failed");
@@ -184,18 +184,18 @@ class Worker {
   std::vector<at::Tensor> loaded_;
 };
 
-// Processes that wait for commands, so that starting them isn't measured.
+// Processes that are started once and wait for commands, so their start isn't measured.
 class Workers {
  public:
   Workers(int count, const std::function<void(int index, int commands, int answers)>& serve) {
     int answers[2];
-    TITAN_CHECK(::pipe(answers) == 0, "no pipe");
+    TITAN_CHECK(::pipe(answers) == 0, "cannot create a pipe");
     answers_ = answers[0];
     for (int i = 0; i < count; ++i) {
       int commands[2];
-      TITAN_CHECK(::pipe(commands) == 0, "no pipe");
+      TITAN_CHECK(::pipe(commands) == 0, "cannot create a pipe");
       const pid_t process = ::fork();
-      TITAN_CHECK(process >= 0, "no process");
+      TITAN_CHECK(process >= 0, "cannot start a process");
       if (process == 0) {
         ::close(commands[1]);
         for (int other : commands_) ::close(other);
@@ -216,7 +216,7 @@ class Workers {
   Workers(const Workers&) = delete;
   Workers& operator=(const Workers&) = delete;
 
-  // Seconds until all have done it.
+  // Seconds until all processes have run the command.
   double perform(char command) {
     const auto start = Clock::now();
     for (int commands : commands_) TITAN_CHECK(::write(commands, &command, 1) == 1, "a process is gone");
@@ -233,7 +233,7 @@ class Workers {
 };
 
 int run(const Options& options) {
-  at::set_num_threads(1);  // none is started before the processes are
+  at::set_num_threads(1);  // so that no thread exists before the fork
   const int processes = std::stoi(options.at("processes")), threads = std::stoi(options.at("threads"));
   const auto pieces = state(std::stoll(options.at("mib")) * kMiB);
   Workers workers(processes, [&](int index, int commands, int answers) {

@@ -4,7 +4,7 @@
     benchmarks/rebuild_time.py [HEADER...] [--files N] [--build DIR] [--output FILE]
 
 CMake's unity builds compile several sources as one batch; a few sources are compiled alone. The script touches the given
-headers, and one source in each of the N batches (default 10) that took longest in the last build, according to its log, which must also be of a build
+headers, and one source in each of the N batches (default 10) that took longest in the last build, according to ninja's log. That build must also have run
 without a compiler cache. Keys: unchanged_s (nothing touched), headers and files (seconds by path), slowest_s and median_s of the files. Run it on an idle machine, after a build."""
 
 import argparse

@@ -1,4 +1,4 @@
-// Speed of a tokenizer on one thread, and its ids for a comparison with another implementation.
+// Speed of a tokenizer on one thread. Also writes its ids, to compare them with another implementation's.
 //
 //   tokenizer_bench TOKENIZER DOCUMENTS [--runs N] [--ids FILE] [--texts FILE]
 //
@@ -90,8 +90,11 @@ int run(const std::vector<std::string>& args) {
     for (size_t i = 0; i < documents.size(); ++i) texts[i] = tokenizer->decode(ids[i]);
   });
   size_t bytes = 0, decoded = 0, tokens = 0;
-  for (size_t i = 0; i < documents.size(); ++i)
-    bytes += documents[i].size(), decoded += texts[i].size(), tokens += ids[i].size();
+  for (size_t i = 0; i < documents.size(); ++i) {
+    bytes += documents[i].size();
+    decoded += texts[i].size();
+    tokens += ids[i].size();
+  }
   if (!ids_path.empty()) write_records(ids_path, ids);
   if (!texts_path.empty()) write_records(texts_path, texts);
   std::cout << "{\"bytes\": " << bytes << ", \"tokens\": " << tokens

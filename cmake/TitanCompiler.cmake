@@ -1,4 +1,4 @@
-# Uses ccache if it is installed, and the fastest linker available: after one file was touched, linking takes most of the time.
+# Uses ccache if it is installed, and the fastest linker available, because after one file was touched linking takes most of the time.
 find_program(TITAN_CCACHE ccache)
 if(TITAN_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
   # ccache can't see the macros and times inside precompiled headers.

@@ -1,10 +1,10 @@
-# titan_unit_test(<layer>) builds tests/unit/<layer>/**/*_test.cpp as one program and one test, unit.<layer>, with label fast. To run one
+# titan_unit_test(<layer>) builds tests/unit/<layer>/**/*_test.cpp as one program and adds one test, unit.<layer>, with label fast. To run one
 # case: build/bin/titan_<layer>_test --gtest_filter=Suite.Case. tests/seed.cpp seeds random numbers before each case, also in distributed
 # tests.
 # titan_distributed_test(<name> RANKS n... [NIGHTLY_RANKS n...] [TIMEOUT s] [CUDA] [CUDA_RANKS n...] [APART]) adds tests/distributed/<name>.cpp
 # to the program distributed_tests, and a test that runs the cases of this file for each listed number of local ranks; the time limit ends
-# all processes. Those of NIGHTLY_RANKS are called nightly.* and run only at night. With CUDA, all of them and CUDA_RANKS also run with
-# --cuda, and are skipped if no GPU is visible. With APART, the file is a program of its own, because it replaces functions of the C++ library.
+# all processes. Tests for NIGHTLY_RANKS are called nightly.* and run only at night. With CUDA, all these and CUDA_RANKS also run with
+# --cuda, and are skipped if no GPU is visible. With APART, the file becomes a separate program, because it replaces functions of the C++ library.
 include(GoogleTest)
 
 # Tests are compiled without optimization, because compiling them takes longer than running them. The library under test is optimized.

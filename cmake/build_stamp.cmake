@@ -1,6 +1,6 @@
 # cmake -DHEADERS=DIR -DTORCH=VERSION -DTITAN=VERSION -DOUTPUT=FILE -P build_stamp.cmake
-# Writes titan/core/build_stamp.h, which puts into every program and shared object that registers something which build of LibTitan's
-# headers it was compiled against. The file changes only with its contents.
+# Writes titan/core/build_stamp.h. This header stamps every program and shared object that registers something with the build of LibTitan's
+# headers that it was compiled with. The file is rewritten only if its contents change.
 file(GLOB_RECURSE headers ${HEADERS}/titan/*.h)
 list(SORT headers)
 set(all "")
@@ -12,7 +12,7 @@ string(SHA256 hash "${all}")
 string(SUBSTRING ${hash} 0 12 build)
 set(text "#pragma once
 
-// Generated. Which build of LibTitan this was compiled against: experimental.custom_import refuses another one.
+// Generated. The build of LibTitan that this file was compiled with: experimental.custom_import refuses any other.
 #define TITAN_BUILD \"LibTitan ${TITAN} (build ${build}) with LibTorch ${TORCH}\"
 
 namespace titan::detail {

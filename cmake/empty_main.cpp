@@ -1,2 +1,2 @@
-// What a layer links with (TitanLayers.cmake).
+// The main function of the programs that link a single layer (TitanLayers.cmake).
 int main() {}

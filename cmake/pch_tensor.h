@@ -1,6 +1,7 @@
 #pragma once
 
-// For the layers that handle tensors but no modules: an empty source costs 0.7 s with it, 3.3 s with pch.h.
+// For the layers that handle tensors but no modules. An empty source compiles in 0.7 s with it, and in 3.3 s
+// with pch.h.
 
 #include <algorithm>
 #include <cstdint>

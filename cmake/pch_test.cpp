@@ -1,2 +1,2 @@
-// Carries the tests' precompiled header (pch_test.h): a program, as the tests are: flags have to agree.
+// Carries the tests' precompiled headers. It is a program because its flags have to be those of the tests.
 int main() { return 0; }

@@ -1,6 +1,6 @@
 #pragma once
 
-// For the tests.
+// For tests that handle tensors but define no modules.
 
 #include <string>
 #include <vector>

@@ -1,6 +1,6 @@
 #pragma once
 
-// For the tests that define modules.
+// For tests that define modules.
 
 #include "pch_test.h"
 

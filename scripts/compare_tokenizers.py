@@ -167,7 +167,7 @@ def variants(texts: list[str]):
 
 
 def break_merges(path: pathlib.Path) -> None:
-    """Swaps distant merges, so that words in the vocabulary are no longer what their merges produce."""
+    """Reverses some merges, so that merging no longer produces some words of the vocabulary."""
     tree = json.loads(path.read_text())
     merges = tree["model"]["merges"]
     merges[10:40] = reversed(merges[10:40])
@@ -244,7 +244,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--bench", required=True, help="the tokenizer_bench program")
     parser.add_argument("--megabytes", type=float, default=10)
-    parser.add_argument("--runs", type=int, default=3, help="number of timed runs; the median counts")
+    parser.add_argument("--runs", type=int, default=3, help="number of timed runs, of which the median is reported")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--min-speedup", type=float, default=0)
     args = parser.parse_args()

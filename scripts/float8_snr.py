@@ -21,10 +21,10 @@ TITLE = "## Float8"
 HEAD = """{title}
 
 The table shows how much of a gradient is signal: 20 log10(‖g‖ / ‖g' − g‖) in decibels. g is the gradient of a linear layer's weight in fp32, and g' is the
-same gradient with an emulated recipe of [float8.md](float8.md), with the same weights and batch, after some steps of training. 20 dB mean an error of a tenth. A
+same gradient with an emulated recipe of [float8.md](float8.md), with the same weights and batch, after some steps of training. 20 dB is an error of one tenth. A
 layer's figure includes the noise that later layers pass down in the backward. Scales that are powers of two round alike if nothing saturates or
-comes near zero, so `rowwise` and `mxfp8_cublas_rceil` agree in a model as small and tame as this one; `mxfp8_cublas` saturates.
-`{command}` measured a Llama of 4 layers over bytes on a CPU.
+comes near zero, so `rowwise` and `mxfp8_cublas_rceil` agree in a model as small and well-behaved as this one; `mxfp8_cublas` saturates.
+`{command}` measured a 4-layer Llama trained on bytes, on a CPU.
 
 """
 

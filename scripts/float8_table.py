@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Measures what Float8 does to a training step's speed and memory on one GPU: LibTitan's recipes beside bf16, and beside torchao's, eager and compiled.
+"""Measures the effect of Float8 on a training step's speed and memory on one GPU: LibTitan's recipes compared with bf16, and with torchao's, eager and
+compiled.
 
     scripts/float8_table.py [--name NAME] [--models 1b,3b,8b_8] [--recipes bf16,tensorwise,rowwise,rowwise_with_gw_hp] [--steps 5]
     scripts/float8_table.py --quick      # small and emulated on a CPU, to check that everything works
 
-A row is a model with a recipe: tokens/s of the median step, peak memory, the share of amax, scales and casts in their own time and that of
-matrix products in a trace, and the same for torchao. The products include the loss head's, which stays in bf16, so the casts' share of
+A row is a model with a recipe: tokens/s in the median step, peak memory, the time of amax, scales and casts as a share of the time of these and
+matrix products in a trace, and tokens/s and memory for torchao. The products include the loss head's, which stays in bf16, so the casts' share of
 the Float8 layers alone is larger. Rescaling a product's result and laying out scales for it don't count as casts. 8b_8 is 8B's
 first eight layers; embedding and output are two matrices in all models. On one rank LibTitan's FSDP keeps the bf16 copy of the weights
 from step to step, while PyTorch's makes it anew; PyTorch's loss computes all logits at once, LibTitan's in chunks. MXFP8 recipes have no
@@ -160,7 +161,7 @@ def main() -> None:
             parser.error(f"unknown {what}: {', '.join(unknown)}; known are {', '.join(known)}")
     versions = run([PYTHON, "-c", "import torch, torchao; print(f'PyTorch {torch.__version__}, torchao {torchao.__version__}')"]).strip().splitlines()[-1]
     commit = run(["git", "rev-parse", "--short=12", "HEAD"]).strip()
-    head = f"# Float8 beside bf16 and torchao: {options.name or options.device}\n\n- commit {commit}, `scripts/float8_table.py {' '.join(sys.argv[1:])}`\n"
+    head = f"# Float8 compared with bf16 and torchao: {options.name or options.device}\n\n- commit {commit}, `scripts/float8_table.py {' '.join(sys.argv[1:])}`\n"
     head += f"- {machine(options.device)}; {versions}; batches of 1 × {options.seq_len} tokens; median of {options.steps} steps after {options.warmup} warm-up steps\n\n"
     text = head + table(options)
     print(text)

@@ -3,8 +3,8 @@
 
     .venv/bin/python scripts/make_schedule_golden.py
 
-File names: <schedule>_<ranks>x<stages>x<micro-batches>.csv. Schedules with one stage per rank exist in PyTorch only as the code that runs them, so
-this script runs that code on a stage that records its actions. complete_*.csv also contain what PyTorch adds: sends, receives and parameter actions."""
+File names: <schedule>_<ranks>x<stages>x<micro-batches>.csv. PyTorch has schedules with one stage per rank only as code that runs them, so
+this script runs that code on a stage that records its actions. complete_*.csv also contain the actions that PyTorch adds: sends, receives and parameter actions."""
 
 import csv
 import pathlib

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Measures how far every layout's loss and gradients are from those of one rank: runs composition_test and pipeline_test, and writes docs/numerics.md.
+"""Measures how far every layout's loss and gradients are from those of one rank: runs composition_test and pipeline_test,
+and writes docs/numerics.md.
 
     scripts/numerics.py [--ranks 1,2,3,4] [--eight] [--all [TESTS]] [--read FILE]... [--print]
 
 --eight adds 8 ranks. --all runs what the nightly tests run (for composition, pipeline or both) instead of only covering all pairs of settings. --read takes the tests' output from
-files instead of running them. --print writes to the terminal instead. Needs build/bin/titan and the two tests, and only Python's standard library.
+files instead of running them. --print writes to the terminal instead. Needs build/bin/titan and build/bin/distributed_tests, and only Python's standard library.
 """
 
 import argparse
@@ -68,7 +69,7 @@ def results_in(text):
 
 
 def run(test, ranks, every):
-    command = [PROGRAMS / "titan", "launch", "-n", str(ranks), "--", PROGRAMS / f"{test}_test"] + (["--all"] if every else [])
+    command = [PROGRAMS / "titan", "launch", "-n", str(ranks), "--", PROGRAMS / "distributed_tests", f"--file={test}_test"] + (["--all"] if every else [])
     process = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=3600)
     if process.returncode != 0:
         sys.exit(f"{ranks} ranks: {test}_test failed\n{process.stdout[-4000:]}{process.stderr[-4000:]}")

@@ -1,4 +1,4 @@
-# Sourced by scripts that define say(). install_packages PACKAGE... installs the Debian packages that are missing.
+# To be sourced by scripts that define say(). install_packages PACKAGE... installs the Debian packages that are missing.
 
 as_root() {
   if [ "$(id -u)" = 0 ]; then "$@"; else sudo "$@"; fi

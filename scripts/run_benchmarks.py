@@ -1,29 +1,29 @@
 #!/usr/bin/env python3
-"""Measures LibTitan's training beside the same model in PyTorch, in alternating runs, and prints a table.
+"""Compares LibTitan's training with the same model in PyTorch, in alternating runs, and prints a table.
 
     scripts/run_benchmarks.py [--quick] [--name NAME] [--rows debug_fp32_1,134m_bf16_2,host_fp32]
 
 Rows of training are MODEL_DTYPE_RANKS, with the configs in benchmarks/configs. RANKS is
-  1, 2              ranks of FSDP, beside PyTorch's FSDP2
-  tp2               tensor parallelism, beside PyTorch's
-  atp2              asynchronous tensor parallelism, beside PyTorch's plain form
-  cp2               context parallelism, beside PyTorch's FSDP2 (PyTorch has no context parallelism on CPUs)
-  SCHEDULE2         a pipeline with that schedule, beside torch.distributed.pipelining with the same one
-Other rows with PyTorch beside:
+  1, 2              ranks of FSDP, compared with PyTorch's FSDP2
+  tp2               tensor parallelism, compared with PyTorch's
+  atp2              asynchronous tensor parallelism, compared with PyTorch's plain form
+  cp2               context parallelism, compared with PyTorch's FSDP2 (PyTorch has no context parallelism on CPUs)
+  SCHEDULE2         a pipeline with that schedule, compared with torch.distributed.pipelining with the same one
+Other rows that are compared with PyTorch:
   host_DTYPE        host time per transformer block with tiny shapes; host_fp32_tp2: under tensor parallelism
-  checkpoint        saves and loads, beside torch.distributed.checkpoint
+  checkpoint        saves and loads, compared with torch.distributed.checkpoint
 Single parts:
-  tokenizer         beside the `tokenizers` package
+  tokenizer         compared with the `tokenizers` package
   loader, init, optim
-  attention         a ring's blocks beside the whole
+  attention         a ring's blocks
   activation_checkpoint      memory and time of each policy
-  float8_snr        gradients of each recipe beside fp32's
+  float8_snr        gradients of each recipe, compared with fp32's
   flight_record     the cost of recording a call; above a microsecond it is an error
-  float8, float8_fp32        casts, beside LibTorch's
-  overlap           products of a tensor-parallel rank in parts and joined, beside plain ones; overlap_whole: of a single rank
+  float8, float8_fp32        casts, compared with LibTorch's
+  overlap           a tensor-parallel rank's products in parts and joined, compared with plain ones; overlap_whole: on a single rank
   pipeline_host     host time of a schedule's actions
-  bubble_SCHEDULE   a pipeline's bubble beside the simulator's
-  rank_file, rank_file_2     a checkpoint's file beside the disk's own speed, with one and two processes
+  bubble_SCHEDULE   a pipeline's bubble, compared with the simulator's
+  rank_file, rank_file_2     a checkpoint's file, compared with the disk's own speed, with one and two processes
 
 Prints a JSON object per row and the tables at the end. --name also writes the tables to benchmarks/results/NAME.md; benchmarks/README.md
 says how to publish them. Every figure is the median over the runs. Both sides use cores / ranks threads per rank. Needs build/bin/titan,
@@ -83,7 +83,7 @@ RUN_LIMIT_S = 3600
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How much to run. Sizes that are None come from the row's config."""
+    """How much to run. Sizes that are None are taken from the row's config."""
 
     runs: int = 5
     warmup: int = 2
@@ -99,7 +99,7 @@ QUICK = Plan(runs=1, warmup=1, steps=2, local_batch_size=1, seq_len=128, repetit
 @dataclasses.dataclass(frozen=True)
 class Output:
     text: str
-    peak_rss_mib: float  # of the largest process among the command and its descendants
+    peak_rss_mib: float  # peak of the largest process among the command and its descendants
 
 
 class CommandFailed(Exception):
@@ -256,7 +256,7 @@ def median_text(texts: list[str]) -> str:
 
 
 def objects(text: str) -> dict:
-    """The JSON objects that a program printed. Several are keyed by the first string in each."""
+    """The JSON object that a program printed. Several objects become one, keyed by the first string in each."""
     found, at = [], text.find("{")
     while at >= 0:
         item, end = json.JSONDecoder().raw_decode(text, at)
@@ -274,7 +274,7 @@ def measure_part(name: str, plan: Plan) -> dict:
 
 
 def measure(name: str, plan: Plan) -> dict:
-    """Both sides' medians, and for each figure the ratio of LibTitan's to PyTorch's."""
+    """Both sides' medians, and for each figure the ratio of LibTitan's value to PyTorch's."""
     if name in PARTS:
         return measure_part(name, plan)
     row = parse_row(name, plan)
@@ -374,8 +374,8 @@ def environment(plan: Plan) -> list[str]:
     return [
         f"- commit {commit()}, `{arguments}`",
         f"- {processor()}; load average at the start {os.getloadavg()[0]:.1f}; PyTorch {version}",
-        f"- medians of {plan.runs} runs, alternating where two sides are compared; a training run counts with the median of {plan.steps} steps after "
-        f"{plan.warmup} warm-up steps, a part with its program's own figures",
+        f"- medians of {plan.runs} runs, alternating where two sides are compared; a training run is represented by the median of {plan.steps} steps after "
+        f"{plan.warmup} warm-up steps, a part by its program's own figures",
     ]
 
 
@@ -407,7 +407,7 @@ def parse_options() -> tuple[argparse.Namespace, Plan]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one run of a few steps with small sizes, to check that everything works")
     parser.add_argument("--name", help="write benchmarks/results/NAME.md")
-    parser.add_argument("--rows", default=",".join(ROWS), help="comma list; default: all rows")
+    parser.add_argument("--rows", default=",".join(ROWS), help="comma-separated list; default: all rows")
     for field in dataclasses.fields(Plan):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=None)
     options = parser.parse_args()

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # sanitize.sh asan|tsan [TEST...]: builds tests with a sanitizer (in build-asan or build-tsan) and runs each program as a whole.
 #   scripts/sanitize.sh asan                    unit tests, and distributed tests with 2 ranks
-#   scripts/sanitize.sh tsan                    code with threads of its own: log, data, checkpoints, observers, guards, collectives, offload,
+#   scripts/sanitize.sh tsan                    code that starts threads: log, data, checkpoints, observers, guards, collectives, offload,
 #                                               pipelines
 #   scripts/sanitize.sh asan titan_data_test    only this test
 set -euo pipefail

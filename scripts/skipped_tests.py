@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Says which tests a run skipped, and why. ctest doesn't count a skipped test as a failure, so this script reports them.
+"""Reports which tests a run skipped, and why; ctest doesn't count a skipped test as a failure.
 
     scripts/skipped_tests.py build/test_results.xml
 
-It reads the output of `ctest --output-junit` (as scripts/test.sh writes it). Tests for GPUs and cases for another number of ranks are only counted. The
-others are listed with their reason, even if a test program skipped only some of its cases. With TITAN_NO_SKIPS=1, for a machine that has everything
+It reads the output of `ctest --output-junit`, which scripts/test.sh writes. Tests for GPUs and cases for another number of ranks are only counted. The
+others are listed with their reasons, even if a test program skipped only some of its cases. With TITAN_NO_SKIPS=1, for a machine that has everything
 the tests need, a listed test is an error (exit status 1).
 """
 
@@ -25,7 +25,7 @@ CASE = re.compile(r"^(?:\[rank \d+\] )?\S*?([^/\s]+:\d+): Skipped\n(?:\[rank \d+
 
 
 def reasons(test: xml.etree.ElementTree.Element) -> list[str]:
-    """The reasons for everything that a test skipped, with the place of the case if there is one."""
+    """The reason for each skipped case of a test, with its place in the source, or for the whole test."""
     output = test.findtext("system-out") or ""
     cases = [f"{place}: {reason.strip()}" for place, reason in CASE.findall(output)]
     if cases or test.find("skipped") is None:
@@ -44,11 +44,11 @@ def main(path: str) -> int:
             else:
                 listed.append(f"  {name}: {reason}")
     if counted:
-        print(f"{counted} skipped that a GPU, another number of ranks or a nightly run is for")
+        print(f"{counted} skipped because they need a GPU, another number of ranks or a nightly run")
     if not listed:
         return 0
     strict = os.environ.get("TITAN_NO_SKIPS") == "1"
-    print(f"{'error: ' if strict else ''}{len(listed)} skipped for what this machine lacks:", *sorted(listed), sep="\n")
+    print(f"{'error: ' if strict else ''}{len(listed)} skipped because this machine lacks something:", *sorted(listed), sep="\n")
     return 1 if strict else 0
 
 

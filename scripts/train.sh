@@ -9,7 +9,7 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
 has_plugin_target() { (cd "$root" && ninja -C build -t targets all | grep -q '^lib/libtitan_cuda.so'); }
 if [ "$gpus" -gt 0 ] && has_plugin_target; then "$root/scripts/build.sh" titan_cuda; fi
-# Without the plugin (no nvcc, or a LibTorch without CUDA) ranks compute on the CPU, so there is no rank per GPU; titan warns.
+# Without the plugin (no nvcc, or a LibTorch without CUDA) ranks compute on the CPU, so GPUs aren't counted; titan logs a warning.
 [ -e "$root/build/lib/libtitan_cuda.so" ] || gpus=0
 
 nproc_=${NPROC:-$gpus}

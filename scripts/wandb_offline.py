@@ -7,7 +7,7 @@
 RUN is the run's job.dump_folder: metrics.jsonl and validation.jsonl become the run's history under TorchTitan's names
 (loss_metrics/global_avg_loss, ...), by step, and config.toml becomes its configuration. These variables are TorchTitan's:
 WANDB_TEAM, WANDB_PROJECT (default: torchtitan), WANDB_RUN_NAME (default: the folder's name), WANDB_RUN_ID, WANDB_RUN_NOTES,
-WANDB_RUN_TAGS (a comma list), WANDB_RUN_GROUP, WANDB_RUN_JOB_TYPE, WANDB_RESUME_FROM, WANDB_FORK_FROM.
+WANDB_RUN_TAGS (a comma-separated list), WANDB_RUN_GROUP, WANDB_RUN_JOB_TYPE, WANDB_RESUME_FROM, WANDB_FORK_FROM.
 """
 import argparse
 import json
@@ -50,7 +50,7 @@ def fail(problem):
 
 
 def read_rows(path):
-    """Rows with a step; a killed run may leave half a line at the end."""
+    """The rows that have a step. Other lines are ignored, because a killed run may leave half a line at the end."""
     rows = []
     if not path.exists():
         return rows
@@ -65,7 +65,7 @@ def read_rows(path):
 
 
 def history(run):
-    """Step -> values under TorchTitan's names, ascending."""
+    """Maps each step, in ascending order, to its values under TorchTitan's names."""
     steps = {}
     for file, names in (("metrics.jsonl", STEP_NAMES), ("validation.jsonl", VALIDATION_NAMES)):
         for row in read_rows(run / file):
@@ -101,7 +101,7 @@ def main():
     run, output = arguments.run, arguments.output or arguments.run
     steps = history(run)
     if not steps:
-        fail(f"{run} holds no run: {run / 'metrics.jsonl'} has no step")
+        fail(f"{run} contains no run: {run / 'metrics.jsonl'} has no steps")
     try:
         import wandb
     except ImportError as error:

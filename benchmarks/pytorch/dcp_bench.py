@@ -6,12 +6,12 @@ object. LibTitan's side is checkpoint_bench.
 
 Keys are medians over the runs after one warm-up run, of the slowest rank in each:
   save_s                    dcp.save with its default writer, which syncs
-  async_blocked_s           how long dcp.async_save keeps its caller, with a stager that keeps its memory from save to save
+  async_blocked_s           how long dcp.async_save blocks its caller, with a stager that keeps its memory from save to save
   async_total_s             the same until the state is written
   async_default_blocked_s   as async_blocked_s, with the stager that DCP chooses, which allocates its memory anew (as TorchTitan's mode `async`)
-  async_taken_s             everything that the save takes from computation beside it, as checkpoint_bench counts it
+  async_taken_s             everything that the save takes from computation at the same time, as checkpoint_bench counts it
   load_s, load_warm_s       dcp.load into the tensors, with the files outside and inside the page cache
-  gigabytes                 of all ranks' tensors
+  gigabytes                 size of all ranks' tensors
   save_extra_mib, async_extra_mib   peak memory of a rank above what it had before
 """
 
@@ -32,7 +32,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--model", choices=MODELS, default="134m")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--span", type=float, default=4, help="seconds of computation beside an asynchronous save")
+    parser.add_argument("--span", type=float, default=4, help="seconds of computation during an asynchronous save")
     parser.add_argument("--checkpoints", default="/var/tmp", help="a folder on the disk to measure")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
@@ -47,7 +47,7 @@ def memory_mib(key: str) -> float:
 
 
 class ExtraMemory:
-    """The process's peak memory above its memory now."""
+    """The process's peak memory above its memory at construction."""
 
     def __init__(self):
         pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here

@@ -3,9 +3,9 @@
 
     .venv/bin/python benchmarks/pytorch/float8_train.py --args '{"dim": 2048, ...}' --recipe rowwise --compile --device cuda --seq-len 8192
 
---args takes the ModelArgs of scripts/reference/llama3.py. --recipe: bf16, tensorwise, rowwise, rowwise_with_gw_hp. Keys: tokens_per_s (of the
+--args takes the ModelArgs of scripts/reference/llama3.py. --recipe: bf16, tensorwise, rowwise, rowwise_with_gw_hp. Keys: tokens_per_s (in the
 median step after the warm-up), peak_memory_gib (reserved by the allocator; on a CPU the process's peak), loss (of each step),
-linears (how many layers run in Float8).
+linears (number of layers in Float8).
 """
 
 import argparse

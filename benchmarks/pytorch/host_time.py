@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Measures host time of a transformer block under PyTorch's FSDP2 on one rank, or with --tp N under its tensor parallelism with fake peers. Shapes are so small that the arithmetic hardly counts.
+"""Measures the host time of a transformer block under PyTorch's FSDP2 on one rank, or with --tp N under its tensor parallelism with
+fake peers. Shapes are so small that the arithmetic hardly counts.
 
     .venv/bin/python benchmarks/pytorch/host_time.py [--dtype bf16]
 
-Prints one JSON object: us_per_block, the median over repetitions of (forward + backward of 8 blocks) / 8, at batch 1, sequence 8,
-width 64, 4 heads, feed-forward 192; gradients are dropped between repetitions. One thread.
+Prints one JSON object: us_per_block, the median over repetitions of (forward + backward of 8 blocks) / 8, with batch 1, sequence 8,
+width 64, 4 heads, feed-forward 192; gradients are dropped between repetitions. Uses one thread.
 """
 
 import argparse

@@ -5,7 +5,7 @@ object, to compare with `titan train`.
     .venv/bin/python benchmarks/pytorch/train_bench.py --model debug --dtype bf16 --ranks 2 --steps 5 --warmup 2
 
 Keys: tokens_per_s (all ranks' tokens of a step over the median step time after the warm-up), step_s (each step after the warm-up, of
-the slowest rank), loss (of each step, warm-up too), startup_s (process start to the start of the first step, slowest rank),
+the slowest rank), loss (of each step, including the warm-up), startup_s (process start to the start of the first step, slowest rank),
 peak_rss_mib (largest rank). Each rank is a process with cores / ranks threads, unless OMP_NUM_THREADS says otherwise.
 """
 
@@ -43,7 +43,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=int, default=4, help="micro-batches per step, with --pp; must divide the sequences")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
-    parser.add_argument("--launch-s", type=float, help=argparse.SUPPRESS)  # how long the process that started this rank had run
+    parser.add_argument("--launch-s", type=float, help=argparse.SUPPRESS)  # how long the process that started this rank had been running
     options = parser.parse_args()
     if (options.tp or options.pp) and options.dtype != "fp32":
         parser.error("--tp and --pp run in fp32")

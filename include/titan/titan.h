@@ -1,14 +1,14 @@
 #pragma once
 
-// Everything that a training loop of your own needs: device meshes, sharding and tensor, context and data
-// parallelism, optimizers, clipping, batches of text, and checkpoints. Link Titan::train, which holds all of
-// it. docs/examples/custom_trainer is such a loop, and includes no other header of LibTitan.
+// Everything for your own training loop: device meshes, sharding and tensor, context and data parallelism,
+// optimizers, clipping, batches of text, and checkpoints. Link Titan::train, which has all of it.
+// docs/examples/custom_trainer is such a loop, and includes no other header of LibTitan.
 //
 //   const titan::dist::World world = titan::dist::init();
 //   const auto mesh = titan::DeviceMesh::create(world, {{"dp_shard", -1}});
 //   titan::fully_shard(model, {.mesh = mesh["dp_shard"]});
 //
-// What watches a run, what guards it, and the command line have headers of their own (link Titan::titan).
+// Run observers, guards and the command line have separate headers (link Titan::titan).
 
 #include "titan/checkpoint/checkpointer.h"
 #include "titan/checkpoint/step_folder.h"

@@ -52,7 +52,7 @@ Llama3Args published(int64_t dim, int64_t n_layers, int64_t n_heads, int64_t mul
           .rope_theta = 500000};
 }
 
-// Llama 3.2's small models: longer rotations, one matrix at both ends.
+// Llama 3.2's small models, which have longer rotations and one matrix at both ends.
 Llama3Args tied(Llama3Args args) {
   args.rope_scaling.scaling_factor = 32;
   args.tie_embeddings = true;
@@ -81,14 +81,14 @@ void check(const Llama3Args& args, std::vector<std::string>& problems) {
   expect(args.dim % args.n_heads == 0, "model.args: dim ", args.dim, " isn't divisible by n_heads ",
          args.n_heads);
   expect(args.head_dim() % 2 == 0, "model.args: heads of an odd size ", args.head_dim(),
-         " can't be rotated; dim / n_heads has to be even");
+         " can't be rotated; dim / n_heads must be even");
   expect(args.n_heads % args.num_kv_heads() == 0, "model.args: n_heads ", args.n_heads,
          " isn't a multiple of n_kv_heads ", args.num_kv_heads());
   expect(!args.rope_scaling.enabled || args.rope_scaling.low_freq_factor < args.rope_scaling.high_freq_factor,
-         "model.args.rope_scaling: low_freq_factor has to be below high_freq_factor");
+         "model.args.rope_scaling: low_freq_factor must be below high_freq_factor");
 }
 
-// Truncates twice, as Meta's code does: the published shapes depend on it.
+// Truncates twice, as Meta's code does, because the published shapes depend on it.
 int64_t Llama3Args::ffn_hidden_dim() const {
   int64_t hidden = static_cast<int64_t>(2.0 * static_cast<double>(4 * dim) / 3.0);
   if (ffn_dim_multiplier) hidden = static_cast<int64_t>(*ffn_dim_multiplier * static_cast<double>(hidden));

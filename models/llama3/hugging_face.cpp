@@ -51,7 +51,7 @@ HfConfig config_of(const Llama3Args& args) {
       {"hidden_act", "silu"},
       {"attention_bias", false},
       {"mlp_bias", false},
-      {"bos_token_id", {}},  // the tokenizer's files have it; if it were missing here, it would be 1
+      {"bos_token_id", {}},  // null because the default of transformers is 1; the tokenizer's files have it
       {"eos_token_id", {}}};
   const RopeScalingArgs& scaling = args.rope_scaling;
   if (!scaling.enabled) {
@@ -66,14 +66,14 @@ HfConfig config_of(const Llama3Args& args) {
   return config;
 }
 
-// Reads values from a config.json and collects what is wrong with them.
+// Reads values from a config.json and collects the problems with them.
 class ConfigReader {
  public:
   explicit ConfigReader(const HfConfig& config) : config_(config) {}
 
   std::vector<std::string> problems;
 
-  /// Whether the key is there and isn't null.
+  /// Whether the key is present and isn't null.
   bool has(const std::string& key) const {
     const auto found = config_.find(key);
     return found != config_.end() && !std::holds_alternative<std::monostate>(found->second);
@@ -125,7 +125,7 @@ class ConfigReader {
     return otherwise;
   }
 
-  /// Only `allowed` is implemented. A missing key is fine where `allowed` is the default.
+  /// Reports any value other than `allowed`. `may_be_missing`: the default is `allowed`.
   void expect(const std::string& key, const HfValue& allowed, bool may_be_missing = true) {
     if (!has(key)) {
       if (!may_be_missing) report(str(key, " is missing; only ", to_text(allowed), " is supported"));
@@ -143,7 +143,7 @@ class ConfigReader {
   const HfConfig& config_;
 };
 
-// "rope_scaling" of transformers 4, "rope_parameters" of 5, which holds rope_theta too.
+// "rope_scaling" in transformers 4; "rope_parameters" in transformers 5, which includes rope_theta.
 std::string rope_table(const ConfigReader& reader) {
   return reader.has_below("rope_parameters") ? "rope_parameters" : "rope_scaling";
 }
@@ -172,7 +172,8 @@ RopeScalingArgs read_rope_scaling(ConfigReader& reader) {
           .original_max_position_embeddings = reader.size(table + ".original_max_position_embeddings")};
 }
 
-// Llama3Args computes the hidden size from dim: finds a factor that gives `size`, and a multiple that keeps it.
+// Llama3Args computes the hidden size from dim, so this finds a factor that gives `size` and a multiple that
+// keeps it.
 void set_ffn_hidden_dim(Llama3Args& args, int64_t size) {
   args.multiple_of = size;
   args.ffn_dim_multiplier =
@@ -182,7 +183,7 @@ void set_ffn_hidden_dim(Llama3Args& args, int64_t size) {
 
 void check_supported(ConfigReader& reader) {
   reader.expect("architectures.0", kArchitecture, /*may_be_missing=*/false);
-  if (reader.has("architectures.1")) reader.report("architectures names more than one");
+  if (reader.has("architectures.1")) reader.report("architectures has more than one entry");
   reader.expect("model_type", "llama");
   reader.expect("hidden_act", "silu");
   reader.expect("attention_bias", false);
@@ -216,7 +217,7 @@ Llama3Args args_of_hugging_face(const HfConfig& config) {
   args.n_heads = reader.size("num_attention_heads");
   args.n_kv_heads = reader.size_or("num_key_value_heads", args.n_heads);
   args.vocab_size = reader.size("vocab_size");
-  // A missing key has transformers' default.
+  // A missing key has the default of transformers.
   args.norm_eps = reader.positive_or("rms_norm_eps", 1e-6);
   args.rope_theta = reader.positive_or("rope_theta", 10000);
   args.rope_theta = reader.positive_or("rope_parameters.rope_theta", args.rope_theta);

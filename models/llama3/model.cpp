@@ -1,4 +1,4 @@
-// Suffixes name dimensions: B batch, S sequence, D model, V vocabulary.
+// Llama 3 on one device. Suffixes name dimensions: B batch, S sequence, D model, V vocabulary.
 
 #include <cmath>
 
@@ -9,11 +9,11 @@ namespace titan::models {
 
 namespace {
 
-// TorchTitan's distributions. The bounds of +-2 are absolute, a hundred standard deviations away; they are kept
-// for equality.
+// TorchTitan's distribution. Its bounds of +-2 are absolute, so a hundred standard deviations away, but are
+// kept for parity.
 nn::Init projection_init(double std) { return nn::Init::truncated_normal(std, -2, 2); }
 
-// Weights that add to the residual stream start smaller in deeper layers, or the more layers there are.
+// Weights that add to the residual stream start smaller in deeper layers, or in models with more layers.
 nn::Init residual_init(int64_t layer_id, const Llama3Args& args) {
   const int64_t depth = args.depth_init ? layer_id + 1 : args.n_layers;
   return projection_init(0.02 / std::sqrt(2.0 * static_cast<double>(depth)));

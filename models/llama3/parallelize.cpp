@@ -9,7 +9,7 @@ TensorPlan llama3_tp_plan(const TensorParallelOptions& options) {
   TITAN_CHECK(!options.overlap || options.sequence_parallel,
               "llama3: asynchronous tensor parallelism needs sequence parallelism: products overlap the "
               "exchange of sequence parts");
-  // Activations between the products: parts of the sequence, or whole.
+  // The layout of activations between products: parts of the sequence, or whole.
   const Layout stream = options.sequence_parallel ? Layout::shard(1) : Layout::invariant();
   const Layout logits = options.loss_parallel ? Layout::shard(-1) : Layout::invariant();
   // One all-gather serves wq, wk and wv, and one w1 and w3.
@@ -50,7 +50,7 @@ void shard_tail(const Llama3& model, const FsdpOptions& options) {
 
 }  // namespace
 
-// A whole model, or a pipeline stage, which has some of its modules.
+// The model may be a pipeline stage, which has some of the modules.
 void parallelize_llama3(const Llama3& model, const train::ParallelPlan& plan) {
   parallelize(model, plan.meshes.tp, llama3_tp_plan(plan.tensor), plan.tensor.transport);
   apply_parallelisms(model, plan.parallelisms, plan.meshes.world);
@@ -59,13 +59,14 @@ void parallelize_llama3(const Llama3& model, const train::ParallelPlan& plan) {
 
   const FsdpOptions& blocks = plan.fsdp;
 
-  // The head's backward comes right after its forward: freeing it in between would gather it twice in a row.
+  // The head's backward comes right after its forward, so freeing its parameters in between would gather them
+  // twice in a row.
   FsdpOptions tail = plan.fsdp;
   if (tail.reshard_after_forward.kind == ReshardAfterForward::Kind::Default)
     tail.reshard_after_forward = ReshardAfterForward::never();
 
-  // A tied matrix is used at both ends, so its group spans the model, and its gradient is summed before the one
-  // reduction. Two stages that have one end each have a matrix each.
+  // A tied matrix is used at both ends, so its group spans the model, and its gradient is summed before the
+  // single reduction. If the ends are in two stages, each stage has its own matrix.
   const bool tied = model->args().tie_embeddings && model->is_whole();
   if (!tied && model->tok_embeddings) fully_shard(model->tok_embeddings, blocks);
   for (const TransformerBlock& layer : model->layers) fully_shard(layer, blocks);

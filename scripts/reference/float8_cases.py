@@ -1,4 +1,4 @@
-"""Shared by the scripts that make Float8's golden files: the inputs of small linear layers, and the folder of the files."""
+"""Inputs of small linear layers and the output folder, shared by the scripts that make Float8's golden files."""
 
 import dataclasses
 import pathlib
@@ -8,7 +8,7 @@ import torch
 from safetensors_file import save
 from torch import Tensor
 
-warnings.filterwarnings("ignore")  # torchao warns at its import about extensions that the reference doesn't need
+warnings.filterwarnings("ignore")  # on import, torchao warns about extensions that the reference doesn't need
 
 FOLDER = pathlib.Path(__file__).resolve().parent.parent.parent / "tests/data/golden"
 Tensors = dict[str, Tensor]

@@ -3,8 +3,8 @@
 
     .venv/bin/python scripts/reference/gradients.py tests/data/parity/mini tests/data/golden/mini_grads.safetensors
 
-The folder holds input.npy and labels.npy, and also titan.safetensors and fixture.json (whose `model` gives the sizes), unless --weights and --model
-name others. The output has one F64 tensor per parameter under the parameter's name, and the loss as the scalar `loss`.
+The folder contains input.npy and labels.npy, and also titan.safetensors and fixture.json (whose `model` gives the sizes), unless --weights and --model
+name other files. The output has one F64 tensor per parameter under the parameter's name, and the loss as the scalar `loss`.
 """
 
 import argparse
@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("output", type=pathlib.Path)
     parser.add_argument("--weights", type=pathlib.Path, help="safetensors file with TorchTitan's parameter names")
     parser.add_argument("--model", type=pathlib.Path, help="JSON file whose `model` holds the sizes, like fixture.json")
-    parser.add_argument("--step", type=int, default=1, help="the step whose batch is used (with the given weights)")
+    parser.add_argument("--step", type=int, default=1, help="step whose batch is used (with the given weights)")
     options = parser.parse_args()
     run = read_run(options.run, options.weights, options.model)
     model = run.model(torch.float64)

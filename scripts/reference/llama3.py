@@ -1,4 +1,4 @@
-"""Llama 3.1 in plain PyTorch, written from the model's description: an oracle for LibTitan's tests and the other side of its benchmarks.
+"""Llama 3.1 in plain PyTorch, written from the model's description: the reference for LibTitan's tests, and PyTorch's side of its benchmarks.
 
 Parameter names, initial distributions and numerics follow TorchTitan 0.2. Shape suffixes: B batch, S sequence, D model width, H query
 heads, K key/value heads, E head width, F feed-forward width, V vocabulary. A 2 stands for a (real, imaginary) pair.
@@ -153,7 +153,7 @@ class Llama3(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """TorchTitan's distributions. Most have absolute bounds of ±2, so hardly anything is truncated."""
+        """Draws from TorchTitan's distributions. Most have absolute bounds of ±2, so hardly any value is truncated."""
         nn.init.normal_(self.tok_embeddings.weight)
         for index, layer in enumerate(self.layers.values()):
             attention, feed_forward = layer.attention, layer.feed_forward
@@ -173,7 +173,7 @@ IGNORE_INDEX = -100
 
 
 def summed_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
-    """The summed cross entropy of all valid labels, in at least fp32. Divide it by their global number before the backward."""
+    """The cross entropy summed over all valid labels, in at least fp32. Divide it by their global number before the backward."""
     logits = logits_BSV.flatten(0, 1)
     precise = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(precise, labels_BS.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")

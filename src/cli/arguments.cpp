@@ -1,5 +1,5 @@
-// The command lines of titan's commands, parsed by CLI11, and those of `titan train` and `titan launch`, which share
-// options.
+// The command lines of titan's commands, parsed by CLI11, and those of `titan train` and `titan launch`,
+// which share options.
 
 #include <cmath>
 #include <functional>
@@ -27,39 +27,6 @@ class Format : public CLI::Formatter {
  private:
   std::string usage_;
 };
-
-}  // namespace
-
-Parser::Parser(std::string name, const std::string& usage, std::string notes) : name_(std::move(name)) {
-  app.formatter(std::make_shared<Format>(str(name_, " ", usage)));
-  app.footer(std::move(notes));
-  app.set_help_flag("-h,--help", "this text");
-  app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
-}
-
-void Parser::parse(const Arguments& words) {
-  try {
-    app.parse(Arguments(words.rbegin(), words.rend()));  // CLI11 takes them from the back
-  } catch (const CLI::CallForHelp&) {
-    throw HelpText{app.help()};
-  } catch (const CLI::ParseError& error) {
-    refuse(error.what());
-  }
-}
-
-void Parser::refuse(const std::string& problem) const {
-  throw ConfigError(str(name_, ": ", problem, " (see ", name_, " --help)"));
-}
-
-void Parser::refuse_option(const std::string& word) const {
-  Arguments known;
-  for (const CLI::Option* option : app.get_options())
-    for (const std::string& name : option->get_lnames()) known.push_back("--" + name);
-  const auto near = nearest_names(word.substr(0, word.find('=')), known, 1);
-  refuse(str("unknown option '", word, "'", near.empty() ? "" : str("; did you mean '", near.front(), "'?")));
-}
-
-namespace {
 
 using std::chrono::milliseconds;
 
@@ -91,8 +58,8 @@ void add_read(Parser& parser, const std::string& name, const char* type, const s
   parser.app.add_option_function<std::string>(name, take, text)->type_name(type);
 }
 
-/// Adds --max-restarts, --min-ranks, --rejoin-after, --longest-delay and --grace. `default_grace` describes the
-/// default of --grace, whose value becomes `grace`.
+/// Adds --max-restarts, --min-ranks, --rejoin-after, --longest-delay and --grace. `default_grace` describes
+/// the default of --grace, whose value becomes `grace`.
 template <class Grace>
 void add_restart_options(Parser& parser, RestartOptions& restarts, const char* default_grace, Grace& grace) {
   parser.number("--max-restarts", restarts.max_restarts, CLI::Range(0, 1'000'000),
@@ -183,7 +150,7 @@ Write a value that looks like an option as --section.key=value.
 )";
 
 constexpr const char* kLaunchNotes =
-    R"(Starts N ranks of a program on this machine and waits for them. They find each other by dist::init().
+    R"(Starts N ranks of a program on this machine and waits for them. They find each other with dist::init().
 When a rank fails, the others are ended, its last lines are printed, and its exit code becomes this command's.
 With --max-restarts the ranks are restarted, unless the exit code is a final one. SIGTERM, SIGINT and SIGUSR1
 go to all ranks and end the job; SIGUSR2 brings lost ranks back; SIGQUIT goes to all ranks that handle it, and
@@ -191,6 +158,34 @@ the job continues. See docs/elastic.md.
 )";
 
 }  // namespace
+
+Parser::Parser(std::string name, const std::string& usage, std::string notes) : name_(std::move(name)) {
+  app.formatter(std::make_shared<Format>(str(name_, " ", usage)));
+  app.footer(std::move(notes));
+  app.set_help_flag("-h,--help", "this text");
+  app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+}
+
+void Parser::parse(const Arguments& words) {
+  try {
+    app.parse(Arguments(words.rbegin(), words.rend()));  // CLI11 takes them from the back
+  } catch (const CLI::CallForHelp&) {
+    throw HelpText{app.help()};
+  } catch (const CLI::ParseError& error) {
+    refuse(error.what());
+  }
+}
+
+void Parser::refuse(const std::string& problem) const {
+  throw ConfigError(str(name_, ": ", problem, " (see ", name_, " --help)"));
+}
+
+void Parser::refuse_option(const std::string& word) const {
+  Arguments known;
+  for (const CLI::Option* option : app.get_options())
+    for (const std::string& name : option->get_lnames()) known.push_back("--" + name);
+  refuse(str("unknown option '", word, "'", did_you_mean(word.substr(0, word.find('=')), known)));
+}
 
 TrainArguments parse_train_arguments(const Arguments& words) {
   TrainArguments arguments;

@@ -127,9 +127,8 @@ int dispatch(const CommandGroup& group, const Arguments& words) {
     if (name == command.name) return command.run(Arguments(words.begin() + 1, words.end()));
     known.push_back(command.name);
   }
-  const auto near = nearest_names(name, known, 1);
-  throw ConfigError(str("unknown command '", name, "'",
-                        near.empty() ? "." : str("; did you mean '", near.front(), "'?"), " Commands of ",
+  const std::string meant = did_you_mean(name, known);
+  throw ConfigError(str("unknown command '", name, "'", meant.empty() ? "." : meant, " Commands of ",
                         group.name, ": ", names_of(group), " (see ", group.name, " --help)"));
 }
 
@@ -163,7 +162,8 @@ int debug_command(const Arguments& words) { return dispatch(kDebug, words); }
 
 int main(int argc, char** argv) {
   install_crash_handler();
-  // Exceeding a file-size limit then is an error of the write, which names the file, rather than a fatal signal.
+  // Exceeding a file-size limit then is an error of the write, which names the file, rather than a fatal
+  // signal.
   std::signal(SIGXFSZ, SIG_IGN);
   try {
     register_builtin_models();
@@ -176,11 +176,8 @@ int main(int argc, char** argv) {
   } catch (const train::UnsoundRun& error) {
     print_error(str("error: ", error.what()));
     return train::kUnsoundRunCode;
-  } catch (const c10::Error& error) {
-    // LibTorch's what() ends in a backtrace of addresses, which buries the message.
-    print_error(str("error: ", error.what_without_backtrace()));
   } catch (const std::exception& error) {
-    print_error(str("error: ", error.what()));
+    print_error(str("error: ", reason_of(error)));
   } catch (...) {
     print_error("error: an exception of unknown type");
   }

@@ -1,6 +1,7 @@
 #pragma once
 
-// The commands of the program. Each takes the words after its name and returns the exit code. Errors pass through.
+// The commands of the program. Each takes the words after its name and returns the exit code. Errors pass
+// through.
 
 #include <string>
 #include <vector>

@@ -1,5 +1,5 @@
-// titan compare: the settings that differ between runs, their losses and speeds side by side, and the first step
-// at which the losses differ.
+// titan compare: the settings that differ between runs, their losses and speeds side by side, and the first
+// step at which the losses differ.
 
 #include <algorithm>
 #include <cmath>

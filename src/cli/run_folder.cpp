@@ -23,7 +23,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// A TOML string without quotes and escapes; other values as they are, and "" of a key that is not set.
+// A TOML string without quotes and escapes; other values as they are, and "" for a key that isn't set.
 std::string text_of_toml(const std::string& value) {
   if (value.empty()) return value;
   const config::Document document = config::read_toml("value = " + value, "");
@@ -134,7 +134,7 @@ constexpr int64_t kSilence_us = 120'000'000;
 constexpr int64_t kStartSkew_us = 30'000'000;  // between the ranks of one start, including their clocks
 constexpr int64_t kErrorTail = 64 << 10;
 
-// A run that started anew, without a checkpoint to resume from, has replaced what was there.
+// A process that began at step 1, without a checkpoint to resume from, replaced the earlier run.
 size_t newest_beginning(const std::vector<ProcessLog>& processes) {
   for (size_t i = processes.size(); i-- > 0;)
     if (steps_of(processes[i]).first == 1) return i;

@@ -1,8 +1,8 @@
 #pragma once
 
-// A run's folder: config.toml, metrics.jsonl, validation.jsonl and the checkpoints as they stand now, and its history: what
-// its processes did, and how they ended, by the structured logs of its ranks (observe/structured_log.h). `titan top`,
-// `report`, `sweep` and `compare` read runs through this header.
+// A run's folder: config.toml, metrics.jsonl, validation.jsonl and the checkpoints as they are now, and its
+// history: what its processes did and how they ended, from the structured logs of its ranks
+// (observe/structured_log.h). `titan top`, `report`, `sweep` and `compare` read runs through this header.
 
 #include <cstdint>
 #include <filesystem>
@@ -25,7 +25,7 @@ using Curve = std::vector<std::pair<double, double>>;
 enum class BadLines { Skip, Refuse };
 
 struct RowOptions {
-  int64_t tail_bytes = -1;  ///< only rows that begin in the last so many bytes; -1: all
+  int64_t tail_bytes = -1;  ///< only rows that begin in this many last bytes; -1: all
   BadLines bad_lines = BadLines::Skip;
 };
 
@@ -33,8 +33,8 @@ struct RowOptions {
 class MetricRows {
  public:
   MetricRows() = default;
-  /// A missing file has no rows. A last line without its newline is ignored: the run was killed while it wrote
-  /// it. With BadLines::Refuse, throws Error that names the line.
+  /// A missing file has no rows. A last line without its newline is ignored: the run was killed while it
+  /// wrote it. With BadLines::Refuse, throws Error that names the line.
   explicit MetricRows(const std::filesystem::path& path, const RowOptions& options = {});
 
   bool empty() const { return steps_.empty(); }
@@ -85,12 +85,12 @@ std::filesystem::path folder_of_setting(const std::filesystem::path& run, const 
 struct LoggedEvent {
   enum class Kind { Start, End, Error, Instant };
   Kind kind = Kind::Instant;
-  std::string name;             ///< of a span: without the suffix
+  std::string name;             ///< without the suffix of a span's start or end
   int64_t time_us = 0;          ///< since 1970
-  std::optional<double> value;  ///< of an end: the span's duration in milliseconds
+  std::optional<double> value;  ///< for an end, the span's duration in milliseconds
   int64_t step = 0;
   int64_t thread = 0;
-  int64_t relative_step = 0;  ///< of its process, from 1; 0 before the first
+  int64_t relative_step = 0;  ///< counts its process's steps from 1; 0 before the first
 };
 
 /// The events that one process logged, in order of time.
@@ -118,10 +118,11 @@ struct ProcessFiles {
   std::vector<std::filesystem::path> paths;
 };
 
-/// The folder of a run's structured logs; `folder` may be the run's or this one itself. Empty: there is none.
+/// The folder of a run's structured logs; `folder` may be the run's or this one itself. Empty if there is
+/// none.
 std::filesystem::path structured_folder(const std::filesystem::path& folder);
 
-/// When the process of a log started, by its file's name; 0 if the name doesn't have it.
+/// The start time of a log's process, from the file's name; 0 if the name doesn't have it.
 int64_t start_us(const ProcessFiles& files);
 
 /// Sorted by rank, then by start time.
@@ -129,7 +130,7 @@ std::vector<ProcessFiles> list_structured_logs(const std::filesystem::path& fold
 
 struct ReadOptions {
   bool spans = true;        ///< false: instants and errors only, a small part of a log
-  int64_t tail_bytes = -1;  ///< at most the last so many bytes; -1: everything
+  int64_t tail_bytes = -1;  ///< at most this many bytes at the end; -1: everything
   int64_t first_step = 0;   ///< only events from here to last_step are kept
   int64_t last_step = INT64_MAX;
 };
@@ -147,7 +148,8 @@ struct RankError {
 std::vector<RankError> errors_in(const std::vector<ProcessLog>& ranks);
 
 struct RunHistory : RunFolder {
-  /// The processes of rank 0, by start time. If the run started anew in this folder, earlier ones aren't part of it.
+  /// The processes of rank 0, by start time. If the run started anew in this folder, earlier ones aren't part
+  /// of it.
   std::vector<ProcessLog> processes;
   /// Errors of other ranks, for starts in which rank 0 was killed before it could log its end.
   std::vector<RankError> errors;
@@ -162,11 +164,11 @@ struct ProcessEnd {
   Kind kind = Kind::Silent;  ///< killed, or still running
   std::string words;
 };
-/// `errors`: of other ranks; those that came while this process ran count. `next_start_us`: the start of the
+/// `errors`: those of other ranks; only errors during this process count. `next_start_us`: the start of the
 /// run's next process; INT64_MAX: there is none yet.
 ProcessEnd end_of(const ProcessLog& process, int64_t now_us, const std::vector<RankError>& errors = {},
                   int64_t next_start_us = INT64_MAX);
-/// The innermost span that hasn't ended; "": none.
+/// The innermost span that hasn't ended, or "".
 std::string phase_of(const ProcessLog& process);
 /// How the i-th process of a run ended.
 ProcessEnd end_of(const RunHistory& run, size_t i, int64_t now_us);
@@ -174,7 +176,7 @@ ProcessEnd end_of(const RunHistory& run, size_t i, int64_t now_us);
 struct StepRange {
   int64_t first = 0, last = 0;  ///< 0: none
 };
-/// The steps that this process trained, without one that all ranks agreed to skip because they were to stop.
+/// The steps that this process trained, without a step that all ranks skipped because they agreed to stop.
 StepRange steps_of(const ProcessLog& process);
 
 /// The log files of each rank's newest process, without ranks that the run no longer has (it resumed with
@@ -185,7 +187,7 @@ std::vector<ProcessLog> newest_of_ranks(const std::filesystem::path& run, size_t
 
 int64_t now_us();
 
-/// Reads the ends of the ranks' newest logs again and again, to watch a run.
+/// Reads the ends of the ranks' newest logs repeatedly, to watch a run.
 class RankTails {
  public:
   /// Reads `tail_bytes` of each log, of at most `most_ranks`.
@@ -208,7 +210,7 @@ class RankTails {
   std::map<int, Known> known_;
 };
 
-// Several runs side by side, for titan compare.
+// ---- several runs side by side, for titan compare
 
 /// Throws ConfigError if the folder holds no run, and Error if a line of its metrics isn't a logged step.
 RunFolder read_compared_run(const std::filesystem::path& folder);
@@ -216,7 +218,7 @@ RunFolder read_compared_run(const std::filesystem::path& folder);
 /// The names of all settings but `job.dump_folder`, which always differs.
 std::set<std::string> keys_of(const std::vector<RunFolder>& runs);
 
-/// Which losses are compared: &RunFolder::steps or &RunFolder::validations.
+/// The losses to compare: &RunFolder::steps or &RunFolder::validations.
 using Series = MetricRows RunFolder::*;
 std::vector<int64_t> common_steps(const std::vector<RunFolder>& runs, Series series);
 

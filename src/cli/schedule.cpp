@@ -23,7 +23,7 @@ using namespace pipeline;
 
 constexpr int kMostMicroBatches = 1 << 20;
 constexpr size_t kMostPathEntries = 24;
-constexpr size_t kMostDrawn = 50'000;       // actions in a drawing that nobody asked for
+constexpr size_t kMostDrawn = 50'000;       // actions in a drawing without --svg
 constexpr int64_t kMostForwards = 1 << 22;  // a larger table is unreadable and may not fit in memory
 
 /// `titan schedule --pp N --microbatches N [--schedule NAME] ...` or `titan schedule --from-csv FILE ...`
@@ -171,7 +171,8 @@ std::string list_row(const ScheduleTraits& traits, int num_ranks, int num_micro_
     const Simulation simulation =
         simulate(make_schedule(traits.name, num_ranks, num_stages, num_micro_batches), costs);
     bubble = percent(simulation.bubble_fraction);
-    // Counts micro-batches of all stages of a rank, so that schedules with one and with several stages compare.
+    // Counts micro-batches of all stages of a rank, so that schedules with one and with several stages
+    // compare.
     live = number("%.3g", std::ranges::max(simulation.ranks, {}, &RankFigures::peak_live).peak_live /
                               (1.0 * num_stages / num_ranks));
   }
@@ -210,9 +211,10 @@ std::string figures(const Schedule& schedule, const Simulation& simulation) {
 
 // All named schedules as a Markdown table. A dash means that the schedule does not allow these counts.
 std::string list_of_schedules(int num_ranks, int num_micro_batches, const Costs& costs) {
-  std::string text = str(
-      "| Schedule | Stages a rank | Micro-batches | Splits the backward | Memory grows with them | Bubble | "
-      "Live activations |\n|---|---|---|---|---|---|---|\n");
+  std::string text =
+      str("| Schedule | Stages per rank | Micro-batches | Splits the backward | Memory grows with them | "
+          "Bubble | "
+          "Live activations |\n|---|---|---|---|---|---|---|\n");
   for (const ScheduleTraits& traits : all_schedule_traits())
     text += list_row(traits, num_ranks, num_micro_batches, costs);
   return text;

@@ -28,6 +28,7 @@
 #include "config/document.h"
 #include "core/file.h"
 #include "core/json.h"
+#include "core/process.h"
 #include "job/build.h"
 #include "titan/config/load.h"
 #include "titan/config/table.h"
@@ -145,9 +146,8 @@ struct PlanReader {
     } else if (leaf.name == "nproc") {
       problem(leaf, "must be a number of ranks, 1 or above");
     } else {
-      const auto near = nearest_names(leaf.name, {"base", "folder", "nproc", "set", "grid", "run"}, 1);
       problem(leaf, str("unknown; known are base, folder, nproc and the tables [set], [grid] and [run.NAME]",
-                        near.empty() ? "" : str("; did you mean '", near.front(), "'?")));
+                        did_you_mean(leaf.name, {"base", "folder", "nproc", "set", "grid", "run"})));
     }
   }
 
@@ -195,7 +195,7 @@ struct PlanReader {
       first.settings.insert(first.settings.end(), start.settings.begin(), start.settings.end());
       for (Run& run : at_all_points(first)) runs.push_back({folder_name(run.name), std::move(run.settings)});
     }
-    // Cut names may be equal.
+    // Shortened names may be equal.
     std::set<std::string> seen;
     for (Run& run : runs) {
       const std::string name = run.name;
@@ -228,19 +228,6 @@ struct PlanReader {
   std::vector<std::string> problems;
 };
 
-}  // namespace
-
-std::vector<std::string> Plan::setting_words(const Run& run) const {
-  std::vector<std::string> words;
-  for (const auto& [key, value] : run.settings) words.push_back(str("--", key, "=", value));
-  words.push_back("--job.dump_folder=" + folder_of(run).string());
-  return words;
-}
-
-Plan read_plan(const fs::path& file) { return PlanReader(file).read(); }
-
-namespace {
-
 using RunNames = std::vector<std::string>;
 
 std::string prefix_of(const RunNames& names, size_t num_runs) {
@@ -259,32 +246,6 @@ std::string checked_config(const Plan& plan, const Run& run, train::JobFiles fil
   return config::print_toml(train::job_schema(), job);
 }
 
-}  // namespace
-
-std::vector<std::string> check_runs(const Plan& plan, std::optional<size_t> only) {
-  std::vector<std::string> configs, order;
-  std::map<std::string, RunNames> problems;
-  for (const Run& run : plan.runs) {
-    const bool is_meant = !only || &run == &plan.runs[*only];
-    try {
-      configs.push_back(
-          checked_config(plan, run, is_meant ? train::JobFiles::Check : train::JobFiles::Ignore));
-    } catch (const ConfigError& error) {
-      for (const std::string& problem : error.problems()) {
-        if (!problems.contains(problem)) order.push_back(problem);
-        problems[problem].push_back(run.name);
-      }
-    }
-  }
-  if (problems.empty()) return configs;
-  std::vector<std::string> messages;
-  for (const std::string& problem : order)
-    messages.push_back(prefix_of(problems[problem], plan.runs.size()) + problem);
-  throw ConfigError(messages);
-}
-
-namespace {
-
 constexpr int64_t kEndOfLog = 1 << 20;
 
 fs::path state_file(const fs::path& folder) { return folder / "sweep_run.json"; }
@@ -297,7 +258,7 @@ bool holds_last_step(const fs::path& folder) {
   return train::end_of_run(job).has_value();
 }
 
-// Without a log: the steps after the last logged one are fewer than log_freq.
+// For a run without a log: fewer than log_freq steps follow the last logged one.
 bool trained_all_steps(const fs::path& folder) {
   const RunFolder run = read_run_folder(folder);
   const std::string freq = run.setting("metrics.log_freq");
@@ -307,18 +268,18 @@ bool trained_all_steps(const fs::path& folder) {
 struct RunState {
   std::string config;  ///< resolved, as TOML
   bool finished = false;
-  int exit_code = 0;   ///< of the last attempt
-  double seconds = 0;  ///< of all attempts
+  int exit_code = 0;   ///< the last attempt's
+  double seconds = 0;  ///< the sum over all attempts
   int attempts = 0;
 };
 
-/// None: the sweep hasn't started this run. Throws Error for a file that titan sweep didn't write.
+/// nullopt if the sweep hasn't started this run. Throws Error for a file that titan sweep didn't write.
 std::optional<RunState> read_run_state(const fs::path& folder) {
   const auto file = state_file(folder);
   if (!fs::exists(file)) return std::nullopt;
   std::string problem;
   const auto object = parse_json(read_file(file), &problem);
-  if (!problem.empty()) throw Error(str(file.string(), " is not a file of titan sweep: ", problem));
+  if (!problem.empty()) throw Error(str(file.string(), " wasn't written by titan sweep: ", problem));
   try {
     return RunState{.config = object.at("config"),
                     .finished = object.at("finished"),
@@ -326,7 +287,7 @@ std::optional<RunState> read_run_state(const fs::path& folder) {
                     .seconds = object.at("seconds"),
                     .attempts = object.at("attempts")};
   } catch (const nlohmann::json::exception& error) {
-    throw Error(str(file.string(), " is not a file of titan sweep: ", error.what()));
+    throw Error(str(file.string(), " wasn't written by titan sweep: ", error.what()));
   }
 }
 
@@ -340,19 +301,6 @@ void write_run_state(const fs::path& folder, const RunState& state) {
   write_file_atomic(state_file(folder), json_text(object, 2) + "\n");
 }
 
-}  // namespace
-
-bool is_finished(const fs::path& folder, bool told_to_end) {
-  if (!fs::exists(folder / "config.toml")) return false;  // stopped before it began
-  if (holds_last_step(folder)) return true;
-  const std::vector<ProcessLog> logs = newest_of_ranks(folder, 1, {.tail_bytes = kEndOfLog});
-  // The newest process may have been stopped before it had a log; then the previous one wasn't finished either.
-  if (!logs.empty()) return end_of(logs.front(), now_us()).kind == ProcessEnd::Kind::Completed;
-  return !told_to_end && trained_all_steps(folder);
-}
-
-namespace {
-
 /// Settings in which this run and the one in its folder differ, like "training.seq_len: 16 | 24"; none if the
 /// folder holds no run.
 std::vector<std::string> differences_to_folder(const fs::path& folder, const std::string& config) {
@@ -362,9 +310,9 @@ std::vector<std::string> differences_to_folder(const fs::path& folder, const std
   return config::setting_differences(read_file(resolved), config);
 }
 
-/// While it lives, signals that end a sweep or are passed on to its run stay pending: SIGINT, SIGTERM, SIGHUP,
-/// SIGUSR1 and SIGUSR2 (SLURM's --signal), unless this process was started to ignore them; and SIGQUIT (which
-/// asks ranks what they are doing).
+/// While it lives, signals that end a sweep or are passed on to its run stay pending: SIGINT, SIGTERM,
+/// SIGHUP, SIGUSR1 and SIGUSR2 (SLURM's --signal), unless this process was started to ignore them; and
+/// SIGQUIT (which asks ranks for a report).
 class HeldSignals {
  public:
   HeldSignals() : set_(launcher_signals()) { pthread_sigmask(SIG_BLOCK, &set_, &before_); }
@@ -373,8 +321,8 @@ class HeldSignals {
   HeldSignals(const HeldSignals&) = delete;
   HeldSignals& operator=(const HeldSignals&) = delete;
 
-  /// A signal that has come and asks for the end; doesn't wait.
-  // The SIGCHLD of a child that has been waited for may still be pending.
+  /// A pending signal that asks for the end; doesn't wait. The SIGCHLD of a child that has been waited for
+  /// may still be pending.
   std::optional<int> pending() const {
     const timespec at_once{};
     for (int signal; (signal = sigtimedwait(&set_, nullptr, &at_once)) > 0;)
@@ -410,14 +358,14 @@ class HeldSignals {
 
 struct ChildEnd {
   int exit_code = 0;    ///< 128 + signal, if a signal ended it
-  int told_to_end = 0;  ///< the signal that this process received meanwhile and passed on
+  int stop_signal = 0;  ///< the signal that this process received meanwhile and passed on
 };
 
 /// Runs a program with this process's output, and waits for it. Passes signals on. The program dies with this
 /// process. Throws Error when it can't be started.
 ChildEnd run_child(const std::vector<std::string>& command, const HeldSignals& signals) {
   const pid_t parent = getpid(), pid = fork();
-  TITAN_CHECK(pid >= 0, "cannot start ", command.front(), ": ", std::strerror(errno));
+  TITAN_CHECK(pid >= 0, "cannot start ", command.front(), ": ", errno_text(errno));
   if (pid == 0) become(command, signals, parent);
   ChildEnd end;
   for (int status = 0;;) {
@@ -427,7 +375,7 @@ ChildEnd run_child(const std::vector<std::string>& command, const HeldSignals& s
     }
     const int signal = signals.wait();
     if (signal == SIGCHLD) continue;
-    if (signal != SIGQUIT) end.told_to_end = signal;
+    if (signal != SIGQUIT) end.stop_signal = signal;
     kill(pid, signal);
   }
 }
@@ -498,11 +446,11 @@ class Sweep {
     state.seconds += seconds_since(start);
     state.exit_code = end.exit_code;
     // A run also exits with 0 if anyone asked it to stop.
-    state.finished = end.exit_code == 0 && is_finished(folder(index), end.told_to_end != 0);
+    state.finished = end.exit_code == 0 && is_finished(folder(index), end.stop_signal != 0);
     write_run_state(folder(index), state);
     if (end.exit_code != 0) log::warning(str(place, " ended with exit code ", end.exit_code));
     if (end.exit_code == 0 && !state.finished) log::warning(str(place, " was stopped before its end"));
-    return end.told_to_end;
+    return end.stop_signal;
   }
 
   std::string summary() const {
@@ -560,6 +508,47 @@ int print_end(const Sweep& sweep) {
 
 }  // namespace
 
+std::vector<std::string> Plan::setting_words(const Run& run) const {
+  std::vector<std::string> words;
+  for (const auto& [key, value] : run.settings) words.push_back(str("--", key, "=", value));
+  words.push_back("--job.dump_folder=" + folder_of(run).string());
+  return words;
+}
+
+Plan read_plan(const fs::path& file) { return PlanReader(file).read(); }
+
+std::vector<std::string> check_runs(const Plan& plan, std::optional<size_t> only) {
+  std::vector<std::string> configs, order;
+  std::map<std::string, RunNames> problems;
+  for (const Run& run : plan.runs) {
+    const bool is_meant = !only || &run == &plan.runs[*only];
+    try {
+      configs.push_back(
+          checked_config(plan, run, is_meant ? train::JobFiles::Check : train::JobFiles::Ignore));
+    } catch (const ConfigError& error) {
+      for (const std::string& problem : error.problems()) {
+        if (!problems.contains(problem)) order.push_back(problem);
+        problems[problem].push_back(run.name);
+      }
+    }
+  }
+  if (problems.empty()) return configs;
+  std::vector<std::string> messages;
+  for (const std::string& problem : order)
+    messages.push_back(prefix_of(problems[problem], plan.runs.size()) + problem);
+  throw ConfigError(messages);
+}
+
+bool is_finished(const fs::path& folder, bool stop_requested) {
+  if (!fs::exists(folder / "config.toml")) return false;  // stopped before it began
+  if (holds_last_step(folder)) return true;
+  const std::vector<ProcessLog> logs = newest_of_ranks(folder, 1, {.tail_bytes = kEndOfLog});
+  // The newest process may have been stopped before it had a log; then the previous one wasn't finished
+  // either.
+  if (!logs.empty()) return end_of(logs.front(), now_us()).kind == ProcessEnd::Kind::Completed;
+  return !stop_requested && trained_all_steps(folder);
+}
+
 }  // namespace titan::cli::sweep
 
 namespace titan::cli {
@@ -579,7 +568,7 @@ int sweep_command(const Arguments& words) {
   const auto only = chosen_index(given, plan.runs.size());
   Sweep sweep(std::move(plan), only);
   if (list) return print(sweep.summary());
-  const HeldSignals signals;  // signals would kill this process between two runs, too
+  const HeldSignals signals;  // otherwise signals would kill this process between two runs
   for (size_t i = 0; i < sweep.runs().size(); ++i) {
     if (only && *only != i) continue;
     if (const auto signal = signals.pending()) return 128 + *signal;

@@ -43,17 +43,17 @@ struct Plan {
   std::vector<std::string> setting_words(const Run& run) const;
 };
 
-/// Throws ConfigError with everything that is wrong with the file itself. check_runs() checks the settings.
+/// Throws ConfigError with all problems of the file itself. check_runs() checks the settings.
 Plan read_plan(const std::filesystem::path& file);
 
-/// Checks every run as `titan train` does: throws one ConfigError with each problem and the runs that have it.
-/// Returns the resolved config of each run, as TOML. `only`: checks the existence of files for this run only,
-/// as a task of a job array does.
+/// Checks every run as `titan train` does: throws one ConfigError with each problem and the runs that have
+/// it. Returns the resolved config of each run, as TOML. `only`: checks the existence of files for this run
+/// only, as a task of a job array does.
 std::vector<std::string> check_runs(const Plan& plan, std::optional<size_t> only = {});
 
-/// Whether a run that ended with exit code 0 is finished: its own log says so, or its checkpoints hold its last
-/// step, after which `titan train` has nothing left to do. `told_to_end`: this process passed a signal on to
-/// it; this decides for a run that keeps neither logs nor checkpoints.
-bool is_finished(const std::filesystem::path& folder, bool told_to_end);
+/// Whether a run that ended with exit code 0 is finished: its own log says so, or its checkpoints hold its
+/// last step, after which `titan train` has nothing left to do. `stop_requested`: this process passed a
+/// signal on to it; this decides for a run that keeps neither logs nor checkpoints.
+bool is_finished(const std::filesystem::path& folder, bool stop_requested);
 
 }  // namespace titan::cli::sweep

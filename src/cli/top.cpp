@@ -38,8 +38,8 @@ struct ViewOptions {
   size_t most_ranks = 16;  ///< shown, besides the slowest one
 };
 
-constexpr int64_t kRowsTail = 64 << 10;     // of metrics.jsonl: hundreds of rows
-constexpr int64_t kEventsTail = 512 << 10;  // of a rank's log: more than a thousand events
+constexpr int64_t kRowsTail = 64 << 10;     // bytes of metrics.jsonl: hundreds of rows
+constexpr int64_t kEventsTail = 512 << 10;  // bytes of a rank's log: more than a thousand events
 constexpr size_t kMostRanksRead = 64;
 
 struct Paint {
@@ -125,7 +125,7 @@ std::string milliseconds_text(const std::optional<double>& seconds) {
   return seconds ? number("%.1f", *seconds * 1e3) : "-";
 }
 
-// -1: there is only one rank, or no rank has said how long it takes.
+// -1 if there is only one rank, or no rank has logged its time per step.
 int slowest_rank(const std::vector<ProcessLog>& ranks) {
   int slowest = -1;
   double most = 0;
@@ -246,8 +246,8 @@ std::string cut(const std::string& line, size_t width) {
 
 constexpr size_t kScreenBytes = 64 << 10;
 
-// Overwrites the screen with a single write, so that it doesn't flicker. Lines are cut at the terminal's width:
-// wrapped lines would push the first ones off the screen.
+// Overwrites the screen with a single write, so that it doesn't flicker. Lines are cut at the terminal's
+// width: wrapped lines would push the first ones off the screen.
 void repaint(const std::string& text) {
   const size_t width = terminal_size().ws_col;
   std::string screen = "\033[H";

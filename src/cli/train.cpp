@@ -36,8 +36,8 @@ namespace titan::cli {
 
 namespace {
 
-// Throws ConfigError for settings that keep restarted ranks from resuming where the last ones were. `must_save`: from a
-// checkpoint. `may_shrink`: fewer ranks may be restarted.
+// Throws ConfigError for settings that keep restarted ranks from resuming where the last ones were.
+// `must_save`: from a checkpoint. `may_shrink`: fewer ranks may be restarted.
 void check_resumable(const train::JobConfig& config, const config::Origins& origins, bool must_save,
                      bool may_shrink) {
   std::vector<std::string> problems;
@@ -60,32 +60,9 @@ void check_resumable(const train::JobConfig& config, const config::Origins& orig
   if (!problems.empty()) throw ConfigError(problems);
 }
 
-}  // namespace
-
-void check_launched_restarts(const dist::Launch& launch, const train::JobConfig& config,
-                             const config::Origins& origins) {
-  if (launch.max_restarts > 0)
-    check_resumable(config, origins, /*must_save=*/launch.by == "titan", /*may_shrink=*/false);
-}
-
-int code_after_stop(const dist::Launch& launch, const train::StopCause& stop) {
-  if (stop.signal == 0 || !stop.by_launcher || launch.by != "torchrun" || launch.max_restarts == 0) return 0;
-  const int code = 128 + stop.signal;
-  log::info(str("an agent of torchrun sent ", train::signal_name(stop.signal),
-                " to its ranks before the run was finished: exit code ", code,
-                ", so that the other agents restart their ranks"));
-  return code;
-}
-
-int signaling_launcher(const dist::Launch& launch) {
-  return launch.by == "titan" || launch.by == "torchrun" ? ::getppid() : 0;
-}
-
-namespace {
-
-/// Tells the ranks that --nproc starts whether a terminal shows their output.
+/// The environment variable that tells --nproc's ranks whether a terminal shows their output.
 constexpr const char* kOnTerminal = "TITAN_ON_TERMINAL";
-/// Tells them that the files of this config have been checked.
+/// The environment variable that tells them that the files of this config have been checked.
 constexpr const char* kFilesChecked = "TITAN_FILES_CHECKED";
 
 // The help text ends with all settings.
@@ -126,7 +103,7 @@ LoadedJob load_job(const TrainArguments& arguments) {
     throw ConfigError("titan train needs a config file or settings (see titan train --help)");
   LoadedJob job;
   job.origins = config::load(train::job_schema(), {arguments.config, arguments.overrides}, job.config);
-  // It has been read; a printed config must not refer to another file.
+  // The file has been read; a printed config must not refer to another one.
   job.config.job.config_file.reset();
   return job;
 }
@@ -147,7 +124,7 @@ void check_train_restarts(const TrainArguments& arguments, const LoadedJob& job)
                   /*may_shrink=*/least > 0 && least < arguments.num_ranks);
 }
 
-/// Why the job can't run on `num_ranks` ranks; "": it can.
+/// The reason why the job can't run on `num_ranks` ranks, or "".
 std::string misfit(const LoadedJob& job, int num_ranks) {
   try {
     train::check_job(job.config, job.origins, num_ranks, train::JobFiles::Ignore);
@@ -157,7 +134,7 @@ std::string misfit(const LoadedJob& job, int num_ranks) {
   }
 }
 
-// A step, perhaps the first one, a save in progress, and the last save.
+// The time for a step (perhaps the first one), a save in progress, and the last save.
 std::chrono::seconds longest_stop(const train::JobConfig& config) {
   const int64_t step_s = std::max(config.comm.init_timeout_seconds, config.comm.train_timeout_seconds);
   return std::chrono::seconds(step_s +
@@ -175,8 +152,8 @@ void keep_validation(const TrainArguments& arguments, const train::JobConfig& co
   command.push_back(std::to_string(validation.local_batch_size * dims.batch_degree()));
 }
 
-// Sets the restart options: which numbers of ranks the job can run on, the grace period, and the settings with which
-// fewer ranks train the same run. `job` must outlive `options`.
+// Sets the restart options: the numbers of ranks that fit the job, the grace period, and the settings with
+// which fewer ranks train the same run. `job` must outlive `options`.
 void set_train_restarts(const TrainArguments& arguments, const LoadedJob& job, LaunchOptions& options) {
   options.restarts = arguments.restarts;
   RestartOptions& restarts = options.restarts;
@@ -188,8 +165,8 @@ void set_train_restarts(const TrainArguments& arguments, const LoadedJob& job, L
   keep_validation(arguments, job.config, options.command);
   for (int size = most; size >= least; --size)
     if (restarts.fits(size)) return;
-  throw ConfigError(str("--min-ranks ", least, ": the job runs on no number of ranks from ", least, " to ",
-                        most, ". On ", most, ": ", misfit(job, most)));
+  throw ConfigError(str("--min-ranks ", least, ": no number of ranks from ", least, " to ", most,
+                        " fits the job's settings. On ", most, ": ", misfit(job, most)));
 }
 
 using Clock = std::chrono::steady_clock;
@@ -210,8 +187,8 @@ int wait_for_end(pid_t child, const std::string& what) {
   return status;
 }
 
-// This process's job, as `scontrol requeue` takes it; in a job array, only this task. "" if SLURM didn't start the process.
-// SLURM_JOB_ID of an array's task may also be the number of the whole array.
+// This process's job, as `scontrol requeue` takes it; in a job array, only this task. "" if SLURM didn't
+// start the process. SLURM_JOB_ID of an array's task may also be the number of the whole array.
 std::string slurm_job() {
   const dist::Environment environment = dist::process_environment();
   const auto array = environment("SLURM_ARRAY_JOB_ID"), task = environment("SLURM_ARRAY_TASK_ID");
@@ -236,7 +213,7 @@ void requeue(const std::string& job) {
   pid_t child = -1;
   const int error = ::posix_spawnp(&child, "scontrol", nullptr, &plain, words, environ);
   ::posix_spawnattr_destroy(&plain);
-  TITAN_CHECK(error == 0, what, ": ", std::strerror(error));
+  TITAN_CHECK(error == 0, what, ": ", errno_text(error));
   const int status = wait_for_end(child, what);
   TITAN_CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0, what, " failed (",
               WIFEXITED(status) ? "exit code " : "signal ",
@@ -266,8 +243,8 @@ int launch_ranks(const TrainArguments& arguments, const LoadedJob& job) {
   return launch_local(options);
 }
 
-// The host allocator keeps what tensors free; this keeps what libraries free, like the packed operands of matrix
-// products.
+// The host allocator keeps what tensors free; this keeps what libraries free, like the packed operands of
+// matrix products.
 void keep_freed_memory() {
   install_host_allocator();
 #ifdef __GLIBC__
@@ -281,7 +258,7 @@ bool is_rank_of_a_job(const dist::Launch& launch) {
   return launch.by != "none" && !(launch.by == "slurm" && launch.size == 1);
 }
 
-// A rank of --nproc writes into a pipe of its parent's, which may be the one on the terminal.
+// A rank of --nproc writes into a pipe to its parent; the parent may be on the terminal.
 bool on_terminal(const dist::Launch& launch) {
   return ::isatty(STDERR_FILENO) || (launch.by == "titan" && ::getenv(kOnTerminal));
 }
@@ -300,7 +277,7 @@ void configure_log(const train::JobConfig& config, const dist::Launch& launch) {
   log::configure(settings);
 }
 
-// For --nproc's ranks, or the job's, or the product of the degrees.
+// For as many ranks as --nproc asks for, as the job has, or as the product of the degrees.
 int print_plan(const TrainArguments& arguments, const LoadedJob& job, const dist::Launch& launch) {
   const int num_ranks = arguments.num_ranks > 0    ? arguments.num_ranks
                         : is_rank_of_a_job(launch) ? launch.size
@@ -363,6 +340,25 @@ int run_rank(const train::JobConfig& config, const dist::Launch& launch, const t
 }
 
 }  // namespace
+
+void check_launched_restarts(const dist::Launch& launch, const train::JobConfig& config,
+                             const config::Origins& origins) {
+  if (launch.max_restarts > 0)
+    check_resumable(config, origins, /*must_save=*/launch.by == "titan", /*may_shrink=*/false);
+}
+
+int code_after_stop(const dist::Launch& launch, const train::StopCause& stop) {
+  if (stop.signal == 0 || !stop.by_launcher || launch.by != "torchrun" || launch.max_restarts == 0) return 0;
+  const int code = 128 + stop.signal;
+  log::info(str("an agent of torchrun sent ", train::signal_name(stop.signal),
+                " to its ranks before the run was finished: exit code ", code,
+                ", so that the other agents restart their ranks"));
+  return code;
+}
+
+int signaling_launcher(const dist::Launch& launch) {
+  return launch.by == "titan" || launch.by == "torchrun" ? ::getppid() : 0;
+}
 
 int train_command(const Arguments& words) {
   const TrainArguments arguments = parse(words);

@@ -1,11 +1,11 @@
 #pragma once
 
-// `titan train`: its command line, and how it works with what starts its ranks: restarts by --nproc, the exit code after a
-// stop, and SLURM's queue.
+// `titan train`: its command line, and how it works with launchers: restarts by --nproc, the exit code after
+// a stop, and SLURM's queue.
 //
-// torchrun: when hosts join or leave, an agent stops its ranks. The agents of other hosts then see their own ranks
-// end, too. An agent takes exit code 0 for the end of the job, after which nothing is restarted. So stopped ranks
-// exit as if the signal had killed them.
+// torchrun: when hosts join or leave, an agent stops its ranks. The agents of other hosts then see their own
+// ranks end, too. An agent takes exit code 0 for the end of the job, after which nothing is restarted. So
+// stopped ranks exit as if the signal had killed them.
 
 #include <chrono>
 #include <filesystem>
@@ -23,7 +23,8 @@
 namespace titan::cli {
 
 /// `titan train [CONFIG] [--nproc N] [--log-rank RANKS] [--max-restarts K ...] [--print-config]
-/// [--print-plan] [--section.key value ...]`, in any order, except that CONFIG comes before the first setting.
+/// [--print-plan] [--section.key value ...]`, in any order, except that CONFIG comes before the first
+/// setting.
 struct TrainArguments {
   std::filesystem::path config;
   int num_ranks = 0;  ///< 0: --nproc wasn't given
@@ -34,21 +35,21 @@ struct TrainArguments {
   bool print_plan = false;
   std::vector<std::string> overrides;  ///< the settings, for config::load
 };
-/// The settings themselves are read by config::load. Throws ConfigError for an unknown word or an invalid value, and HelpText
-/// when the words ask for help.
+/// The settings themselves are read by config::load. Throws ConfigError for an unknown word or an invalid
+/// value, and HelpText when the words ask for help.
 TrainArguments parse_train_arguments(const Arguments& words);
 
-/// Throws ConfigError if the ranks that this one's launcher restarts couldn't resume where the last ones were: `titan
-/// launch --max-restarts K -- titan train ...`, or torchrun. For torchrun, which restarts by default, checkpoints may be
-/// off.
+/// Throws ConfigError if the ranks that this one's launcher restarts couldn't resume where the last ones
+/// were: `titan launch --max-restarts K -- titan train ...`, or torchrun. For torchrun, which restarts by
+/// default, checkpoints may be off.
 void check_launched_restarts(const dist::Launch& launch, const train::JobConfig& config,
                              const config::Origins& origins);
 
-/// The exit code of a rank that stopped before the run was finished: 128 + the signal if an agent of torchrun that may
-/// restart ranks (--max-restarts) sent one to any of them, and then logs that; otherwise 0.
+/// The exit code of a rank that stopped before the run was finished: 128 + the signal if an agent of torchrun
+/// that may restart ranks (--max-restarts) sent one to any of them, and then logs that; otherwise 0.
 int code_after_stop(const dist::Launch& launch, const train::StopCause& stop);
 
-/// The process that passes signals on to the ranks of `launch`: this process's parent; 0: none does.
+/// The process that passes signals on to the ranks of `launch`: this process's parent, or 0 if none does.
 int signaling_launcher(const dist::Launch& launch);
 
 }  // namespace titan::cli

@@ -174,7 +174,7 @@ class JsonReader final : public JsonEvents {
 
   std::string_view text_;
   std::vector<Open> open_;
-  size_t skipped_ = 0;  // open objects and lists inside an object in a list, where no setting can be
+  size_t skipped_ = 0;  // open objects and lists inside an object in a list, which holds no settings
   std::string key_;
   Place key_place_;
   size_t last_end_ = 0;
@@ -216,9 +216,9 @@ class FileReader {
  public:
   explicit FileReader(std::vector<std::string>& problems) : problems_(problems) {}
 
-  /// `prefix` says who asked for the file; it begins the message if the file can't be read.
+  /// `prefix` names the place of the include; it begins the message if the file can't be read.
   void read(const fs::path& path, const std::string& prefix) {
-    if (is_open(path)) return report(prefix, "includes go round in a circle: " + chain_to(path));
+    if (is_open(path)) return report(prefix, "circular include: " + chain_to(path));
     if (++num_files_ > kMostFiles) return report(prefix, str("more than ", kMostFiles, " included files"));
     Document document;
     try {

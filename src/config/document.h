@@ -26,7 +26,7 @@ struct Place {
 };
 std::string to_text(const Place& place);
 
-/// A value in a file: a scalar, a list, null, or something that no setting can be.
+/// A value in a file: a scalar, a list, null, or something that no setting accepts.
 struct Raw {
   struct Null {};
   struct Other {
@@ -61,10 +61,10 @@ Document read_toml(std::string_view text, const std::string& file);
 /// The same for JSON. A duplicate key is one of the document's problems.
 Document read_json(std::string_view text, const std::string& file);
 
-/// "prefix.key"; a key with other characters than letters, digits, '_' and '-' is quoted.
+/// "prefix.key"; a key with characters other than letters, digits, '_' and '-' is quoted.
 std::string joined(const std::string& prefix, std::string_view key);
 
-/// The deepest nesting and the most bytes of a config.
+/// The limits on a config's nesting and its size in bytes.
 inline constexpr size_t kMaxDepth = 64;
 inline constexpr size_t kMaxBytes = size_t{16} << 20;
 

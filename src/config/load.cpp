@@ -12,15 +12,15 @@ namespace {
 
 // ---- names
 
-/// "training" of "training.seq_len", and "seq_len"; the table of a name without dot is "".
+/// The table of "training.seq_len" is "training", its key is "seq_len". Without a dot, the table is "".
 std::string_view table_of(std::string_view name) {
   size_t dot = name.rfind('.');
   return dot == std::string_view::npos ? std::string_view() : name.substr(0, dot);
 }
 std::string_view key_of(std::string_view name) { return name.substr(name.rfind('.') + 1); }
 
-/// "; did you mean 'a' or 'b'?", or nothing when there are none.
-std::string did_you_mean(const std::vector<std::string>& names) {
+/// "; did you mean 'a' or 'b'?", or "" without names.
+std::string suggestion(const std::vector<std::string>& names) {
   if (names.empty()) return {};
   std::string listed;
   for (const auto& name : names) listed += str(listed.empty() ? "" : " or ", "'", name, "'");
@@ -71,7 +71,7 @@ class Catalog {
   const FieldInfo& switch_of(std::string_view name, const FieldInfo& field) const {
     const FieldInfo* found = described(str(section_of(name, field), field.only_where));
     if (found == nullptr) found = described(field.only_where);
-    TITAN_INTERNAL_ASSERT(found != nullptr, name, " refers to ", field.only_where, ", which isn't there");
+    TITAN_INTERNAL_ASSERT(found != nullptr, name, " refers to ", field.only_where, ", which doesn't exist");
     return *found;
   }
 
@@ -97,9 +97,9 @@ class Catalog {
       if (!nearest_names(key, {std::string(key_of(known))}).empty()) similar.push_back(known);
     }
     auto slips = nearest_names(key, siblings, 1);
-    if (!slips.empty()) return did_you_mean({str(table_of(name), ".", slips.front())});
-    if (!elsewhere.empty()) return did_you_mean(elsewhere);
-    return did_you_mean(nearest_names(name, similar, 1));
+    if (!slips.empty()) return suggestion({str(table_of(name), ".", slips.front())});
+    if (!elsewhere.empty()) return suggestion(elsewhere);
+    return did_you_mean(name, similar);
   }
 
   std::string suggest_table(std::string_view name) const {
@@ -197,14 +197,14 @@ std::string type_problem(const FieldInfo& field, const Raw& raw) {
 std::string constraint_problem(const FieldInfo& field, const Value& value) {
   std::string problem = "must be " + field.constraint.allowed;
   const auto* text = std::get_if<std::string>(&value);
-  return text == nullptr ? problem : problem + did_you_mean(nearest_names(*text, field.constraint.names, 1));
+  return text == nullptr ? problem : problem + did_you_mean(*text, field.constraint.names);
 }
 
 /// "not supported: <reason>; only false is accepted".
 std::string refusal(const FieldInfo& field) {
   bool unset = std::holds_alternative<std::monostate>(field.default_value);
   return str(unsupported_text(field),
-             unset ? "; it has to stay unset" : str("; only ", to_text(field.default_value), " is accepted"));
+             unset ? "; it must stay unset" : str("; only ", to_text(field.default_value), " is accepted"));
 }
 
 struct Converted {
@@ -296,7 +296,7 @@ std::string shown_value(const Assignment& assignment) {
   return word ? shortened(*word) : "";
 }
 
-/// How every message about it begins: "configs/a.toml:3:1: training.steps = 0" or "--training.steps = 0".
+/// The beginning of each message about it: "configs/a.toml:3:1: training.steps = 0", "--training.steps = 0".
 std::string shown(const Assignment& assignment) {
   std::string value = shown_value(assignment);
   std::string setting = value.empty() ? assignment.name : assignment.name + " = " + value;
@@ -310,7 +310,7 @@ std::optional<Raw> raw_of(const Assignment& assignment, const FieldInfo& field) 
   return field.kind == Kind::Bool ? std::optional<Raw>(Raw{true}) : std::nullopt;
 }
 
-/// Sorts assignments into settings, problems, and those that wait for a dynamic table.
+/// Turns assignments into settings and problems. Some wait until a dynamic table is known.
 class Loader {
  public:
   Loader(const Schema& schema, const Sources& sources, void* job)
@@ -357,7 +357,7 @@ class Loader {
       Assignment assignment{leaf.name, to_text(leaf.place), leaf.value};
       std::string target = catalog_.find(leaf.name).name;
       if (!targets.insert(target).second)
-        report(assignment, "the same setting has another name, which is given too");
+        report(assignment, "this setting is also given under its other name");
       assignments_.push_back(std::move(assignment));
     }
   }
@@ -370,7 +370,7 @@ class Loader {
     problems_.push_back(str(to_text(heading.place), ": [", heading.name, "]: ", what));
   }
 
-  /// A dynamic table can't be judged if a table it depends on has a problem. A problem at the top ("") may
+  /// A dynamic table can't be checked if a table it depends on has a problem. A problem at the top ("") may
   /// affect any table.
   bool is_in_doubt(const Section& section) const {
     auto has_problem = [&](const std::string& table) { return problem_tables_.count(table) != 0; };
@@ -391,8 +391,8 @@ class Loader {
   }
 
   /// Applies the assignments of one dynamic section, or of all other tables (nullptr). Reports every unknown
-  /// key. If a key has several values, the last one counts, and only that one is
-  /// judged: a command line can correct a file.
+  /// key. If a key has several values, the last one counts and only that one is checked: a command line can
+  /// correct a file.
   void apply_in(const Section* dynamic, void* settings) {
     std::vector<Assignment> meant;
     for (const Assignment& assignment : assignments_)

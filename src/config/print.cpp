@@ -1,5 +1,5 @@
-// The resolved config as TOML and as JSON, and the schema as text: the command's help, docs/config.md, and the
-// table of another program's keys.
+// The resolved config as TOML and as JSON, and the schema as text: the command's help, docs/config.md, and
+// the table of another program's keys.
 
 #include <algorithm>
 #include <cmath>
@@ -38,7 +38,7 @@ Node& descendant(Node& root, std::string_view name) {
 
 /// The root table. Its fields belong to the schema and the job.
 Node tree_of(const Schema& schema, JobRef job) {
-  TITAN_CHECK(schema.job_type() == job.type, "this schema describes another struct than the one to print");
+  TITAN_CHECK(schema.job_type() == job.type, "this schema describes a struct other than the one to print");
   Node root;
   for_each_field(schema, job.address,
                  [&](const std::string& name, const FieldInfo& field, const void* settings) {

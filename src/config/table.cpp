@@ -49,6 +49,15 @@ struct TextOf {
   std::string operator()(const std::vector<StringList>& value) const { return list_text(value, *this); }
 };
 
+Constraint numeric(std::string allowed, std::function<bool(double)> accepts) {
+  auto check = [accepts = std::move(accepts)](const Value& value) {
+    if (const auto* integer = std::get_if<int64_t>(&value)) return accepts(static_cast<double>(*integer));
+    const auto* real = std::get_if<double>(&value);
+    return real != nullptr && accepts(*real);
+  };
+  return {std::move(allowed), std::move(check), {}};
+}
+
 }  // namespace
 
 std::string_view name_of(Kind kind) {
@@ -83,19 +92,6 @@ std::string quoted(std::string_view text) {
   }
   return result + "\"";
 }
-
-namespace {
-
-Constraint numeric(std::string allowed, std::function<bool(double)> accepts) {
-  auto check = [accepts = std::move(accepts)](const Value& value) {
-    if (const auto* integer = std::get_if<int64_t>(&value)) return accepts(static_cast<double>(*integer));
-    const auto* real = std::get_if<double>(&value);
-    return real != nullptr && accepts(*real);
-  };
-  return {std::move(allowed), std::move(check), {}};
-}
-
-}  // namespace
 
 Constraint one_of(std::vector<std::string> names) {
   std::string listed;
@@ -175,7 +171,7 @@ FieldInfo memberless(std::string key, Value default_value, FieldInfo::Role role,
 }  // namespace detail
 
 void Schema::check_job(const std::type_info& type) const {
-  TITAN_INTERNAL_ASSERT(type == *job_type_, "a table of another struct than the schema's");
+  TITAN_INTERNAL_ASSERT(type == *job_type_, "the table's struct isn't the schema's");
 }
 
 void Schema::add_section(Section section) {
@@ -195,7 +191,7 @@ void Schema::add_section(Section section) {
   }
   for (const FieldInfo& field : section.fields)
     TITAN_INTERNAL_ASSERT(field.mapped_to.empty() || keys.count(field.mapped_to) != 0, section.name, ".",
-                          field.key, " refers to ", field.mapped_to, ", which isn't there");
+                          field.key, " refers to ", field.mapped_to, ", which doesn't exist");
   sections_.push_back(std::move(section));
 }
 

@@ -1,7 +1,7 @@
 // The only file that includes toml++, which takes five seconds to compile.
 
 // Some mistakes ("[=", "[ }", "12:x") break assertions of toml++ 3.3. A release build turns these into
-// promises for the optimizer, although the code after them reports the mistake. So this disables both.
+// promises for the optimizer, although the code after them reports the mistake. So both are disabled here.
 #undef NDEBUG
 #define TOML_ASSERT(expr) static_cast<void>(0)
 // It also promises that certain letters never follow a value ("x = 1.Ś").

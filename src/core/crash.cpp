@@ -19,7 +19,7 @@ namespace {
 constexpr std::array kSignals = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT};
 constexpr int kMaxFrames = 64;
 constexpr size_t kStackBytes = 64 * 1024;
-// Addresses below this come from a null pointer, or an array at one.
+// Addresses below this come from a null pointer, possibly plus an offset.
 constexpr uintptr_t kNullPointersEnd = uintptr_t{1} << 40;
 
 std::atomic<const char*> crash_note{nullptr};
@@ -61,7 +61,7 @@ const char* signal_name(int signal) {
   }
 }
 
-// A pointer that is not a valid address at all faults with another code, and with address 0.
+// A pointer that isn't a valid address at all faults with another code and reports address 0.
 bool is_null_pointer(int signal, const siginfo_t* info) {
   return signal == SIGSEGV && info->si_code == SEGV_MAPERR &&
          reinterpret_cast<uintptr_t>(info->si_addr) < kNullPointersEnd;

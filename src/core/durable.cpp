@@ -18,12 +18,12 @@
 
 #include "core/file.h"
 #include "core/json.h"
+#include "core/process.h"
 #include "titan/core/error.h"
 
 namespace titan {
 
 namespace fs = std::filesystem;
-using detail::errno_text;
 
 namespace {
 
@@ -48,14 +48,10 @@ std::span<iovec> without_front(std::span<iovec> parts, size_t num_bytes) {
   return parts;
 }
 
-/// The file system, which may be in user space, or the kernel lacks the operation.
+/// Whether the kernel, or a file system in user space, lacks the operation.
 bool is_unsupported(int error) { return error == EINVAL || error == ENOSYS || error == EOPNOTSUPP; }
 
-}  // namespace
-
 // ---- reading
-
-namespace {
 
 /// A regular file, open for reading.
 class InputFile {
@@ -134,7 +130,7 @@ OutputFile::OutputFile(fs::path path, std::optional<int64_t> num_bytes, FileCall
       shown_(shown.empty() ? path_ : std::move(shown)),
       num_bytes_(num_bytes),
       calls_(std::move(calls)) {
-  // Not written over: the name may be a link to a file of another checkpoint.
+  // Replaced, not overwritten: the name may be a link to a file of another checkpoint.
   if (::unlink(path_.c_str()) != 0 && errno != ENOENT) fail("cannot replace it", errno);
   fd_ = uninterrupted(
       [&] { return ::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0666); });
@@ -172,8 +168,8 @@ void OutputFile::write(std::span<iovec> parts, int64_t offset) {
         [&] { return calls_.pwritev(fd_, parts.data(), static_cast<int>(parts.size()), offset); });
     if (count < 0) fail("write failed", errno);
     if (count == 0)
-      throw Error(str("cannot write ", shown_.string(), ": the file system takes no bytes at ", offset,
-                      " and gives no reason"));
+      throw Error(str("cannot write ", shown_.string(), ": the file system accepted no bytes at offset ",
+                      offset, " and gave no reason"));
     parts = without_front(parts, static_cast<size_t>(count));
     offset += count;
     written_ += count;
@@ -186,7 +182,7 @@ void OutputFile::start_write_back(int64_t offset, int64_t num_bytes) {
 
 void OutputFile::finish() {
   if (uninterrupted([&] { return calls_.fdatasync(fd_); }) != 0) fail("sync failed", errno);
-  // Some file systems report only at close what they couldn't write. The descriptor is gone in any case.
+  // Some file systems report failed writes only at close. The descriptor is gone in any case.
   if (calls_.close(std::exchange(fd_, -1)) != 0 && errno != EINTR) fail("close failed", errno);
   finished_ = true;
 }
@@ -198,8 +194,8 @@ void OutputFile::fail(const char* what, int error) const {
   rlimit limit = {};
   if (num_bytes_ && error == EFBIG && ::getrlimit(RLIMIT_FSIZE, &limit) == 0 &&
       limit.rlim_cur != RLIM_INFINITY)
-    message += str("; ", *num_bytes_, " bytes are needed, this process may write files of ", limit.rlim_cur,
-                   " (ulimit -f)");
+    message += str("; ", *num_bytes_, " bytes are needed, but files of this process are limited to ",
+                   limit.rlim_cur, " (ulimit -f)");
   throw Error(message);
 }
 
@@ -216,7 +212,7 @@ void OutputFile::fail_for_space(int error) const {
 
 namespace {
 
-/// An OutputFile that is written from its beginning; small pieces are gathered.
+/// Writes an OutputFile from its beginning, in large pieces.
 class Appender {
  public:
   explicit Appender(OutputFile& file) : file_(file) { buffer_.reserve(kBufferBytes); }
@@ -246,44 +242,13 @@ class Appender {
   int64_t offset_ = 0;
 };
 
-}  // namespace
-
-void write_file_atomic(const fs::path& path, const std::function<void(const AppendBytes&)>& write,
-                       std::optional<int64_t> num_bytes) {
-  static std::atomic<uint64_t> counter{0};
-  const fs::path folder = path.has_parent_path() ? path.parent_path() : fs::path(".");
-  const fs::path temporary =
-      folder / str(".", path.filename().string(), ".", ::getpid(), ".", counter++, ".tmp");
-  OutputFile file(temporary, num_bytes, {}, path);
-  Appender appender(file);
-  write([&](std::span<const std::byte> bytes) { appender.append(bytes); });
-  appender.flush();
-  TITAN_CHECK(!num_bytes || appender.num_bytes() == *num_bytes, path.string(), ": ", appender.num_bytes(),
-              " bytes were written of ", *num_bytes);
-  file.finish();
-  if (::rename(temporary.c_str(), path.c_str()) != 0) {
-    const int error = errno;
-    ::unlink(temporary.c_str());
-    throw Error(str("cannot write ", path.string(), ": rename failed: ", errno_text(error)));
-  }
-  detail::sync_folder(folder);
-}
-
-void write_file_atomic(const fs::path& path, std::string_view contents) {
-  write_file_atomic(
-      path, [&](const AppendBytes& append) { append(std::as_bytes(std::span(contents))); },
-      static_cast<int64_t>(contents.size()));
-}
-
-namespace {
-
 class Deflate {
  public:
   explicit Deflate(const AppendBytes& append) : append_(append) {
     constexpr int kGzip = 16;  // a gzip header and checksum in place of zlib's
     const int result = ::deflateInit2(&stream_, Z_DEFAULT_COMPRESSION, Z_DEFLATED, MAX_WBITS + kGzip,
                                       /*memLevel=*/8, Z_DEFAULT_STRATEGY);
-    TITAN_CHECK(result == Z_OK, "zlib: deflateInit2 gave ", result);
+    TITAN_CHECK(result == Z_OK, "zlib: deflateInit2 returned ", result);
   }
   ~Deflate() { ::deflateEnd(&stream_); }
   Deflate(const Deflate&) = delete;
@@ -304,7 +269,7 @@ class Deflate {
       stream_.next_out = reinterpret_cast<Bytef*>(buffer_.data());
       stream_.avail_out = static_cast<uInt>(buffer_.size());
       const int result = ::deflate(&stream_, flush);
-      TITAN_INTERNAL_ASSERT(result != Z_STREAM_ERROR, "zlib: a stream in a wrong state");
+      TITAN_INTERNAL_ASSERT(result != Z_STREAM_ERROR, "zlib: the stream is in a wrong state");
       append_(std::span(buffer_).first(buffer_.size() - stream_.avail_out));
     } while (stream_.avail_out == 0);
   }
@@ -315,6 +280,33 @@ class Deflate {
 };
 
 }  // namespace
+
+void write_file_atomic(const fs::path& path, const std::function<void(const AppendBytes&)>& write,
+                       std::optional<int64_t> num_bytes) {
+  static std::atomic<uint64_t> counter{0};
+  const fs::path folder = path.has_parent_path() ? path.parent_path() : fs::path(".");
+  const fs::path temporary =
+      folder / str(".", path.filename().string(), ".", ::getpid(), ".", counter++, ".tmp");
+  OutputFile file(temporary, num_bytes, {}, path);
+  Appender appender(file);
+  write([&](std::span<const std::byte> bytes) { appender.append(bytes); });
+  appender.flush();
+  TITAN_CHECK(!num_bytes || appender.num_bytes() == *num_bytes, path.string(), ": wrote ",
+              appender.num_bytes(), " of ", *num_bytes, " bytes");
+  file.finish();
+  if (::rename(temporary.c_str(), path.c_str()) != 0) {
+    const int error = errno;
+    ::unlink(temporary.c_str());
+    throw Error(str("cannot write ", path.string(), ": rename failed: ", errno_text(error)));
+  }
+  detail::sync_folder(folder);
+}
+
+void write_file_atomic(const fs::path& path, std::string_view contents) {
+  write_file_atomic(
+      path, [&](const AppendBytes& append) { append(std::as_bytes(std::span(contents))); },
+      static_cast<int64_t>(contents.size()));
+}
 
 void write_gzip_atomic(const fs::path& path, std::span<const std::string_view> pieces) {
   write_file_atomic(path, [&](const AppendBytes& append) {
@@ -382,11 +374,6 @@ void make_folder(const fs::path& folder) {
 }
 
 namespace detail {
-
-std::string errno_text(int error) {
-  const char* name = strerrorname_np(error);
-  return str(std::strerror(error), " (", name != nullptr ? name : "unknown errno", ")");
-}
 
 void sync_folder(const fs::path& folder) {
   const int descriptor = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);

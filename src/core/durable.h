@@ -1,7 +1,7 @@
 #pragma once
 
 // [Note: durable files]
-// A durable file is whole or not there, also after a power failure:
+// A durable file is complete or absent, even after a power failure:
 //
 //   OutputFile          known size, written in any order by several threads, synced by finish()
 //   write_file_atomic   (core/file.h) an OutputFile under a temporary name, renamed, its folder synced
@@ -9,8 +9,8 @@
 //   AppendFile          a log: each append reaches the operating system, sync() reaches the disk
 //
 // Folders are written under a temporary name, synced and renamed, and then their parent is synced, using the
-// functions at the end of this file. Every Error names the path and the reason. Only flight dumps are written elsewhere
-// (guard/flight_dump.cpp): a signal handler may call nothing of this.
+// functions at the end of this file. Every Error names the path and the reason. Only flight dumps are written
+// elsewhere (guard/flight_dump.cpp): a signal handler may call none of these functions.
 
 #include <fcntl.h>
 #include <sys/uio.h>
@@ -27,7 +27,7 @@
 
 namespace titan {
 
-/// The calls to the operating system, which tests replace by failing ones.
+/// Operating system calls. Tests replace them with failing ones.
 struct FileCalls {
   std::function<int(int fd, int mode, off_t offset, off_t length)> fallocate = ::fallocate;
   std::function<ssize_t(int fd, const iovec* parts, int count, off_t offset)> pwritev = ::pwritev;
@@ -35,16 +35,16 @@ struct FileCalls {
   std::function<int(int fd)> close = ::close;
 };
 
-/// A file that is on disk once it is finished, and otherwise removed.
+/// A file that is on disk once finish() returns. An unfinished file is removed.
 ///
 /// Writes go through the page cache, and start_write_back() starts the disk at once. On a virtual disk, with
 /// hashing, that is as fast as O_DIRECT from aligned buffers (1.0 to 1.3 GB/s against 0.7 to 1.2) and faster
 /// than leaving everything to the sync (0.7 to 1.1). One or two threads, chunks of 1 or 8 MiB: no difference.
 class OutputFile {
  public:
-  /// Replaces an existing file of that name. Reserves `num_bytes`, if the size is known, so that a full disk
-  /// is an Error before anything is written, with the bytes needed and the bytes free. Errors name `shown`
-  /// (default: `path`).
+  /// Replaces an existing file of that name. If `num_bytes` is given, reserves that space, so that a full
+  /// disk is an Error before anything is written, with the bytes needed and the bytes free. Errors name
+  /// `shown` (default: `path`).
   OutputFile(std::filesystem::path path, std::optional<int64_t> num_bytes, FileCalls calls = {},
              std::filesystem::path shown = {});
   ~OutputFile();
@@ -75,7 +75,7 @@ class OutputFile {
 /// killed process.
 class AppendFile {
  public:
-  /// Makes the file and the folders above it; `truncate` drops what an earlier run left there.
+  /// Makes the file and the folders above it; `truncate` drops the contents of an earlier run.
   AppendFile(std::filesystem::path path, bool truncate);
   ~AppendFile();
   AppendFile(const AppendFile&) = delete;
@@ -96,13 +96,10 @@ class AppendFile {
 /// The file is replaced by one rename. A missing file stays missing.
 void keep_rows_up_to(int64_t step, const std::filesystem::path& path);
 
-/// The concatenated pieces as a gzip file, written like write_file_atomic.
+/// Writes the concatenated pieces as a gzip file, like write_file_atomic.
 void write_gzip_atomic(const std::filesystem::path& path, std::span<const std::string_view> pieces);
 
 namespace detail {
-
-/// "No space left on device (ENOSPC)"
-std::string errno_text(int error);
 
 /// Makes the names in a folder durable.
 void sync_folder(const std::filesystem::path& folder);

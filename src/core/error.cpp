@@ -106,4 +106,9 @@ std::vector<std::string> nearest_names(std::string_view name, const std::vector<
   return names;
 }
 
+std::string did_you_mean(std::string_view name, const std::vector<std::string>& known) {
+  const std::vector<std::string> near = nearest_names(name, known, /*limit=*/1);
+  return near.empty() ? "" : str("; did you mean '", near[0], "'?");
+}
+
 }  // namespace titan

@@ -1,6 +1,6 @@
 #pragma once
 
-// Reading, mapping and writing whole files. A written file is complete or not there: it gets a temporary name
+// Reading, mapping and writing whole files. A written file is complete or absent: it gets a temporary name
 // and is renamed once it is on disk. Every Error names the path and the reason, with its errno name.
 //
 //   write_file_atomic("runs/1/notes.txt", "lr 3e-4 was too high\n");
@@ -25,10 +25,9 @@ std::string read_file(const std::filesystem::path& path);
 /// temporary, `.<name>.<pid>.<n>.tmp`; nothing reads it.
 void write_file_atomic(const std::filesystem::path& path, std::string_view contents);
 
-/// The same, with contents that come in pieces: `write` gets a function that appends (small pieces are
-/// gathered into larger writes). An exception of `write` passes through after the temporary is removed. If
-/// the size is known as `num_bytes`, it is reserved first, and an Error for a full disk has the bytes needed
-/// and the bytes free.
+/// The same for contents in pieces: `write` gets a function that appends them (small pieces are gathered into
+/// larger writes). An exception from `write` passes through after the temporary is removed. If `num_bytes` is
+/// given, that space is reserved first, and an Error for a full disk has the bytes needed and the bytes free.
 using AppendBytes = std::function<void(std::span<const std::byte>)>;
 void write_file_atomic(const std::filesystem::path& path,
                        const std::function<void(const AppendBytes&)>& write,

@@ -39,27 +39,27 @@ struct Handler {
   JsonEvents& events;
   std::string problem;
 
-  bool go_on(std::string what) {
+  bool take(std::string what) {
     problem = std::move(what);
     return problem.empty();
   }
-  bool null() { return go_on(events.null()); }
-  bool boolean(bool value) { return go_on(events.boolean(value)); }
-  bool number_integer(int64_t value) { return go_on(events.integer(value)); }
+  bool null() { return take(events.null()); }
+  bool boolean(bool value) { return take(events.boolean(value)); }
+  bool number_integer(int64_t value) { return take(events.integer(value)); }
   bool number_unsigned(uint64_t value) {
     const bool fits = value <= static_cast<uint64_t>(std::numeric_limits<int64_t>::max());
-    return go_on(fits ? events.integer(static_cast<int64_t>(value)) : events.large_integer(value));
+    return take(fits ? events.integer(static_cast<int64_t>(value)) : events.large_integer(value));
   }
-  bool number_float(double value, const std::string&) { return go_on(events.real(value)); }
-  bool string(std::string& value) { return go_on(events.text(value)); }
+  bool number_float(double value, const std::string&) { return take(events.real(value)); }
+  bool string(std::string& value) { return take(events.text(value)); }
   bool binary(json::binary_t&) { return true; }  // JSON text has none
-  bool key(std::string& value) { return go_on(events.key(value)); }
-  bool start_object(size_t) { return go_on(events.open(/*is_array=*/false)); }
-  bool start_array(size_t) { return go_on(events.open(/*is_array=*/true)); }
-  bool end_object() { return go_on(events.close()); }
-  bool end_array() { return go_on(events.close()); }
+  bool key(std::string& value) { return take(events.key(value)); }
+  bool start_object(size_t) { return take(events.open(/*is_array=*/false)); }
+  bool start_array(size_t) { return take(events.open(/*is_array=*/true)); }
+  bool end_object() { return take(events.close()); }
+  bool end_array() { return take(events.close()); }
   bool parse_error(size_t position, const std::string&, const nlohmann::detail::exception& error) {
-    return go_on(events.syntax_error(position, json_error_reason(error.what())));
+    return take(events.syntax_error(position, json_error_reason(error.what())));
   }
 };
 
@@ -112,7 +112,7 @@ const char* expected(const JsonTarget& target) {
 /// Keys in messages are cut: a file may hold any.
 std::string shortened(const std::string& key) { return key.size() <= 60 ? key : key.substr(0, 60) + "..."; }
 
-/// Hands events to the innermost open scope, and adds the place to what is wrong.
+/// Passes events to the innermost open scope, and adds the place to its problems.
 class ScopeEvents final : public JsonEvents {
  public:
   explicit ScopeEvents(JsonScope& root) : root_(root) {}
@@ -360,34 +360,6 @@ JsonLeaves read_json_leaves(std::string_view text, size_t max_bytes, const std::
 }
 
 // ---- trees
-
-namespace {
-
-/// The deepest nesting of objects and arrays in JSON; of other text, any number.
-int depth_of(std::string_view text) {
-  int depth = 0, deepest = 0;
-  bool in_string = false;
-  for (size_t i = 0; i < text.size(); ++i) {
-    const char c = text[i];
-    if (c == '"') in_string = !in_string;
-    if (in_string) {
-      if (c == '\\') ++i;
-    } else if (c == '[' || c == '{') {
-      deepest = std::max(deepest, ++depth);
-    } else if ((c == ']' || c == '}') && depth > 0) {
-      --depth;
-    }
-  }
-  return deepest;
-}
-
-}  // namespace
-
-std::string json_text_problem(std::string_view text) {
-  // The parser takes a NUL for the end of its input.
-  if (text.find('\0') != text.npos) return "contains a NUL byte";
-  return depth_of(text) > kMaxJsonDepth ? str("nested deeper than ", kMaxJsonDepth) : "";
-}
 
 JsonFile::JsonFile(std::filesystem::path path, std::string_view text) : path_(std::move(path)) {
   std::string problem;

@@ -31,7 +31,7 @@ namespace titan {
 
 constexpr int kMaxJsonDepth = 64;
 
-/// `text` as a JSON string, quotes included. U+FFFD replaces what isn't UTF-8.
+/// `text` as a JSON string, quotes included. U+FFFD replaces invalid UTF-8.
 std::string json_quoted(std::string_view text);
 
 /// The reason in a parser error, without the parser's own prefix: "syntax error while parsing value - ...".
@@ -98,7 +98,7 @@ class JsonRecord final : public JsonScope {
     std::string name;  ///< in an array, only for messages
     JsonTarget target;
   };
-  /// `taken` is called after each record: it uses what the targets hold, and returns what is wrong with it.
+  /// `taken` is called after each record, when the targets hold its values. It returns the problem, or "".
   JsonRecord(Form form, std::vector<Field> fields, std::function<std::string()> taken = {});
 
   bool is_array() const override { return form_ == Form::Array; }
@@ -195,26 +195,63 @@ JsonLeaves read_json_leaves(std::string_view text, size_t max_bytes, const std::
 /// Counts are added and doubled without a further check.
 constexpr int64_t kMaxJsonCount = std::numeric_limits<int64_t>::max() / 4;
 
-/// What is wrong with a text before it is parsed: a NUL byte, or nesting deeper than kMaxJsonDepth (copying
-/// and printing a tree takes stack for each level). "" if nothing is.
-std::string json_text_problem(std::string_view text);
+/// Builds a tree of at most kMaxJsonDepth levels: copying and printing it takes stack for each level.
+template <class Json>
+class JsonTree final : public JsonEvents {
+ public:
+  std::string null() override { return put(nullptr); }
+  std::string boolean(bool value) override { return put(value); }
+  std::string integer(int64_t value) override {
+    return value < 0 ? put(value) : put(static_cast<uint64_t>(value));  // as json_count() expects
+  }
+  std::string large_integer(uint64_t value) override { return put(value); }
+  std::string real(double value) override { return put(value); }
+  std::string text(std::string& value) override { return put(std::move(value)); }
+  std::string key(std::string& key) override {
+    if (open_.back()->contains(key)) return str("duplicate key '", key.substr(0, 60), "'");
+    member_ = &(*open_.back())[key];
+    return "";
+  }
+  std::string open(bool is_array) override {
+    if (open_.size() == kMaxJsonDepth) return str("nested deeper than ", kMaxJsonDepth);
+    put(is_array ? Json::array() : Json::object());
+    open_.push_back(last_);
+    return "";
+  }
+  std::string close() override {
+    open_.pop_back();
+    return "";
+  }
+  std::string syntax_error(size_t position, const std::string& reason) override {
+    return str("not JSON at byte ", position, ": ", reason);
+  }
 
-/// The tree; a discarded one (`is_discarded()`, of no type) if the text isn't JSON of at most kMaxJsonDepth
-/// levels, and then `problem` says why.
+  Json tree;
+
+ private:
+  std::string put(Json value) {
+    last_ = open_.empty() ? &tree : open_.back()->is_array() ? &open_.back()->emplace_back() : member_;
+    *last_ = std::move(value);
+    return "";
+  }
+
+  std::vector<Json*> open_;
+  Json* member_ = nullptr;  // where the value of the current key goes
+  Json* last_ = nullptr;
+};
+
+/// The tree. If the text isn't JSON, nests too deep or has a key twice in one object, the tree is discarded
+/// (`is_discarded()`, of no type) and `problem` says why.
 template <class Json = nlohmann::json>
 Json parse_json(std::string_view text, std::string* problem = nullptr) {
-  std::string wrong = json_text_problem(text);
-  Json tree(Json::value_t::discarded);
-  try {
-    if (wrong.empty()) tree = Json::parse(text);
-  } catch (const typename Json::exception& error) {  // also for a number out of range
-    wrong = "not JSON: " + json_error_reason(error.what());
-  }
+  JsonTree<Json> events;
+  std::string wrong = read_json(text, events);
+  if (!wrong.empty()) events.tree = Json(Json::value_t::discarded);
   if (problem != nullptr) *problem = std::move(wrong);
-  return tree;
+  return std::move(events.tree);
 }
 
-/// The value in one line, or with an `indent` in several. U+FFFD replaces what isn't UTF-8.
+/// The value on one line, or with an `indent` on several. U+FFFD replaces invalid UTF-8.
 template <class Json>
 std::string json_text(const Json& value, int indent = -1) {
   return value.dump(indent, ' ', /*ensure_ascii=*/false, Json::error_handler_t::replace);
@@ -229,7 +266,7 @@ std::optional<int64_t> json_count(const Json& value) {
   return static_cast<int64_t>(count);
 }
 
-/// The same of a member; nullopt also if `object` has no such member or isn't an object.
+/// The same for a member; nullopt also if `object` has no such member or isn't an object.
 template <class Json>
 std::optional<int64_t> json_count(const Json& object, const char* key) {
   if (!object.is_object()) return std::nullopt;

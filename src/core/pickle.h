@@ -46,7 +46,7 @@ class PickleWriter {
   void begin_dict() { opcode('}'); }
   void set_item() { opcode('s'); }
 
-  /// The value written last; again() writes a reference to it, so that Python has one object.
+  /// Remembers the last value; again() writes a reference to it, so that Python has one object.
   uint32_t remember() {
     opcode('r');  // LONG_BINPUT
     number(num_remembered_, 4);

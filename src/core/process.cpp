@@ -7,6 +7,7 @@
 #include <array>
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <fstream>
 #include <sstream>
 
@@ -34,10 +35,14 @@ double start_time_s() {
 
 }  // namespace
 
+std::string errno_text(int error) {
+  const char* name = strerrorname_np(error);
+  return str(std::strerror(error), " (", name != nullptr ? name : "unknown errno", ")");
+}
+
 std::string host_name() {
   std::array<char, 256> name{};
-  ::gethostname(name.data(), name.size() - 1);
-  return name.data();
+  return ::gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "?";
 }
 
 std::string boot_id() {
@@ -59,7 +64,7 @@ std::string status_field(const std::string& process, const std::string& field) {
 }
 
 double seconds_since_process_start() {
-  // As the start time: since boot, including sleep.
+  // Like the start time, CLOCK_BOOTTIME counts from boot and includes sleep.
   timespec now{};
   ::clock_gettime(CLOCK_BOOTTIME, &now);
   return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) * 1e-9 - start_time_s();

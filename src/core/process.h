@@ -1,6 +1,6 @@
 #pragma once
 
-// What this process is, and what the operating system knows of it and its machine (Linux, /proc).
+// Facts about this process and its machine, from the operating system (Linux, /proc).
 
 #include <string>
 
@@ -9,13 +9,17 @@ namespace titan {
 /// The version of this library.
 inline constexpr const char* kVersion = "0.1.0";
 
+/// "No space left on device (ENOSPC)"
+std::string errno_text(int error);
+
+/// "?" if the machine has no name.
 std::string host_name();
-/// The kernel's identifier of this start of the machine.
+/// The kernel's identifier of this boot.
 std::string boot_id();
-/// Equal for two processes of one host; containers with names of their own count as hosts.
+/// Equal for two processes on one host. A container with its own host name counts as a host.
 std::string host_identity();
 
-/// A field of /proc/<process>/status, such as "State" or "SigBlk", "" where there is none. `process` is a pid,
+/// A field of /proc/<process>/status, such as "State" or "SigBlk"; "" if there is none. `process` is a pid,
 /// "self", or "self/task/<tid>".
 std::string status_field(const std::string& process, const std::string& field);
 

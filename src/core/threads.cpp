@@ -143,8 +143,8 @@ bool SideThread::wait(std::chrono::milliseconds limit) const {
 // There is one request at a time. The asked thread receives a signal, finds its id in the request, and writes
 // its stack with backtrace(), which is safe in a handler once libgcc is loaded (an old libgcc takes the
 // loader's lock). Symbol names are looked up outside the handler. A thread that answers too late finds the
-// request withdrawn. If a thread hangs while it writes, the request is left to it and the next one uses a new
-// request.
+// request withdrawn. If a thread hangs while it writes, it keeps that request, and the next one is a new
+// object.
 
 namespace {
 
@@ -183,7 +183,7 @@ Addresses taken(const Request& answered, int num_skipped) {
                    answered.frames + answered.num_frames);
 }
 
-// Waits up to twice as long for a thread that is writing its answer, which takes microseconds.
+// Waits up to twice `limit` if the thread is writing its answer, which takes microseconds.
 bool wait_for_answer(Request& asked, std::chrono::milliseconds limit) {
   const auto start = std::chrono::steady_clock::now();
   while (asked.state.load() != kWritten) {
@@ -260,7 +260,7 @@ std::string demangled(const char* symbol) {
   return text;
 }
 
-// Without a symbol name, the offset in the file is what addr2line takes.
+// Without a symbol name, gives the offset in the file, which addr2line takes.
 std::string describe(void* address) {
   Dl_info info{};
   if (dladdr(address, &info) == 0 || !info.dli_fname) return str(address);
@@ -296,8 +296,8 @@ std::vector<ThreadStack> thread_stacks(std::chrono::milliseconds limit) {
   prepare_thread_stacks();
   const int self = current_tid();
   std::vector<ThreadStack> stacks;
-  // glibc searches all symbols of a library for a name, LibTorch has hundreds of thousands, and most threads of
-  // a pool wait in the same place.
+  // Looked up once: glibc searches all symbols of a library for a name, LibTorch has hundreds of thousands,
+  // and most threads of a pool wait in the same place.
   std::map<void*, std::string> known_names;
   const auto names_of = [&](const Addresses& addresses) {
     std::vector<std::string> names;

@@ -1,6 +1,6 @@
 #pragma once
 
-// Threads beside the one that trains, and the call stack of every thread of this process.
+// Helper threads, and the call stacks of all threads of this process.
 
 #include <pthread.h>
 #include <signal.h>
@@ -14,7 +14,7 @@
 
 namespace titan {
 
-/// Threads that are created in its scope block all signals but faults.
+/// Threads created in its scope block all signals except faults.
 class SignalsBlocked {
  public:
   SignalsBlocked() {
@@ -40,7 +40,7 @@ void run_tasks(int num_threads, size_t count, const std::function<void(size_t)>&
 /// Otherwise returns false and abandons the thread, so `call` has to own everything it uses.
 bool within(std::chrono::milliseconds limit, std::function<void()> call);
 
-/// A thread that does the tasks it is given, and perhaps one more thing now and then.
+/// A thread that runs posted tasks and, between them, a periodic `tick`.
 class SideThread {
  public:
   using Task = std::function<void()>;
@@ -48,12 +48,12 @@ class SideThread {
   /// `name`: 15 letters at most. `tick` is called once every `period`, between tasks; it doesn't throw.
   explicit SideThread(const char* name, Task tick = {},
                       std::chrono::milliseconds period = std::chrono::hours(1));
-  /// Waits a second at most for what was posted, then leaves the thread to itself.
+  /// Waits at most a second for the posted task, then abandons the thread.
   ~SideThread();
   SideThread(const SideThread&) = delete;
   SideThread& operator=(const SideThread&) = delete;
 
-  /// Does `task` soon, in place of one that was posted before and hasn't begun. It doesn't throw.
+  /// Runs `task` soon, in place of an earlier one that hasn't begun. It must not throw.
   void post(Task task);
   /// Returns true once everything that was posted is done, false after `limit`.
   bool wait(std::chrono::milliseconds limit) const;
@@ -64,8 +64,10 @@ class SideThread {
   std::shared_ptr<State> state_;
 };
 
-// ---- call stacks, for programs that hang. Any thread can ask; the others answer in a signal handler, so they
-// must not block the signal.
+// ---- call stacks
+//
+// For programs that hang. Any thread can ask; the others answer in a signal handler, so they must not block
+// the signal.
 
 struct ThreadStack {
   int tid = 0;
@@ -74,15 +76,15 @@ struct ThreadStack {
   std::vector<std::string> frames;  ///< innermost first; empty if the thread didn't answer in time
 };
 
-/// Loads what a signal handler can't load, and takes the signal SIGRTMIN + 3. Call it early; a second call
-/// does nothing.
+/// Loads the libraries that a signal handler can't load, and handles the signal SIGRTMIN + 3. Call it early;
+/// a second call does nothing.
 void prepare_thread_stacks();
 
 /// The stacks of all threads, the first thread's first. Waits for each thread at most twice `limit`. Only one
 /// thread may call it at a time.
 std::vector<ThreadStack> thread_stacks(std::chrono::milliseconds limit = std::chrono::milliseconds(200));
 
-/// Threads with equal stacks (a thread pool's, mostly) are shown together:
+/// Threads with equal stacks (usually of a thread pool) are shown together:
 ///   thread 4711 (titan), sleeping in futex_wait_queue
 ///     #0 __poll in libc.so.6 +0x1142df
 ///     #1 titan::data::Prefetcher::take() in libtitan.so.0 +0x21c

@@ -13,7 +13,7 @@ struct Step {
 };
 
 // The number of continuation bytes after a lead byte, and the range of the first one (table 3-7 of the
-// standard).
+// Unicode standard).
 struct Lead {
   int continuations;  // -1: not a lead byte
   unsigned char low = 0x80;

@@ -1,5 +1,5 @@
-// The CUDA plugin: implements dist/device_backend.h with NCCL and LibTorch's CUDA library. The library opens
-// it when a GPU is visible (src/dist/device_backend.cpp); nothing else links to it.
+// The CUDA plugin implements dist/device_backend.h with NCCL and LibTorch's CUDA library. LibTitan loads it
+// if a GPU is visible (src/dist/device_backend.cpp); nothing else links to it.
 
 #include <array>
 #include <atomic>
@@ -30,26 +30,27 @@ namespace titan::dist {
 
 // [Note: symmetric memory]
 // (Compiled only: no GPU has run this yet.)
-// A *piece* is one allocation of LibTorch's symmetric memory: made by each rank, then mapped by all in a
-// *rendezvous* over the store. The *queue* is a stream of high priority, the *computation* the stream that is
-// current at the call. Every operation of the queue begins by making the queue wait for an event at the
-// computation's end; every wait makes the computation wait for an event of the queue. The host waits for
-// nothing but a rendezvous.
+// A *piece* is one allocation of LibTorch's symmetric memory. Each rank allocates one, and a *rendezvous*
+// over the store maps it on all ranks. The *queue* is a stream of high priority; the *computation* is the
+// stream that is current at the call. Every operation of the queue first makes the queue wait for an event at
+// the computation's end; every wait makes the computation wait for an event of the queue. The host waits only
+// for a rendezvous.
 //
-// Copies between contiguous tensors of one dtype are cudaMemcpyAsync: copy engines, no multiprocessors, so
-// matrix products don't lose any. A barrier is one kernel of one warp: it sends a signal to each peer with
-// release semantics for the whole system, and takes the peer's with acquire semantics. Since the queue is a
-// stream, copies queued before are complete when the kernel sends, and copies queued afterwards start when
-// the kernel has taken all signals. One channel of signals is enough, as all barriers are in one stream; a
-// barrier that is a round ahead waits until its last signal has been taken.
+// Copies between contiguous tensors of one dtype are cudaMemcpyAsync, which uses copy engines and leaves all
+// multiprocessors to matrix products. A barrier is one kernel of one warp: it sends a signal to each peer
+// with release semantics for the whole system, and receives the peer's with acquire semantics. Because the
+// queue is a stream, copies queued before are complete when the kernel sends, and copies queued afterwards
+// start when the kernel has received all signals. One channel of signals is enough, because all barriers are
+// in one stream; a barrier that is a round ahead waits until its last signal has been received.
 //
-// A barrier that outlasts the group's time limit traps: the device reports an error to the next call on it.
+// A barrier that takes longer than the group's time limit traps, and the device reports an error to its next
+// call.
 
 namespace {
 
 namespace symm = c10d::symmetric_memory;
 
-// LibTorch 2.11's rendezvous looks rank, size and store up by the group's name, in a registry of the process.
+// LibTorch 2.11's rendezvous looks up rank, size and store by the group's name in a per-process registry.
 class RegisteredGroup {
  public:
   explicit RegisteredGroup(const GroupSpec& spec)
@@ -64,7 +65,7 @@ class RegisteredGroup {
   const std::string& name() const { return name_; }
 
  private:
-  // The registry lives as long as the process, and so does this count of what went into it.
+  // The registry lives as long as the process, so the count of its entries does, too.
   static std::string unused_name(const std::string& group) {
     static std::atomic<int> count{0};
     return str("titan ", group, " ", count++);
@@ -87,8 +88,8 @@ class CudaSymmetricMemory final : public SymmetricMemory {
   }
 
   ~CudaSymmetricMemory() override {
-    // Freeing synchronizes the device, on which a barrier may wait for peers that never come. While an error
-    // is on its way to main(), which ends the process, leave the memory to that.
+    // Freeing synchronizes the device, on which a barrier may wait for peers that never arrive. If an error
+    // is being thrown to main(), which ends the process, don't free.
     if (std::uncaught_exceptions() == 0) return;
     static_cast<void>(peers_.release());
     static_cast<void>(piece_.unsafeReleaseTensorImpl());
@@ -103,7 +104,7 @@ class CudaSymmetricMemory final : public SymmetricMemory {
       grow(bytes);
     } catch (const c10::Error& error) {
       throw Error(str("rank ", rank_, " couldn't share ", bytes, " bytes of its GPU's memory with the ",
-                      size_ - 1, " others of its group: ", error.what_without_backtrace(),
+                      size_ - 1, " other ranks of its group: ", reason_of(error),
                       " (without asynchronous tensor parallelism nothing is shared)"));
     }
   }
@@ -144,13 +145,14 @@ class CudaSymmetricMemory final : public SymmetricMemory {
   void grow(int64_t bytes) {
     at::Tensor piece =
         symm::empty_strided_p2p({bytes}, {1}, at::kByte, device_, std::nullopt, /*alloc_id=*/std::nullopt);
-    // It was zeroed on the default stream, signals included, and peers may come as soon as they have met.
+    // The piece and its signals were zeroed on the default stream, and peers may access them right after the
+    // rendezvous.
     c10::cuda::getDefaultCUDAStream(device_.index()).synchronize();
     auto peers = symm::rendezvous(piece, group_.name());
     TITAN_CHECK(peers && peers->get_rank() == rank_ && peers->get_world_size() == size_,
-                "the rendezvous of symmetric memory came back without its peers");
-    // The last exchange ended with a barrier after which no rank uses the old pieces: when this queue is
-    // finished, the peers are finished with this rank's pieces.
+                "the rendezvous of symmetric memory returned without its peers");
+    // The last exchange ended with a barrier, after which no rank uses the old pieces. So once this queue has
+    // finished, the peers have finished with this rank's piece.
     queue_.synchronize();
     piece_ = std::move(piece);
     peers_ = std::move(peers);
@@ -160,8 +162,8 @@ class CudaSymmetricMemory final : public SymmetricMemory {
     return peers_->get_buffer(peer, sizes, dtype, offset / static_cast<int64_t>(c10::elementSize(dtype)));
   }
 
-  // A moment whose event was recorded again means the later one: a wait that is longer than it need be, but
-  // not for what is asked for after it.
+  // An old moment's event may have been recorded again for a later moment. A wait for it is then longer than
+  // necessary, but never for work that is requested after the wait.
   Event& event_of(Moment moment) { return events_[static_cast<size_t>(moment) % events_.size()]; }
 
   int rank_, size_;
@@ -169,10 +171,10 @@ class CudaSymmetricMemory final : public SymmetricMemory {
   c10::Device device_;
   RegisteredGroup group_;
   Stream queue_;
-  at::Tensor piece_;  // this rank's
+  at::Tensor piece_;  // this rank's piece
   c10::intrusive_ptr<symm::SymmetricMemory> peers_;
   Event computed_;
-  std::array<Event, 128> events_;  // more than an exchange on one host has
+  std::array<Event, 128> events_;  // more than one exchange on one host uses
   Moment num_moments_ = 0;
 };
 
@@ -190,13 +192,13 @@ bool has_atomics_between(int device, int peer) {
   return can && atomics;
 }
 
-// LibTorch passes descriptors of memory through sockets in the host's files; containers on one machine that
-// don't share those differ in their names.
+// LibTorch passes memory descriptors through Unix sockets, which containers on one machine may not share.
+// Such containers have different host identities.
 std::string gpu_address() { return str(host_identity(), " ", bus_id(c10::cuda::current_device())); }
 
 std::string why_not_reachable(const std::string& address) {
   const size_t space = address.rfind(' ');
-  TITAN_INTERNAL_ASSERT(space != std::string::npos, "an address of a GPU without host: ", address);
+  TITAN_INTERNAL_ASSERT(space != std::string::npos, "GPU address without a host: ", address);
   if (address.substr(0, space) != host_identity()) return "it is on another host, or in another container";
   const std::string theirs = address.substr(space + 1);
   const int device = c10::cuda::current_device();
@@ -206,8 +208,9 @@ std::string why_not_reachable(const std::string& address) {
     static_cast<void>(cudaGetLastError());  // else the next launch reports it
     return str("its GPU ", theirs, " isn't visible to this process (CUDA_VISIBLE_DEVICES)");
   }
-  // Without NVLink a GPU may copy from a peer, but a barrier's signals are atomics.
-  if (!has_atomics_between(device, peer)) return str("no NVLink joins GPU ", bus_id(device), " and ", theirs);
+  // Without NVLink a GPU can copy from a peer, but a barrier's signals need atomics.
+  if (!has_atomics_between(device, peer))
+    return str("no NVLink connects GPUs ", bus_id(device), " and ", theirs);
   const c10::Device here(c10::kCUDA, static_cast<c10::DeviceIndex>(device));
   const std::string kind = symm::has_allocator(c10::kCUDA) ? symm::get_backend(here).value_or("") : "";
   if (kind != "CUDA") return str("LibTorch's symmetric memory is '", kind, "' (TORCH_SYMMMEM), not 'CUDA'");
@@ -244,19 +247,21 @@ class CudaBackend final : public DeviceBackend {
   }
 
   c10::intrusive_ptr<c10d::Backend> make_group(const GroupSpec& spec) override {
-    // The device is to run a gather that the next layer waits for before other computation.
+    // High priority, so that a gather that the next layer waits for runs before other computation.
     auto options = c10d::ProcessGroupNCCL::Options::create(/*is_high_priority_stream=*/true);
     options->timeout = spec.timeout;
     options->group_name = spec.name;
     auto group = c10::make_intrusive<c10d::ProcessGroupNCCL>(spec.store, spec.rank, spec.size, options);
     const c10::Device device(c10::kCUDA, c10::cuda::current_device());
     group->setBoundDeviceId(device);
-    // Connects now, not in the first step: a failure to connect belongs to the start-up and its time limit.
+    // Connects now, not in the first step, so that a failure to connect falls within start-up and its time
+    // limit.
     group->eagerConnectSingleDevice(device);
     return group;
   }
 
-  // Keeps only the event at the end of NCCL's work: the work itself would keep the call's tensors.
+  // Keeps only the event at the end of NCCL's work, because the work itself would keep the call's tensors
+  // alive.
   std::function<bool()> completion_of(c10d::Work& work) override {
     auto* nccl = dynamic_cast<c10d::ProcessGroupNCCL::WorkNCCL*>(&work);
     auto event = nccl ? EndEvent::of(*nccl) : nullptr;
@@ -290,7 +295,7 @@ class CudaBackend final : public DeviceBackend {
   }
 
   void record_memory_history(int64_t max_events) override {
-    const std::string all = "all";  // events, and their stacks, those of C++ among them
+    const std::string all = "all";  // record all events with their stacks, including C++ stacks
     torch::cuda::_record_memory_history(std::optional(all), std::optional(all), all,
                                         static_cast<size_t>(max_events));
   }
@@ -301,7 +306,7 @@ class CudaBackend final : public DeviceBackend {
 }  // namespace
 }  // namespace titan::dist
 
-/// The plugin's only entry point; the object lives as long as the process.
+/// The plugin's only entry point. The object lives as long as the process.
 extern "C" __attribute__((visibility("default"))) titan::dist::DeviceBackend* titan_cuda_plugin() {
   static titan::dist::CudaBackend backend;
   return &backend;

@@ -1,4 +1,4 @@
-// titan::float8_* on a GPU: LibTorch's tensors in, launches of float8_kernels.cu out.
+// titan::float8_* on a GPU: takes LibTorch's tensors and launches the kernels in float8_kernels.cu.
 
 #include <algorithm>
 #include <cstring>
@@ -19,7 +19,7 @@ namespace titan::float8 {
 
 namespace {
 
-// Warps reduce in one instruction from compute capability 8.0 on.
+// The kernels need compute capability 8.0, where warps reduce in one instruction.
 bool has_kernels(const at::Tensor& x) {
   return at::cuda::getDeviceProperties(x.device().index())->major >= 8;
 }
@@ -28,7 +28,7 @@ bool is_source(const at::Tensor& x) {
   return x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16;
 }
 
-// fp16 and others are widened first; the rest is the same.
+// Other dtypes, such as fp16, are converted to fp32 first.
 at::Tensor as_source(const at::Tensor& x) { return (is_source(x) ? x : x.to(at::kFloat)).contiguous(); }
 
 cuda::Source source_of(const at::Tensor& x) {
@@ -48,7 +48,7 @@ at::Tensor amax_cuda(const at::Tensor& x, std::optional<int64_t> dim) {
   const c10::cuda::CUDAGuard guard(x.device());
   const at::Tensor from = as_source(x);
   const auto options = x.options().dtype(at::kFloat);
-  const bool of_rows = dim && *dim == 1;  // their kernel writes each element once, so out needs no zeros
+  const bool of_rows = dim && *dim == 1;  // this kernel writes each element once, so out needs no zeros
   at::Tensor out = of_rows ? at::empty({x.size(0), 1}, options)
                    : dim   ? at::zeros({x.size(1), 1}, options)
                            : at::zeros({}, options);
@@ -118,7 +118,7 @@ std::vector<cuda::AmaxPiece> pieces_of(at::TensorList xs) {
   return pieces;
 }
 
-// Through pinned memory, which LibTorch's allocator doesn't reuse before the copy is done, so the host
+// Copies through pinned memory, which LibTorch's allocator doesn't reuse before the copy ends, so the host
 // doesn't wait.
 at::Tensor on_device(const std::vector<cuda::AmaxPiece>& pieces, at::Device device) {
   const auto bytes = static_cast<int64_t>(pieces.size() * sizeof(cuda::AmaxPiece));

@@ -1,5 +1,5 @@
-// Never run yet (docs/verified_on.md). Each kernel is one pass and bound by memory, so a thread reads 16
-// bytes at a time where the rows allow that.
+// Never run yet (docs/verified_on.md). Each kernel is one pass and memory-bound, so a thread reads 16 bytes
+// at a time if the rows allow it.
 
 #include "cuda_plugin/float8_kernels.h"
 
@@ -22,7 +22,7 @@ constexpr int kNotFinite = 255;      // an exponent
 __device__ float widen(float x) { return x; }
 __device__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
 
-// [Note: magnitudes as integers] in src/float8/cpu/scales.cpp: a NaN wins by itself.
+// See [Note: magnitudes as integers] in src/float8/cpu/scales.cpp: a NaN is the largest.
 template <class T>
 __device__ unsigned magnitude(T x) {
   return __float_as_uint(widen(x)) & 0x7fffffffu;
@@ -72,7 +72,7 @@ __global__ void amax_of_rows_kernel(float* out, const T* x, int64_t rows, int64_
   }
 }
 
-// A thread block has kThreads columns and a stretch of rows; neighboring threads read neighboring elements.
+// A thread block has kThreads columns and kRowsPerBlock rows; neighboring threads read neighboring elements.
 constexpr int64_t kRowsPerBlock = 256;
 template <class T>
 __global__ void amax_of_columns_kernel(float* out, const T* x, int64_t rows, int64_t columns) {
@@ -98,7 +98,7 @@ __global__ void scale_kernel(float* out, const float* amax, int64_t count, Scale
   if (i < count) out[i] = scale_for(amax[i], options);
 }
 
-// The instruction turns every NaN into the same one; LibTorch's conversion keeps its sign.
+// The instruction turns every NaN into the same one, but LibTorch's conversion keeps its sign.
 template <Format format>
 __device__ uint8_t to_float8(float x) {
   if (isnan(x)) return 0x7f | (__float_as_uint(x) >> 31 << 7);
@@ -129,14 +129,14 @@ __global__ void cast_kernel(uint8_t* out, const T* x, int64_t columns, int64_t c
     out[i] = to_float8<format>(widen(x[i]) * options.scale[options.scale_by_row ? i / columns : 0]);
 }
 
-// Tiles of 64 by 64 go through shared memory, so that both sides are read and written along their rows. The
-// extra columns keep the threads of a warp in different banks.
+// Tiles of 64 by 64 are transposed in shared memory, so that both sides are read and written along their
+// rows. The extra columns keep the threads of a warp in different banks.
 constexpr int kTile = 64;
 template <Format format, class T>
 __global__ void transposed_cast_kernel(uint8_t* out, const T* x, int64_t rows, int64_t columns,
                                        CastOptions options) {
   __shared__ uint8_t tile[kTile][kTile + 4];
-  // Rows along x: a grid may have 2^31 - 1 blocks there, and 65,535 along y.
+  // Rows are along x, because a grid may have 2^31 - 1 blocks along x but only 65,535 along y.
   const int64_t first_row = int64_t{blockIdx.x} * kTile, first_column = int64_t{blockIdx.y} * kTile;
   const int inner = threadIdx.x % kTile, outer = threadIdx.x / kTile;
   const int64_t column = first_column + inner;
@@ -152,7 +152,7 @@ __global__ void transposed_cast_kernel(uint8_t* out, const T* x, int64_t rows, i
     out[(first_column + i) * rows + row] = tile[inner][i];
 }
 
-// As src/float8/cast.h, whose constants only the host's compiler has.
+// The constants of src/float8/cast.h, which this file can't include.
 template <Format format>
 __device__ int exponent_of(unsigned magnitude, bool round_up) {
   if (magnitude >= 0x7f800000u) return kNotFinite;
@@ -168,7 +168,7 @@ __device__ float factor_of(int exponent, bool round_up) {
   return __uint_as_float(static_cast<unsigned>(254 - max(exponent, 1)) << 23);
 }
 
-// One warp per block, one lane per element. Warps of a thread block take neighboring blocks.
+// One warp per block, one lane per element. Warps of a thread block process neighboring blocks.
 template <Format format, class T>
 __global__ void row_blocks_kernel(CastBlocks out, const T* x, int64_t rows, int64_t columns, bool round_up) {
   const int64_t blocks = (columns + kBlock - 1) / kBlock;
@@ -246,7 +246,7 @@ void with_source(Source source, Launch launch) {
     launch(__nv_bfloat16{});
 }
 
-// launch.operator()<format>(T{})
+// Calls launch.operator()<format>(T{}).
 template <class Launch>
 void with_types(Format format, Source source, Launch launch) {
   with_source(source, [&]<class T>(T value) {

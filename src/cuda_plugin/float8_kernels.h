@@ -1,7 +1,7 @@
 #pragma once
 
-// Float8 on a GPU: launches of float8_kernels.cu, which knows nothing of LibTorch. All return at once;
-// pointers to device memory must stay valid until the stream has run them.
+// Float8 on a GPU: functions that launch the kernels in float8_kernels.cu, which doesn't use LibTorch. They
+// return at once; device memory must stay valid until the stream has run the kernel.
 
 #include <cstdint>
 
@@ -12,14 +12,14 @@ namespace titan::float8::cuda {
 enum class Source { Float, BFloat16 };
 enum class Format { E4m3, E5m2 };
 
-/// A matrix [rows, columns], row by row without gaps.
+/// A matrix [rows, columns], stored row by row without gaps.
 struct Matrix {
   const void* data = nullptr;
   Source source = Source::Float;
   int64_t rows = 0, columns = 0;
 };
 
-/// out: one fp32, or one for each row or column; zeroed before, except for rows.
+/// out: one fp32, or one per row or column. The caller zeroes it, except for rows.
 void launch_amax(float* out, const Matrix& x, cudaStream_t stream);
 void launch_amax_of_rows(float* out, const Matrix& x, cudaStream_t stream);
 void launch_amax_of_columns(float* out, const Matrix& x, cudaStream_t stream);
@@ -30,20 +30,20 @@ struct AmaxPiece {
   int64_t count = 0;
   int64_t tensor = 0;
 };
-/// `pieces`: on the device; out: fp32, zeroed before.
+/// `pieces` are on the device. The caller zeroes out, fp32.
 void launch_amax_of_pieces(float* out, const AmaxPiece* pieces, int64_t num_pieces, Source source,
                            cudaStream_t stream);
 
 /// A scale is largest / max(amax, 1e-12), in double.
 struct ScaleOptions {
-  double largest = 0;  ///< of the format
+  double largest = 0;  ///< the format's largest value
   bool power_of_two = false;
 };
 void launch_scale(float* out, const float* amax, int64_t count, const ScaleOptions& options,
                   cudaStream_t stream);
 
-/// What a delayed scale comes from ([Note: delayed scales] in titan/float8/convert.h); all pointers are to
-/// one fp32 on the device.
+/// The inputs of a delayed scale ([Note: delayed scales] in titan/float8/convert.h). Each pointer is to one
+/// fp32 on the device.
 struct DelayedScale {
   const float* amax = nullptr;
   float* pending = nullptr;
@@ -55,10 +55,10 @@ void launch_delayed_scale(float* out, const DelayedScale& delayed, const ScaleOp
 
 struct CastOptions {
   const float* scale = nullptr;
-  bool scale_by_row = false;  ///< one scale for each row of the result; else one for all
+  bool scale_by_row = false;  ///< one scale per row of the result; else one for all
   Format format = Format::E4m3;
 };
-/// out: [rows, columns], or [columns, rows] transposed.
+/// out: [rows, columns], or [columns, rows] if transposed.
 void launch_cast(uint8_t* out, const Matrix& x, const CastOptions& options, cudaStream_t stream);
 void launch_transposed_cast(uint8_t* out, const Matrix& x, const CastOptions& options, cudaStream_t stream);
 
@@ -71,7 +71,7 @@ struct BlockOptions {
   bool round_up = false;
   Format format = Format::E4m3;
 };
-/// The vectors are x's rows, or its columns.
+/// Casts x's rows, or its columns, in blocks.
 void launch_cast_row_blocks(const CastBlocks& out, const Matrix& x, const BlockOptions& options,
                             cudaStream_t stream);
 void launch_cast_column_blocks(const CastBlocks& out, const Matrix& x, const BlockOptions& options,

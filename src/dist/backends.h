@@ -15,6 +15,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "dist/device_backend.h"
+#include "titan/core/error.h"
 
 namespace titan::dist {
 
@@ -24,8 +25,8 @@ using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 
 struct GroupBackends {
   BackendPtr main;
-  /// Where `main` takes device tensors only (NCCL): makes the one for CPU tensors at their first use, which
-  /// is the same call on all members. Empty where `main` takes both.
+  /// If `main` takes device tensors only (NCCL): makes the backend for CPU tensors at their first use, which
+  /// is the same call on all members. Empty if `main` takes both.
   std::function<BackendPtr()> make_host;
   BackendPtr host;
 
@@ -61,21 +62,21 @@ BackendPtr make_gloo_group(const GroupSpec& spec, const GlooAddress& address);
 /// or a container doesn't let the ranks read each other's memory.
 BackendPtr make_host_group(const GroupSpec& spec, BackendPtr sockets);
 
-/// A backend without peers: one process plays one rank of any world, for dry runs, layouts and cost. Every
-/// call is done at once. Data that would come from other ranks is made from this rank's own, so that values
-/// stay finite: gathered parts are copies of its own part, reductions return its own part. Takes meta
-/// tensors, too.
+/// A backend without peers: one process plays one rank of any world, for dry runs, layouts and cost
+/// estimates. Every call is done at once. Data that would come from other ranks is made from this rank's own,
+/// so that values stay finite: gathered parts are copies of its own part, reductions return its own part.
+/// Takes meta tensors, too.
 BackendPtr make_fake_group(int rank, int size);
 
-/// Compares the members' calls before they start, so that ranks that have lost their common order get an error
-/// instead of waiting for each other. One per group.
+/// Compares the members' calls before they start, so that ranks that have lost their common order get an
+/// error instead of waiting for each other. One per group.
 ///
-/// A collective: every member gathers what all of them are about to call, on the host, and compares. So a
-/// member that makes another call of the same group is named with it; one that makes no call of the group at
-/// all can't be seen here, and ends in a time-out. Ranks may order calls of different groups differently as
-/// long as they wait later; with the gather they can't, as each call then waits at once.
-/// Send and receive: the sender says through the store what it sends, and continues; the receiver compares
-/// when it waits.
+/// Collectives: every member gathers all members' calls on the host and compares them. So the error names a
+/// member that makes another call of the same group. A member that makes no call of the group shows only as a
+/// time-out. Without the checker, ranks may order calls of different groups differently if they wait later;
+/// with it they can't, because the gather waits in each call.
+/// Send and receive: the sender posts its call in the store and continues; the receiver compares when it
+/// waits.
 class CallChecker {
  public:
   /// `spec`: the group's, with a store of the checker's own. `ranks`: world ranks in group order.
@@ -87,7 +88,7 @@ class CallChecker {
   void check(const CallRecord& call, c10d::Backend& backend) const;
 
   void announce_sent(const CallRecord& call) const;
-  /// Waits until the peer has said what it sends.
+  /// Waits until the peer has posted its send. Throws Error with both calls if they differ.
   void check_received(const CallRecord& call) const;
 
  private:
@@ -99,10 +100,9 @@ class CallChecker {
   std::atomic<int64_t> timeout_ms_;
 };
 
-/// The first line of what(): LibTorch's messages go on with a stack trace.
+/// The first line of what(): LibTorch appends a stack trace.
 inline std::string first_line_of(const std::exception& error) {
-  const auto* of_libtorch = dynamic_cast<const c10::Error*>(&error);
-  const std::string text = of_libtorch ? of_libtorch->what_without_backtrace() : error.what();
+  const std::string text = reason_of(error);
   return text.substr(0, text.find('\n'));
 }
 

@@ -89,7 +89,7 @@ void CallChecker::check(const CallRecord& call, c10d::Backend& backend) const {
     backend._allgather_base(out, in)->wait();
   } catch (const std::exception& error) {
     throw Error(
-        str("debug.check_collectives: not all ranks of the group came to the call: ", first_line_of(error)));
+        str("debug.check_collectives: not all ranks of the group made the call: ", first_line_of(error)));
   }
   std::vector<CallRecord> calls(ranks_.size());
   std::memcpy(static_cast<void*>(calls.data()), out.data_ptr(), calls.size() * sizeof(CallRecord));
@@ -113,7 +113,7 @@ void CallChecker::check_received(const CallRecord& call) const {
   auto pause = std::chrono::microseconds(50);
   while (!store_->check({key})) {
     TITAN_CHECK(std::chrono::steady_clock::now() < deadline, "debug.check_collectives: rank ",
-                ranks_[static_cast<size_t>(call.peer)], " didn't come to the send within ",
+                ranks_[static_cast<size_t>(call.peer)], " didn't send within ",
                 static_cast<double>(timeout_ms_) / 1000, " s");
     std::this_thread::sleep_for(pause);
     pause = std::min(2 * pause, std::chrono::microseconds(5000));

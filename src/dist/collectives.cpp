@@ -1,5 +1,5 @@
-// Collectives over a c10d backend. A call is checked, done at once in a group of one, else recorded in the
-// ring and handed to the backend; the Work it returns remembers enough to name the call if it fails.
+// Collectives over a c10d backend. A call is checked. In a group of one it is done at once; otherwise it is
+// recorded in the ring and passed to the backend, and its Work remembers enough to name the call if it fails.
 
 #include "titan/dist/collectives.h"
 
@@ -61,13 +61,13 @@ void copy_into(const at::Tensor& out, const at::Tensor& in) {
   if (out.is_same(in) || (out.has_storage() && out.is_alias_of(in) && out.data_ptr() == in.data_ptr()))
     return;
   at::NoGradGuard no_grad;
-  // With its own version counter: a backend writes into memory without telling autograd, and so does this.
+  // It has its own version counter: like a backend, this writes into memory without telling autograd.
   at::Tensor target = out.variable_data();
   target.view(-1).copy_(in.reshape(-1), /*non_blocking=*/true);
 }
 
-/// In traces: a collective's launch, or the wait for it, on the CPU: "all_gather fsdp::all_gather layers.3",
-/// with bytes and group. NCCL records the device's part.
+/// A trace range for a collective's launch, or the wait for it, on the CPU: "all_gather fsdp::all_gather
+/// layers.3", with bytes and group. NCCL records the device's part.
 class CollectiveRange {
  public:
   /// `prefix` comes before the name.
@@ -91,22 +91,86 @@ class CollectiveRange {
   std::optional<at::RecordFunction> record_;
 };
 
+bool needs_host_copy(const c10d::Backend& backend, const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.is_cuda()) return false;
+  const std::string name = backend.getBackendName();
+  return name == "gloo" || name == "host";
+}
+
+at::Tensor pinned_like(const at::Tensor& tensor) {
+  return at::empty(tensor.sizes(), tensor.options().device(at::kCPU).pinned_memory(true));
+}
+
+// The backend writes without telling autograd; whoever keeps a copy of `tensor` must notice that it changes.
+void bump_version(const at::Tensor& tensor) {
+  if (tensor.defined() && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+}
+
+/// Ratio of the sizes of `out` and `in`.
+struct Ratio {
+  int64_t out = 1, in = 1;
+};
+
+void check_call(const Group& group, const char* op, const at::Tensor& out, const at::Tensor& in,
+                Ratio ratio = {}) {
+  TITAN_CHECK(group.contains_me(), op, " in group '", group.name(), "', but this rank isn't a member of it");
+  TITAN_CHECK(out.is_contiguous() && in.is_contiguous(), op, " in group '", group.name(),
+              "' needs contiguous tensors, got strides ", out.strides(), " (out) and ", in.strides(),
+              " (in)");
+  TITAN_CHECK(out.scalar_type() == in.scalar_type() && out.device() == in.device(), op, " in group '",
+              group.name(), "': out is ", out.scalar_type(), " on ", out.device(), ", in is ",
+              in.scalar_type(), " on ", in.device());
+  TITAN_CHECK(out.numel() * ratio.in == in.numel() * ratio.out, op, " in group '", group.name(), "' of ",
+              group.size(), " ranks: out has ", out.numel(), " elements, in ", in.numel());
+}
+
+// Equal parts for each rank, which an empty list means to c10d.
+c10::intrusive_ptr<c10d::Work> exchange_parts(c10d::Backend& backend, at::Tensor out, at::Tensor in) {
+  std::vector<int64_t> equal;
+  return backend.alltoall_base(out, in, equal, equal);
+}
+
+// An open NCCL batch holds back all of the thread's calls, even the destruction of groups.
+void close_batch(c10d::Backend& backend) {
+  try {
+    backend.endCoalescing();
+  } catch (const std::exception&) {
+    // The caller gets the error that broke the batch.
+  }
+}
+
+template <class T>
+T reduce(Group& group, T value, ReduceOp op, Label label) {
+  if (group.size() == 1) return value;
+  at::Tensor tensor = at::empty({1}, c10::CppTypeToScalarType<T>::value);
+  *tensor.data_ptr<T>() = value;
+  group.all_reduce(tensor, op, label).wait();
+  return *tensor.data_ptr<T>();
+}
+
+std::vector<int64_t> all_gather_sizes(Group& group, int64_t size, Label label) {
+  at::Tensor mine = at::full({1}, size, at::kLong), all = at::zeros({group.size()}, at::kLong);
+  group.all_gather(all, mine, label).wait();
+  const auto* first = all.data_ptr<int64_t>();
+  return {first, first + group.size()};
+}
+
 }  // namespace
 
 struct Work::State {
   c10::intrusive_ptr<c10d::Work> work;
   at::Tensor out, in;              // alive until the backend is done with them
-  std::vector<at::Tensor> others;  // of a batch: all but the first, likewise
-  at::Tensor host_out;             // gloo with a device tensor: copied to `out` in the end
-  at::Tensor summands;             // [size, n], gloo's reduce_scatter: summed into `out` in the end
+  std::vector<at::Tensor> others;  // the rest of a batch, likewise
+  at::Tensor host_out;             // gloo with a device tensor: copied to `out` at the end
+  at::Tensor summands;             // [size, n], gloo's reduce_scatter: summed into `out` at the end
   std::shared_ptr<StagingPool> staging;
   std::shared_ptr<FlightRecorder> recorder;
   uint64_t number = 0;
   CallRecord call;
   int group_size = 0;
   int group_rank = 0;
-  int peer_in_world = -1;          // of the call's peer
-  CallChecker* checker = nullptr;  // of the group, which outlives its calls
+  int peer_in_world = -1;          // the peer's world rank
+  CallChecker* checker = nullptr;  // the group's; the group outlives its calls
 
   void wait() {
     const CollectiveRange traced("wait ", call, group_size);
@@ -138,7 +202,7 @@ struct Work::State {
     recorder->add_wait(std::chrono::nanoseconds(std::chrono::steady_clock::now() - start).count());
   }
 
-  // In rank order whatever arrived first, so that every run gives the same bits. 16-bit numbers are summed in
+  // In rank order regardless of arrival, so that every run gives the same bits. 16-bit numbers are summed in
   // fp32.
   void sum_up() {
     at::NoGradGuard no_grad;
@@ -175,7 +239,7 @@ Work::~Work() {
   try {
     state_->wait();
   } catch (const std::exception&) {
-    // The ring holds the failure; the next call of the group meets it again.
+    // The ring holds the failure, and the next call of the group fails, too.
   }
 }
 
@@ -234,31 +298,12 @@ uint64_t Group::next_sequence(const CallRecord& call) {
   return next.fetch_add(1, std::memory_order_relaxed);
 }
 
-// Compares on the host wherever the tensors are, in the order of the calls.
+// Compares on the host, wherever the tensors are, in the order of the calls.
 void Group::check(const CallRecord& call) {
   if (call.op == CollectiveOp::Send) return checker_->announce_sent(call);
-  if (call.op == CollectiveOp::Receive) return;  // checked when it is waited for: the peer may send later
+  if (call.op == CollectiveOp::Receive) return;  // checked in wait(): the peer may send later
   checker_->check(call, backends_->for_tensor(at::empty({0}, at::kByte)));
 }
-
-namespace {
-
-bool needs_host_copy(const c10d::Backend& backend, const at::Tensor& tensor) {
-  if (!tensor.defined() || !tensor.is_cuda()) return false;
-  const std::string name = backend.getBackendName();
-  return name == "gloo" || name == "host";
-}
-
-at::Tensor pinned_like(const at::Tensor& tensor) {
-  return at::empty(tensor.sizes(), tensor.options().device(at::kCPU).pinned_memory(true));
-}
-
-// The backend writes without telling autograd; whoever keeps a copy of `tensor` must notice that it changes.
-void bump_version(const at::Tensor& tensor) {
-  if (tensor.defined() && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
-}
-
-}  // namespace
 
 template <class Start>
 Work Group::launch(CallRecord call, const at::Tensor& out, const at::Tensor& in, Start start) {
@@ -297,34 +342,6 @@ Work Group::launch(CallRecord call, const at::Tensor& out, const at::Tensor& in,
   return work;
 }
 
-namespace {
-
-/// Ratio of the sizes of `out` and `in`.
-struct Ratio {
-  int64_t out = 1, in = 1;
-};
-
-void check_call(const Group& group, const char* op, const at::Tensor& out, const at::Tensor& in,
-                Ratio ratio = {}) {
-  TITAN_CHECK(group.contains_me(), op, " in group '", group.name(), "', but this rank isn't a member of it");
-  TITAN_CHECK(out.is_contiguous() && in.is_contiguous(), op, " in group '", group.name(),
-              "' needs contiguous tensors, got strides ", out.strides(), " (out) and ", in.strides(),
-              " (in)");
-  TITAN_CHECK(out.scalar_type() == in.scalar_type() && out.device() == in.device(), op, " in group '",
-              group.name(), "': out is ", out.scalar_type(), " on ", out.device(), ", in is ",
-              in.scalar_type(), " on ", in.device());
-  TITAN_CHECK(out.numel() * ratio.in == in.numel() * ratio.out, op, " in group '", group.name(), "' of ",
-              group.size(), " ranks: out has ", out.numel(), " elements, in ", in.numel());
-}
-
-// Equal parts for each rank, which c10d says by an empty list.
-c10::intrusive_ptr<c10d::Work> exchange_parts(c10d::Backend& backend, at::Tensor out, at::Tensor in) {
-  std::vector<int64_t> equal;
-  return backend.alltoall_base(out, in, equal, equal);
-}
-
-}  // namespace
-
 Work Group::all_gather(const at::Tensor& out, const at::Tensor& in, Label label) {
   check_call(*this, "all_gather", out, in, {.out = size()});
   if (size() == 1) {
@@ -334,8 +351,8 @@ Work Group::all_gather(const at::Tensor& out, const at::Tensor& in, Label label)
   return launch(record_of(CollectiveOp::AllGather, out, in, label), out, in,
                 [](auto& backend, auto& received, auto& sent) {
                   if (received.dim() == 1 && sent.dim() == 1) return backend._allgather_base(received, sent);
-                  // Gloo wants the parts along the first dimension; a caller's tensor may have one more for
-                  // the ranks.
+                  // Gloo needs the parts along the first dimension; a caller's tensor may have one more
+                  // dimension for the ranks.
                   at::Tensor flat_out = received.view(-1), flat_in = sent.view(-1);
                   return backend._allgather_base(flat_out, flat_in);
                 });
@@ -429,23 +446,10 @@ Work Group::receive(const at::Tensor& tensor, int peer, Label label) {
 }
 
 bool Group::has_batches(c10::Device device) const {
-  // The host's tensors go by gloo where the group's own backend takes a device's only.
+  // Host tensors go through gloo if the group's main backend takes device tensors only.
   const bool is_main = backends_ && !(device.is_cpu() && backends_->make_host);
   return is_main && backends_->main->supportsCoalescing();
 }
-
-namespace {
-
-// An open batch of NCCL's holds back everything that the thread calls, groups' ends among it.
-void close_batch(c10d::Backend& backend) {
-  try {
-    backend.endCoalescing();
-  } catch (const std::exception&) {
-    // The error that broke the batch is on its way to the caller.
-  }
-}
-
-}  // namespace
 
 template <class Add>
 Work Group::launch_batch(CollectiveOp op, const std::vector<at::Tensor>& tensors, int peer, Label label,
@@ -500,7 +504,7 @@ Work Group::barrier(Label label) {
 }
 
 void Group::close() {
-  // A device's group has a second one for the host's tensors, which nobody waits in.
+  // A device group has a second backend for host tensors, which no peer waits in.
   if (!backends_ || backends_->make_host || backend_name() == "fake") return;
   backends_.reset();
   closed_ = true;
@@ -515,27 +519,7 @@ void Group::set_timeout(std::chrono::milliseconds timeout) {
   if (backends_->host) backends_->host->setTimeout(timeout);
 }
 
-// Small values of the host.
-
-namespace {
-
-template <class T>
-T reduce(Group& group, T value, ReduceOp op, Label label) {
-  if (group.size() == 1) return value;
-  at::Tensor tensor = at::empty({1}, c10::CppTypeToScalarType<T>::value);
-  *tensor.data_ptr<T>() = value;
-  group.all_reduce(tensor, op, label).wait();
-  return *tensor.data_ptr<T>();
-}
-
-std::vector<int64_t> all_gather_sizes(Group& group, int64_t size, Label label) {
-  at::Tensor mine = at::full({1}, size, at::kLong), all = at::zeros({group.size()}, at::kLong);
-  group.all_gather(all, mine, label).wait();
-  const auto* first = all.data_ptr<int64_t>();
-  return {first, first + group.size()};
-}
-
-}  // namespace
+// ---- small host values
 
 double Group::sum(double value, Label label) { return reduce(*this, value, ReduceOp::Sum, label); }
 double Group::max(double value, Label label) { return reduce(*this, value, ReduceOp::Max, label); }

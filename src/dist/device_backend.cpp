@@ -1,5 +1,5 @@
-// Opening the CUDA plugin. The kernel says whether there is a GPU, not a CUDA library, so that a machine
-// without one doesn't pay for loading those.
+// Opens the CUDA plugin. The kernel, not a CUDA library, says whether there is a GPU, so that a machine
+// without one doesn't pay for loading CUDA.
 
 #include "dist/device_backend.h"
 
@@ -26,7 +26,7 @@ bool has_entries(const char* folder) {
 DeviceBackend* load(const std::filesystem::path& path) {
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL);
   TITAN_CHECK(library, "a GPU is visible, but the CUDA plugin doesn't load: ", dlerror(),
-              " (CUDA_VISIBLE_DEVICES= runs on the CPU)");
+              " (set CUDA_VISIBLE_DEVICES= to run on the CPU)");
   // LibTorch asks for CUDA's hooks once and keeps the answer. If it asked before the plugin registered
   // them, the answer stays "no CUDA".
   TITAN_CHECK(

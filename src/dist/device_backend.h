@@ -1,8 +1,8 @@
 #pragma once
 
-// What a kind of device adds to the library: groups over its interconnect, choosing the device, memory that
-// ranks share, memory figures. The CUDA one lives in the plugin libtitan_cuda.so, so that a machine without a
-// GPU never loads a CUDA library. Streams and events are in dist/stream.h.
+// The functions that a kind of device adds to the library: groups over its interconnect, choosing the device,
+// memory that ranks share, memory figures. CUDA's are in the plugin libtitan_cuda.so, so that a machine
+// without a GPU never loads a CUDA library. Streams and events are in dist/stream.h.
 
 #include <chrono>
 #include <cstdint>
@@ -26,11 +26,11 @@ class Work;
 namespace titan::dist {
 
 /// Memory that the ranks of a group on one host share: each has a piece of the same size, which the others
-/// read and write without its help (over NVLink). A queue of copies runs beside the computation, that is, the
-/// current stream. All ranks make the same calls of reserve() and barrier() in the same order.
+/// read and write without its help (over NVLink). A queue of copies runs in parallel with the computation
+/// (the current stream). All ranks make the same calls of reserve() and barrier() in the same order.
 class SymmetricMemory {
  public:
-  /// A point in the queue: after everything that was asked for before it.
+  /// A point in the queue, after all earlier operations.
   using Moment = int64_t;
   /// Offsets into a piece, in bytes, are multiples of this.
   static constexpr int64_t kAlignment = 256;
@@ -39,14 +39,14 @@ class SymmetricMemory {
   virtual int rank() const = 0;
   virtual int size() const = 0;
 
-  /// Makes every rank's piece `bytes` large, if it is smaller: then its contents are lost, and the host waits
-  /// for all ranks. Throws Error where the ranks can't reach each other's memory.
+  /// Makes every rank's piece at least `bytes` large. If it has to grow, its contents are lost and the host
+  /// waits for all ranks. Throws Error if the ranks can't reach each other's memory.
   virtual void reserve(int64_t bytes) = 0;
   /// A tensor in this rank's own piece, valid until that grows.
   virtual at::Tensor mine(int64_t offset, at::IntArrayRef sizes, at::ScalarType dtype) = 0;
 
-  // These return at once. Each is done after those asked for before it, and after the computation queued by
-  // then. Tensors are contiguous, and live until the computation has waited for a later moment.
+  // These return at once. Each runs after the earlier ones and after the computation queued before the call.
+  // Tensors are contiguous, and live until the computation has waited for a later moment.
 
   virtual void read(const at::Tensor& target, int peer, int64_t offset) = 0;
   /// `peer` may be this rank.
@@ -70,10 +70,10 @@ struct DeviceMemory {
   int64_t allocation_retries = 0;  ///< times the allocator had to flush its cache; above 0 means too full
 };
 
-/// What it takes to make a group.
+/// The parameters of a group to make.
 struct GroupSpec {
   std::string name;
-  c10::intrusive_ptr<c10d::Store> store;  ///< with a prefix of the group's own
+  c10::intrusive_ptr<c10d::Store> store;  ///< with a prefix for this group
   int rank = 0;
   int size = 1;
   std::chrono::milliseconds timeout{};
@@ -93,40 +93,40 @@ class DeviceBackend {
   /// A communicator (NCCL) of the current device.
   virtual c10::intrusive_ptr<c10d::Backend> make_group(const GroupSpec& spec) = 0;
   /// A function that asks, without waiting and from any thread, whether the device is done with a call of a
-  /// group from make_group. It doesn't keep the call's tensors. Empty where a finished wait() says so
-  /// already.
+  /// group from make_group. It doesn't keep the call's tensors. Empty if a finished wait() already means
+  /// that.
   virtual std::function<bool()> completion_of(c10d::Work& /*work*/) { return {}; }
-  /// The current device, in words for why_no_symmetric_memory() on other processes of the job.
+  /// The current device as a text for why_no_symmetric_memory() in other processes of the job.
   virtual std::string device_address() const = 0;
-  /// Why the current device can't share memory with that one; empty: it can.
+  /// The reason why the current device can't share memory with that one; empty if it can.
   virtual std::string why_no_symmetric_memory(const std::string& address) const = 0;
   /// On the current device, for a group whose devices can all share memory. Allocates nothing yet.
   virtual std::unique_ptr<SymmetricMemory> make_symmetric_memory(const GroupSpec& spec) = 0;
   virtual DeviceMemory memory(int index) const = 0;
   virtual void reset_peak_memory(int index) = 0;
-  /// From now on the allocator records what it does, with call stacks, and keeps the last `max_events`.
+  /// From now on the allocator records its events, with call stacks, and keeps the last `max_events`.
   virtual void record_memory_history(int64_t max_events) = 0;
-  /// What it has recorded, and what is in use now, in the format of PyTorch's memory viewer.
+  /// The recorded events and the memory in use now, in the format of PyTorch's memory viewer.
   virtual std::string memory_snapshot() = 0;
 };
 
 /// Opens the CUDA plugin if a GPU is visible, once per process; returns null where there is no GPU or no
-/// plugin was built. Has to come before the first tensor, because LibTorch remembers "no CUDA" from its first
-/// look for the life of the process. Throws Error when it comes too late, or when the plugin doesn't load
-/// (with the loader's reason).
+/// plugin was built. Must be called before the first tensor is made, because LibTorch looks for CUDA once and
+/// remembers the answer for the life of the process. Throws Error if called too late, or if the plugin
+/// doesn't load (with the loader's reason).
 DeviceBackend* open_cuda_plugin();
 
-/// The file that open_cuda_plugin() opens, whether it was built or not: beside the library.
+/// The file that open_cuda_plugin() opens, beside the library. It may not exist.
 std::filesystem::path cuda_plugin_path();
 
 /// The backend if open_cuda_plugin() has opened it, else null. Doesn't open it.
 DeviceBackend* device_backend();
 
-/// True where the driver shows a GPU and CUDA_VISIBLE_DEVICES doesn't hide it. Touches no CUDA library.
+/// Whether the driver shows a GPU and CUDA_VISIBLE_DEVICES doesn't hide it. Touches no CUDA library.
 bool gpu_visible();
 
-/// A warning that the job runs on the CPU beside a GPU because the plugin wasn't built; empty otherwise.
-/// `wanted`: InitOptions::device. `gpu_visible`: the driver shows one. `plugin`: its file, which may not exist.
+/// A warning that the job runs on the CPU although a GPU is visible, because the plugin wasn't built; empty
+/// otherwise. `wanted`: InitOptions::device. `plugin`: its file, which may not exist.
 std::string missing_plugin_warning(const std::string& wanted, bool gpu_visible,
                                    const std::filesystem::path& plugin);
 

@@ -42,14 +42,14 @@ std::string names_of(const std::vector<MeshAxis>& axes) {
 
 struct DeviceMesh::Impl {
   std::shared_ptr<const dist::World> world;  // null for the default mesh of one rank
-  std::shared_ptr<const Impl> root;          // null for a root: knows all axes, flattened ones included
+  std::shared_ptr<const Impl> root;          // null in the root, which knows flattened axes, too
   std::vector<LayoutAxis> layout;
   std::vector<MeshAxis> axes;  // names and sizes of `layout`
   std::vector<int> ranks;
   int rank = 0;  // position in `ranks`
 
   mutable std::shared_ptr<dist::Group> group;  // made at the first call
-  mutable std::vector<LayoutAxis> flattened;   // of a root: axes from flatten(), for mesh["fsdp"]
+  mutable std::vector<LayoutAxis> flattened;   // axes from flatten(), for mesh["fsdp"]; only in the root
 
   const LayoutAxis* find(std::string_view name) const {
     for (const auto* list : {&layout, &std::as_const(flattened)})
@@ -62,7 +62,7 @@ struct DeviceMesh::Impl {
 
 namespace {
 
-/// Whether all parts of `axis` are among the mesh's.
+/// Whether all parts of `axis` are parts of the mesh.
 bool is_within(const LayoutAxis& axis, const DeviceMesh::Impl& mesh) {
   return std::ranges::all_of(axis.size_stride, [&](const auto& part) {
     return std::ranges::any_of(mesh.layout, [&](const LayoutAxis& own) {
@@ -114,7 +114,7 @@ void check_order(const std::vector<LayoutAxis>& layout, const DeviceMesh::Impl& 
   int last_stride = std::numeric_limits<int>::max();
   for (const auto& axis : layout) {
     for (auto [size, stride] : axis.size_stride) {
-      if (size == 1) continue;  // its stride is its neighbor's
+      if (size == 1) continue;  // its stride equals its neighbor's
       TITAN_CHECK(stride < last_stride, "axes of a sub-mesh have to keep the order of the mesh (",
                   names_of(mesh.axes), ") and not overlap; '", axis.name, "' comes too late or twice");
       last_stride = stride;
@@ -197,7 +197,7 @@ DeviceMesh DeviceMesh::flatten(const std::vector<std::string>& axes, std::string
   const Impl& top = own().top();
   if (const auto* known = top.find(flat.name)) {
     TITAN_CHECK(known->size_stride == flat.size_stride, "the mesh (", names_of(top.axes), ") has an axis '",
-                flat.name, "' of other ranks");
+                flat.name, "' with other ranks");
   } else {
     top.flattened.push_back(flat);
   }
@@ -228,7 +228,7 @@ const std::vector<MeshAxis>& DeviceMesh::axes() const { return own().axes; }
 const std::vector<int>& DeviceMesh::ranks() const { return own().ranks; }
 
 const dist::World& DeviceMesh::world() const {
-  TITAN_CHECK(impl_ && impl_->world, "a default-made DeviceMesh has no world; make it by DeviceMesh::create");
+  TITAN_CHECK(impl_ && impl_->world, "a default DeviceMesh has no world; make it with DeviceMesh::create");
   return *impl_->world;
 }
 

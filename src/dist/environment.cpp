@@ -27,7 +27,7 @@ std::vector<std::string_view> split_list(std::string_view list) {
 
 namespace {
 
-/// A text that is a non-negative number as a whole.
+/// The number, if the whole text is a non-negative one.
 template <class Int>
 std::optional<Int> number_of(std::string_view text) {
   Int number = 0;
@@ -70,35 +70,7 @@ std::vector<std::string> expand(std::string_view name, std::string_view list) {
   return names;
 }
 
-}  // namespace
-
-std::vector<std::string> parse_node_list(std::string_view list) {
-  std::vector<std::string> names;
-  for (auto part : split_list(list)) {
-    if (part.empty()) throw ConfigError(str("SLURM list '", list, "' has an empty name"));
-    for (auto& name : expand(part, list)) names.push_back(std::move(name));
-  }
-  return names;
-}
-
-std::vector<int> parse_task_counts(std::string_view list) {
-  std::vector<int> counts;
-  for (auto part : split_list(list)) {
-    const size_t times = part.find("(x");
-    const int count = to_number(part.substr(0, times), list);
-    int repeat = 1;
-    if (times != std::string_view::npos) {
-      if (part.back() != ')') throw ConfigError(str("SLURM list '", list, "': '(' without ')'"));
-      repeat = to_number(part.substr(times + 2, part.size() - times - 3), list);
-    }
-    counts.insert(counts.end(), static_cast<size_t>(repeat), count);
-  }
-  return counts;
-}
-
-namespace {
-
-/// What one launcher says, and in which variables.
+/// The rank and size that one launcher claims, and its variables.
 struct Claim {
   std::string by;
   const char* rank_variable;
@@ -113,7 +85,7 @@ class Reader {
   explicit Reader(const Environment& environment) : environment_(environment) {}
 
   std::optional<std::string> text(const char* name) const { return environment_(name); }
-  /// The first of these that is set.
+  /// The first of these variables that is set.
   std::optional<std::string> first_of(std::initializer_list<const char*> names) const {
     for (const char* name : names)
       if (auto value = text(name)) return value;
@@ -153,8 +125,8 @@ class Reader {
   const Environment& environment_;
 };
 
-// SLURM numbers the steps that srun starts from 0. From here on come its own: job scripts, interactive
-// shells, and what it runs on a node beside the job.
+// SLURM numbers the steps that srun starts from 0. Numbers from here on are its own: job scripts, interactive
+// shells, and helpers on a node.
 constexpr int64_t kFirstStepOfSlurmItself = 0xfffffff0;
 constexpr int64_t kNoStep = -1;
 
@@ -165,7 +137,8 @@ int64_t slurm_step(Reader& env) {
 }
 
 std::optional<Claim> slurm_claim(Reader& env) {
-  // A job script or a shell in an allocation also has SLURM_PROCID=0 and the allocation's size, but is alone.
+  // A job script or a shell in an allocation is one process, although it has SLURM_PROCID=0 and the
+  // allocation's size.
   if (!env.has("SLURM_PROCID") || slurm_step(env) == kNoStep) return {};
   for (const char* size : {"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"})
     if (env.has(size)) return env.claim("slurm", "SLURM_PROCID", size);
@@ -179,11 +152,11 @@ void check_agreement(Reader& env, const Claim& a, const Claim& b) {
   };
   if (a.size != b.size)
     refuse(a.size_variable, a.size, b.size_variable, b.size);
-  else if (a.rank != b.rank && a.by != "openmpi")  // mpirun hands its ranks the SLURM task of its own shell
+  else if (a.rank != b.rank && a.by != "openmpi")  // mpirun's ranks have the SLURM task of its own shell
     refuse(a.rank_variable, a.rank, b.rank_variable, b.rank);
 }
 
-/// Outside the range that kernels give to clients; two jobs on one host get different ports.
+/// A port outside the range that kernels give to clients. Two jobs on one host get different ports.
 int slurm_port(Reader& env) {
   constexpr int first = 12000, count = 20000;
   const int64_t job = env.number("SLURM_JOB_ID", env.number("SLURM_JOBID", int64_t{0}));
@@ -208,7 +181,7 @@ void read_open_mpi(Reader& env, Launch& launch) {
   const bool one_host = launch.local_size == launch.size;
   if (launch.store_host.empty() && one_host) launch.store_host = "127.0.0.1";
   if (launch.store_port == 0 && one_host) {
-    // All ranks of one mpirun see the same job identifier, and it differs between jobs of a host.
+    // All ranks of one mpirun see the same job identifier, and it differs between jobs on a host.
     const auto job = env.first_of({"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"}).value_or("");
     launch.store_port = 12000 + static_cast<int>(std::hash<std::string>()(job) % 20000);
   }
@@ -235,6 +208,30 @@ void check_store(Reader& env, const Launch& launch) {
 }
 
 }  // namespace
+
+std::vector<std::string> parse_node_list(std::string_view list) {
+  std::vector<std::string> names;
+  for (auto part : split_list(list)) {
+    if (part.empty()) throw ConfigError(str("SLURM list '", list, "' has an empty name"));
+    for (auto& name : expand(part, list)) names.push_back(std::move(name));
+  }
+  return names;
+}
+
+std::vector<int> parse_task_counts(std::string_view list) {
+  std::vector<int> counts;
+  for (auto part : split_list(list)) {
+    const size_t times = part.find("(x");
+    const int count = to_number(part.substr(0, times), list);
+    int repeat = 1;
+    if (times != std::string_view::npos) {
+      if (part.back() != ')') throw ConfigError(str("SLURM list '", list, "': '(' without ')'"));
+      repeat = to_number(part.substr(times + 2, part.size() - times - 3), list);
+    }
+    counts.insert(counts.end(), static_cast<size_t>(repeat), count);
+  }
+  return counts;
+}
 
 Environment process_environment() {
   return [](const char* name) -> std::optional<std::string> {
@@ -284,20 +281,20 @@ JobIdentity read_job_identity(const Environment& environment) {
     return id ? JobIdentity{prefix + *id, ""} : JobIdentity{"", problem};
   };
   if (launch.by == "titan" && launch.max_restarts == 0)
-    return {.id = "", .problem = "the launcher restarts no ranks: give it --max-restarts"};
+    return {.id = "", .problem = "the launcher doesn't restart ranks: pass it --max-restarts"};
   if (launch.by == "titan")
     return identity("", environment("TITAN_JOB_ID"),
-                    "TITAN_JOB_ID isn't set; titan launch of this version sets it");
+                    "TITAN_JOB_ID isn't set: titan launch has another version, which doesn't set it");
   if (launch.by == "torchrun") {
     auto id = environment("TORCHELASTIC_RUN_ID");
-    if (id == "none") id.reset();  // what jobs without a name have
-    return identity("torchrun ", id, "torchrun was given no --rdzv-id, which tells jobs apart");
+    if (id == "none") id.reset();  // the id of every unnamed job
+    return identity("torchrun ", id, "torchrun has no --rdzv-id, which identifies the job");
   }
   if (launch.by == "slurm") return identity("slurm ", environment("SLURM_JOB_ID"), "SLURM_JOB_ID isn't set");
   return {.id = "",
           .problem = launch.by == "none"
-                         ? "nobody launched this rank"
-                         : str("ranks were launched by ", launch.by, ", which restarts none")};
+                         ? "this rank has no launcher"
+                         : str("ranks were launched by ", launch.by, ", which doesn't restart them")};
 }
 
 }  // namespace titan::dist

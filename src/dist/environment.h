@@ -28,13 +28,13 @@ struct Launch {
   int store_port = 0;
   int listen_fd = -1;        ///< rank 0 under titan launch: the bound socket to serve on
   bool serves_store = true;  ///< false under torchrun's agent, which serves it itself
-  int max_restarts = 0;      ///< how often the launcher may restart the ranks, as far as it says
+  int max_restarts = 0;      ///< how often the launcher may restart the ranks; 0 if unknown
 };
 
 /// Looks for, in this order: torchrun and titan launch (by variables of their own, so an allocation around
 /// them doesn't matter), plain RANK and WORLD_SIZE, Open MPI, SLURM (as a task of srun; a job script or an
-/// interactive shell is one rank by itself), none. Throws ConfigError with all problems: half of a set, a
-/// rank outside the world, or two launchers that disagree about rank or size.
+/// interactive shell is one rank by itself), none. Throws ConfigError with all problems: only one of two
+/// variables, a rank outside the world, or two launchers that disagree about rank or size.
 Launch read_launch(const Environment& environment);
 
 /// Splits at commas outside brackets.
@@ -50,7 +50,7 @@ std::vector<int> parse_task_counts(std::string_view list);
 /// Identifies a job across restarts of its ranks.
 struct JobIdentity {
   std::string id;       ///< empty: see `problem`
-  std::string problem;  ///< why nobody restarts these ranks
+  std::string problem;  ///< the reason why no launcher restarts these ranks
 };
 
 /// titan launch's TITAN_JOB_ID, torchrun's --rdzv-id, SLURM's job. Throws ConfigError as read_launch does.

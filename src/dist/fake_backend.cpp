@@ -1,4 +1,4 @@
-// A process group without communication: every rank is taken to hold what this one holds.
+// A process group without communication: every rank is assumed to hold the same data as this one.
 
 #include "dist/backends.h"
 

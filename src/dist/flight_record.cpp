@@ -1,9 +1,9 @@
 // [Note: ring of calls]
 // A slot is a sequence lock over words: `version` is odd while the slot is written, and says which call it
-// holds. A writer claims the slot first, so that a writer that stood still for a whole turn of the ring and
-// another one don't write at once: the later call is left out. State and end are words of their own that
-// contain the call's number, so that the end of a call that has left the ring isn't taken for the end of the
-// call that replaced it.
+// holds. A writer claims the slot first. So if a writer stalls for a whole turn of the ring, the next one
+// doesn't write at the same time: the later call is left out. State and end are separate words that contain
+// the call's number, so that the end of a call that has left the ring isn't taken for the end of the call
+// that replaced it.
 
 #include "dist/flight_record.h"
 
@@ -21,7 +21,7 @@ constexpr size_t kCallWords = sizeof(CallRecord) / sizeof(uint64_t);
 static_assert(kCallWords * sizeof(uint64_t) == sizeof(CallRecord));
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<int64_t>::is_always_lock_free);
 
-// Where no thread sweeps, finish_when() does so each time this many calls have gathered.
+// If no thread sweeps, finish_when() does so each time this many calls have gathered.
 constexpr size_t kSweepEach = 1024;
 
 constexpr uint64_t kTimeMask = (uint64_t{1} << 48) - 1;  // nanoseconds: three days
@@ -55,7 +55,7 @@ void copy_end(char (&to)[N], std::string_view text) {
 struct FlightRecorder::Slot {
   std::atomic<uint64_t> version{0};  // 2 n + 1 while call n is written, 2 n + 2 with call n in it
   std::atomic<uint64_t> mark{~uint64_t{0}};
-  std::atomic<uint64_t> end{0};  // when, in the low 48 bits; above them the low 16 bits of the call's number
+  std::atomic<uint64_t> end{0};  // the time in the low 48 bits; above them 16 bits of the call's number
   std::array<std::atomic<uint64_t>, kCallWords> words{};
 };
 

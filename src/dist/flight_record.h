@@ -1,8 +1,8 @@
 #pragma once
 
-// The flight recorder: a rank's last collective calls, in a ring of slots of fixed size. Recording takes no
-// lock and no memory and costs some tens of nanoseconds; nor does reading, so that a signal handler can do it
-// while other threads record (guard/flight_dump.h).
+// The flight recorder: a rank's last collective calls, in a ring of slots of fixed size. Recording and
+// reading take no lock and allocate nothing, so that a signal handler can read while other threads record
+// (guard/flight_dump.h). Recording costs some tens of nanoseconds.
 
 #include <array>
 #include <atomic>
@@ -58,18 +58,18 @@ struct CallSizes {
   bool operator==(const CallSizes&) const = default;
 };
 
-/// A group as the recorder knows it.
+/// The recorder's description of a group.
 struct GroupRecord {
   std::string name;
-  std::string purpose;     ///< groups with other purposes have calls, and numbers, of their own
-  std::vector<int> ranks;  ///< of the job
-  int index = 0;           ///< of this recorder's groups
+  std::string purpose;     ///< groups of the same ranks with other purposes number their calls separately
+  std::vector<int> ranks;  ///< world ranks
+  int index = 0;           ///< position among this recorder's groups
   const GroupRecord* previous = nullptr;
 };
 
 /// One call. Texts are copies: a label may be gone when the ring is read.
 struct CallRecord {
-  uint64_t number = 0;  ///< of this rank's calls, from 0
+  uint64_t number = 0;  ///< position among this rank's calls, from 0
   /// Number among the group's collectives, from 0: equal on all members for the same call. Send and receive:
   /// number among those from the sender to the receiver.
   uint64_t sequence = 0;
@@ -85,24 +85,24 @@ struct CallRecord {
   c10::ScalarType dtype = c10::ScalarType::Undefined;
   CallState state = CallState::Launched;
   int8_t reduce = -1;       ///< all_reduce: a ReduceOp
-  bool background = false;  ///< from a thread beside the training (BackgroundCalls)
+  bool background = false;  ///< from a background thread (BackgroundCalls)
 
-  /// Cuts off the beginning of what is too long: the end says more.
+  /// Cuts off the beginning of a long text: the end says more.
   void set_label(std::string_view phase_text, std::string_view module_text);
   /// "all_gather #12 of group 'dp_shard' (fsdp::all_gather layers.3)"
   std::string describe() const;
 };
 static_assert(std::is_trivially_copyable_v<CallRecord>);
 
-/// What a rank is doing; `name` lives as long as the process.
+/// A rank's current activity; `name` lives as long as the process.
 struct Activity {
   const char* name = "";
   int64_t step = 0;
   int64_t since_ns = 0;  ///< steady clock
 };
 
-/// While it lives, its thread's calls count as work beside the training, such as a checkpoint that is written
-/// meanwhile: a rank that stands still doesn't wait for them.
+/// While it lives, its thread's calls count as background work, such as writing a checkpoint: a stalled rank
+/// doesn't wait for them.
 class BackgroundCalls {
  public:
   BackgroundCalls();
@@ -118,23 +118,23 @@ class BackgroundCalls {
 class FlightRecorder {
  public:
   static constexpr size_t kDefaultEntries = 2048;
-  /// The ring's least size: it has to know which call a rank waits in, however few are kept for the files.
+  /// The ring's minimum size: it must hold the call that a rank waits in, however few are kept for the files.
   static constexpr size_t kLeastSlots = 1024;
-  /// snapshot() and files have the last `num_entries`; 0: none.
+  /// snapshot() and files have the last `num_entries` calls; 0: none.
   explicit FlightRecorder(size_t num_entries = kDefaultEntries, size_t least_slots = kLeastSlots);
   ~FlightRecorder();
   FlightRecorder(const FlightRecorder&) = delete;
   FlightRecorder& operator=(const FlightRecorder&) = delete;
 
-  /// Fills in `number` and `start_ns`; returns the number, to be handed to the others.
+  /// Fills in `number` and `start_ns`; returns the number, for the functions below.
   uint64_t start(CallRecord call) noexcept;
   /// From now on the host waits for it.
   void wait(uint64_t number) noexcept;
   void finish(uint64_t number, CallState state) noexcept;
-  /// The device continues with it by itself: sweep() calls `done`, which must not wait. If it throws, the
-  /// call has failed.
+  /// For a call that the device finishes by itself: sweep() calls `done`, which must not wait. If it throws,
+  /// the call has failed.
   void finish_when(uint64_t number, std::function<bool()> done);
-  /// Finishes the calls whose devices are done with them.
+  /// Finishes the calls that their devices have completed.
   void sweep() noexcept;
 
   /// The calls that are kept, oldest first.
@@ -176,7 +176,7 @@ class FlightRecorder {
   std::unique_ptr<Slot[]> ring_;
   std::atomic<uint64_t> next_{0};
 
-  std::mutex mutex_;  // for writers of what follows
+  std::mutex mutex_;  // for writers of the members below
   std::vector<std::unique_ptr<GroupRecord>> groups_;
   std::atomic<const GroupRecord*> last_group_{nullptr};
 

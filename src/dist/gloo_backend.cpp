@@ -51,6 +51,18 @@ std::string own_address_towards(const addrinfo& there) {
   return text;
 }
 
+using Gloo = c10d::ProcessGroupGloo;
+
+auto make_devices(const GlooAddress& address) {
+  decltype(Gloo::Options::devices) devices;
+  for (const auto& interface : address.interfaces)
+    devices.push_back(Gloo::createDeviceForInterface(interface));
+  if (!devices.empty()) return devices;
+  devices.push_back(address.address.empty() ? Gloo::createDefaultDevice()
+                                            : Gloo::createDeviceForHostname(address.address));
+  return devices;
+}
+
 }  // namespace
 
 std::string address_towards(const std::string& host) {
@@ -75,26 +87,11 @@ GlooAddress choose_gloo_address(const std::optional<std::string>& interfaces, bo
   return address;
 }
 
-namespace {
-
-using Gloo = c10d::ProcessGroupGloo;
-
-auto make_devices(const GlooAddress& address) {
-  decltype(Gloo::Options::devices) devices;
-  for (const auto& interface : address.interfaces)
-    devices.push_back(Gloo::createDeviceForInterface(interface));
-  if (!devices.empty()) return devices;
-  devices.push_back(address.address.empty() ? Gloo::createDefaultDevice()
-                                            : Gloo::createDeviceForHostname(address.address));
-  return devices;
-}
-
-}  // namespace
-
 c10::intrusive_ptr<c10d::Backend> make_gloo_group(const GroupSpec& spec, const GlooAddress& address) {
   auto options = Gloo::Options::create(spec.timeout);
   options->devices = make_devices(address);
-  // Calls of one group may overlap (a gather of the next layer, a reduction of the last), one thread each.
+  // Calls of one group may overlap (a gather of the next layer, a reduction of the last): one thread for
+  // each.
   options->threads = 2 * static_cast<int>(options->devices.size());
   return c10::make_intrusive<Gloo>(spec.store, spec.rank, spec.size, options);
 }

@@ -1,7 +1,7 @@
-// Collectives among the ranks of one host. The group's one thread does calls in order: it posts where this
-// rank's tensor is, meets each peer, reads its part of the peer's tensor, and finishes. It visits the peers
-// beginning with the next rank, so that not all read from one; sums are still added in rank order, so that
-// every run gives the same bits.
+// Collectives among the ranks of one host. The group's one thread runs calls in order: it posts the address
+// of this rank's tensor, meets each peer, reads its part of the peer's tensor, and finishes. It visits the
+// peers beginning with the next rank, so that not all ranks read from the same one; sums are still added in
+// rank order, so that every run gives the same bits.
 
 #include <fcntl.h>
 #include <linux/futex.h>
@@ -32,6 +32,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "core/process.h"
 #include "dist/backends.h"
 #include "dist/flight_record.h"
 #include "dist/host_sum.h"
@@ -53,8 +54,8 @@ void futex_wake_all(std::atomic<uint32_t>& word) {
   syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-/// Rank 0 makes it: a file without a name that goes with the last process that has it open. The others open
-/// it through rank 0's descriptor.
+/// Rank 0 makes a file without a name, which disappears with the last process that has it open. The others
+/// open it through rank 0's descriptor.
 int make_shared_file(c10d::Store& store, size_t bytes) {
   int file = memfd_create("titan_group", MFD_CLOEXEC);
   if (file >= 0 && ftruncate(file, static_cast<off_t>(bytes)) != 0) {
@@ -84,7 +85,7 @@ bool read_process(int pid, const void* source, void* target, uint64_t bytes) {
   return true;
 }
 
-/// What a rank posts for one call. `op` and `bytes` must be equal on all ranks, or the call fails.
+/// A rank's description of one call. `op` and `bytes` must be equal on all ranks, or the call fails.
 struct Posting {
   uint32_t op = 0;  ///< a CollectiveOp
   uint64_t bytes = 0;
@@ -92,8 +93,8 @@ struct Posting {
 };
 
 /// The meeting place of a group's ranks on one host: a small block of shared memory in which each rank posts
-/// its call and where its tensor is. The others copy from there with process_vm_readv: once, without sockets
-/// or staging buffers.
+/// its call and the address of its tensor. The others copy the tensor with process_vm_readv: once, without
+/// sockets or staging buffers.
 class HostChannel {
  public:
   explicit HostChannel(const GroupSpec& spec)
@@ -108,11 +109,11 @@ class HostChannel {
   HostChannel(const HostChannel&) = delete;
   HostChannel& operator=(const HostChannel&) = delete;
 
-  // The ranks find out by trying whether the kernel or container allows this: all of them attach(), agree
-  // (over sockets) that all could, do the same for can_read(), and drop the channel otherwise.
+  // The ranks try whether the kernel or container allows this: all of them attach(), agree (over sockets)
+  // that all could, do the same for can_read(), and drop the channel otherwise.
 
   bool attach(c10d::Store& store) {
-    // Where Yama lets only ancestors read a process (ptrace_scope 1), this lets every process of the same
+    // If Yama lets only ancestors read a process (ptrace_scope 1), this admits every process of the same
     // user.
     prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
     const int file = rank_ == 0 ? make_shared_file(store, block_bytes_) : open_shared_file(store);
@@ -123,7 +124,7 @@ class HostChannel {
     else
       close(file);
     if (memory == MAP_FAILED) return false;
-    // Fresh pages are zero, which is what every field starts from.
+    // Fresh pages are zero, the initial value of every field.
     block_ = static_cast<Block*>(memory);
     Slot& mine = slot(rank_);
     mine.token = kToken + static_cast<uint64_t>(rank_);
@@ -157,10 +158,10 @@ class HostChannel {
     ring();
   }
 
-  /// Waits until `peer` is at this call too. Throws Error naming it when it doesn't come in time, has ended,
+  /// Waits until `peer` makes this call, too. Throws Error that names it if it doesn't in time, has ended,
   /// gave up, or made another call.
   void meet(int peer) {
-    wait_for(peer, slot(peer).posted, "come to");
+    wait_for(peer, slot(peer).posted, "make");
     // Nobody posts the next call before all have finished this one, so the posting belongs to this call.
     const Posting& theirs = slot(peer).posting;
     if (theirs.op == mine_.op && theirs.bytes == mine_.bytes) return;
@@ -175,10 +176,10 @@ class HostChannel {
     const Slot& theirs = slot(peer);
     const auto* source = static_cast<const char*>(theirs.posting.address) + offset;
     if (!read_process(theirs.pid, source, target, bytes))
-      fail(peer, str("can't be read: ", std::strerror(errno)));
+      fail(peer, str("can't be read: ", errno_text(errno)));
   }
 
-  /// Says that this rank is done reading, and waits until the others are.
+  /// Announces that this rank is done reading, and waits until the others are.
   void finish() {
     slot(rank_).finished.store(call_);
     ring();
@@ -188,7 +189,7 @@ class HostChannel {
  private:
   using Clock = std::chrono::steady_clock;
 
-  // Each has a cache line and its neighbor: ranks write their own slot only.
+  // Each slot takes two neighboring cache lines: a rank writes only its own.
   struct alignas(128) Slot {
     std::atomic<uint64_t> posted;    // the number of the call that is posted
     std::atomic<uint64_t> finished;  // the number of the last call whose reads are done
@@ -231,7 +232,7 @@ class HostChannel {
     const Slot& theirs = slot(peer);
     const bool ended = kill(theirs.pid, 0) != 0 && errno == ESRCH;
     const bool gave_up = theirs.gave_up.load();
-    // It may have done its part just before it left.
+    // It may have done its part just before it ended.
     if ((!ended && !gave_up) || value.load() >= call_) return;
     fail(peer, ended ? str("has ended (its pid was ", theirs.pid.load(), ")")
                      : "gave up after an error of its own");
@@ -252,7 +253,7 @@ class HostChannel {
   int file_ = -1;  // rank 0's, until all have opened it
   uint64_t call_ = 0;
   Posting mine_;
-  std::string broken_;  // after an error the ranks are out of step: every later call fails
+  std::string broken_;  // after an error the ranks have lost their common order: every later call fails
 };
 
 // ---- the calls
@@ -265,7 +266,7 @@ class HostWork final : public c10d::Work {
   void complete(std::exception_ptr error) { finish(std::move(error)); }
 };
 
-/// A thread that does the calls it is given, in order. Ends when all are done.
+/// A thread that runs the given calls in order. Ends when all are done.
 class Worker {
  public:
   Worker() : thread_([this] { run(); }) {}
@@ -371,8 +372,9 @@ class HostCollectives {
   }
 
   void all_reduce(const at::Tensor& tensor, ReduceOp op) {
-    // Few elements: every rank reduces all of them. More: every rank reduces its stretch, then they are
-    // gathered. Either way the result is kept aside until all have read the tensor that it goes to.
+    // Few elements: every rank reduces all of them. More: every rank reduces a stretch, then the stretches
+    // are gathered. Either way the result is kept aside until all ranks have read the tensor that it
+    // replaces.
     const int64_t n = tensor.numel(), few = 1024;
     const int64_t stretch = n <= few ? n : (n + size() - 1) / size();
     const int64_t start = n <= few ? 0 : std::min(n, rank() * stretch), length = std::min(n - start, stretch);
@@ -432,7 +434,7 @@ class HostCollectives {
     }
   }
 
-  /// Reuses the last one if it fits: a run reduces few types.
+  /// Reuses the last reducer if it fits: a run reduces few types.
   Reducer* reducer_of(at::ScalarType dtype, ReduceOp op) {
     if (!reducer_ || reducer_dtype_ != dtype || reducer_op_ != op) {
       reducer_ = make_reducer(dtype, op);
@@ -492,7 +494,7 @@ class HostBackend final : public c10d::Backend {
   WorkPtr recv(Tensors& tensors, int peer, int tag) override { return sockets_->recv(tensors, peer, tag); }
 
  private:
-  /// Before the call rather than in its middle, where an error would leave the ranks out of step.
+  /// Checked before the call, because an error inside it would make the ranks lose their common order.
   static void check_dtype(const at::Tensor& tensor) {
     TITAN_CHECK(can_reduce(tensor.scalar_type()), "ranks of one host can't reduce ", tensor.scalar_type());
   }

@@ -9,8 +9,8 @@
 
 #include "titan/core/error.h"
 
-// The loops are plain; the compiler makes them as wide as the processor at hand. Not under sanitizers, whose
-// run time isn't up when the loader chooses a clone.
+// Plain loops, which the compiler clones for several vector widths. Not under sanitizers, whose runtime isn't
+// ready when the loader chooses a clone.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__) && \
     !defined(__SANITIZE_THREAD__)
 #define TITAN_WIDE \
@@ -22,7 +22,7 @@
 namespace titan::dist {
 namespace {
 
-// By bits, so that the loops vectorize. NaN stays NaN, whose mantissa could be rounded to infinity.
+// Rounds bits, so that the loops vectorize. NaN is handled apart: rounding its mantissa could give infinity.
 inline uint16_t to_bfloat16(float value) {
   const uint32_t bits = __builtin_bit_cast(uint32_t, value);
   const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;

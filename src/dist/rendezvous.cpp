@@ -1,7 +1,7 @@
 // [Note: rendezvous]
 // The ranks meet at a c10d store, which rank 0 serves and the others connect to. Each registers its rank, its
-// host and the address of that; the last one to come declares the rendezvous complete, and whoever finds that
-// the job can't come together declares the reason instead, so that every rank reports the same.
+// host and the host's address; the last one declares the rendezvous complete. A rank that finds that the job
+// can't start declares the reason instead, so that every rank reports the same.
 
 #include "dist/rendezvous.h"
 
@@ -42,28 +42,13 @@ bool accepts_connection(const addrinfo& address) {
   return accepted;
 }
 
-}  // namespace
-
-bool accepts_connections(const std::string& host, int port) {
-  addrinfo hints{}, *found = nullptr;
-  hints.ai_socktype = SOCK_STREAM;
-  if (getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found) != 0) return false;
-  bool accepted = false;
-  for (const auto* address = found; address && !accepted; address = address->ai_next)
-    accepted = accepts_connection(*address);
-  freeaddrinfo(found);
-  return accepted;
-}
-
-namespace {
-
 using Clock = std::chrono::steady_clock;
 using Milliseconds = std::chrono::milliseconds;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
 double seconds(Milliseconds time) { return static_cast<double>(time.count()) / 1000; }
 
-/// c10d prints a stack trace for every time-out that becomes a message of our own.
+/// Silences c10d, which prints a stack trace for every time-out that is reported here anyway.
 class QuietC10d {
  public:
   QuietC10d() : before_(FLAGS_caffe2_log_level) { FLAGS_caffe2_log_level = c10::GLOG_FATAL; }
@@ -86,7 +71,8 @@ struct Wait {
   void sleep(Milliseconds time) const { std::this_thread::sleep_for(std::min(time, left())); }
 };
 
-/// c10d's client waits up to a second between its tries; ranks start within milliseconds of each other.
+/// c10d's client waits up to a second between its tries; this waits less, because ranks start within
+/// milliseconds of each other.
 bool wait_for_server(const Launch& launch, const Wait& wait) {
   auto pause = Milliseconds(2);
   while (!accepts_connections(launch.store_host, launch.store_port)) {
@@ -102,10 +88,10 @@ std::string where(const Launch& launch) { return str(launch.store_host, ":", lau
 std::string no_store(const Launch& launch, const Wait& wait) {
   return str("rank ", launch.rank, " of ", launch.size, " found no store at ", where(launch), " within ",
              seconds(wait.timeout),
-             " s, missing: 0 (rank 0 serves it; are MASTER_ADDR and MASTER_PORT its own?)");
+             " s, missing: 0 (rank 0 serves it; do MASTER_ADDR and MASTER_PORT name rank 0's host?)");
 }
 
-// No constructor of a store waits for the other ranks: wait_until_ready names those that don't come.
+// The store's constructor doesn't wait for the other ranks: wait_until_ready names the missing ones.
 c10d::TCPStoreOptions store_options(const Launch& launch, int port, Milliseconds timeout) {
   c10d::TCPStoreOptions options;
   options.port = static_cast<std::uint16_t>(port);
@@ -120,11 +106,11 @@ StorePtr with_prefix(c10::intrusive_ptr<c10d::TCPStore> store) {
 }
 
 // [Note: torchrun's store]
-// The agent's store outlives the ranks that it restarts, and so do their keys; nor do the agents of several
-// hosts count restarts alike. So that store is only a notice board: rank 0, which runs on the same host,
-// serves a store of its own and posts its port. A port that an earlier rank 0 posted is found closed, since
-// agents end all ranks before they start new ones; or it was taken by another process by now, which may be
-// another job of ours with the same keys. So a number is posted with it that only the right store has, too.
+// The agent's store and the ranks' keys in it outlive the ranks that the agent restarts, and the agents of
+// several hosts don't count restarts alike. So that store is only a notice board: rank 0, which runs on the
+// same host, serves a store of its own and posts its port. A port that an earlier rank 0 posted is closed,
+// since agents end all ranks before they start new ones. Or another process has taken it since, perhaps of
+// another job with the same keys. So rank 0 also posts a number that only the right store contains.
 constexpr const char* kOwnPort = "titan/port";
 constexpr const char* kOwnNumber = "own_number";
 
@@ -147,7 +133,7 @@ StorePtr serve_and_post(const Launch& launch, const Wait& wait) {
   return store;
 }
 
-/// Returns null if nobody listens there, or not the store that has this number.
+/// Returns null unless the store with this number listens there.
 StorePtr open_numbered_store(const Launch& launch, int port, const std::string& number, const Wait& wait) {
   if (!accepts_connections(launch.store_host, port)) return nullptr;
   const auto options = store_options(launch, port, std::min(Milliseconds(5000), wait.left()));
@@ -160,7 +146,7 @@ StorePtr open_numbered_store(const Launch& launch, int port, const std::string& 
   }
 }
 
-/// Opens the store of this start's rank 0. Until that is there, the posted port may be an earlier one.
+/// Opens the store of the current rank 0. Until it exists, the posted port may be an earlier rank 0's.
 StorePtr open_posted_store(const Launch& launch, const Wait& wait) {
   const StorePtr board = open_agent_store(launch, wait);
   while (true) {
@@ -207,24 +193,24 @@ StorePtr open_store(const Launch& launch, const Wait& wait) {
 
 std::string key_of(int rank) { return str("rank/", rank); }
 
-// All ranks wait for this key. Its value is kOk, or why the job can't come together.
+// All ranks wait for this key. Its value is kOk, or the reason why the job can't start.
 constexpr const char* kVerdict = "verdict";
 constexpr const char* kOk = "ok";
 
 void condemn(c10d::Store& store, const Launch& launch, const std::string& reason) {
   store.set(kVerdict, reason);
-  // The server's process is about to end, and the store with it.
+  // The others need time to read it: this process serves the store and is about to end.
   if (launch.rank == 0) std::this_thread::sleep_for(Milliseconds(500));
 }
 
-/// Returns what is wrong with this rank, "" if nothing.
+/// Returns the problem with this rank, or "".
 std::string register_rank(c10d::Store& store, const Launch& launch) {
   const std::string size = std::to_string(launch.size);
   const std::string agreed = store.compareSet("world_size", "", str(size, " ", launch.rank));
   if (std::stoi(agreed) != launch.size) {
-    return str("rank ", launch.rank, " was told a world of ", launch.size, ", rank ",
-               agreed.substr(agreed.find(' ') + 1), " one of ", std::stoi(agreed),
-               ": WORLD_SIZE has to be the same on all ranks");
+    return str("rank ", launch.rank, " has WORLD_SIZE ", launch.size, ", rank ",
+               agreed.substr(agreed.find(' ') + 1), " has ", std::stoi(agreed),
+               ": set the same on all ranks");
   }
   const auto claims = store.add(str("claims/", launch.rank), 1);
   if (claims > 1) {
@@ -246,7 +232,7 @@ std::string missing_peers(c10d::Store& store, const Launch& launch, const Wait& 
   std::vector<int> missing;
   for (int rank = 0; rank < launch.size; ++rank)
     if (!store.check({key_of(rank)})) missing.push_back(rank);
-  return str(missing.size(), " of ", launch.size, " ranks didn't come to ", where(launch), " within ",
+  return str(missing.size(), " of ", launch.size, " ranks didn't connect to ", where(launch), " within ",
              seconds(wait.timeout), " s, missing: ", list_ranks(missing));
 }
 
@@ -277,6 +263,17 @@ std::vector<Peer> read_peers(c10d::Store& store, const Launch& launch) {
 }
 
 }  // namespace
+
+bool accepts_connections(const std::string& host, int port) {
+  addrinfo hints{}, *found = nullptr;
+  hints.ai_socktype = SOCK_STREAM;
+  if (getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found) != 0) return false;
+  bool accepted = false;
+  for (const auto* address = found; address && !accepted; address = address->ai_next)
+    accepted = accepts_connection(*address);
+  freeaddrinfo(found);
+  return accepted;
+}
 
 StorePtr make_private_store() { return c10::make_intrusive<c10d::HashStore>(); }
 
@@ -314,11 +311,11 @@ void leave(c10d::Store& store, const Launch& launch) {
 }
 
 // [Note: names of peers]
-// Every connection that LibTorch makes to a store asks for the name of the other side, for messages that
-// hardly anybody prints. No local file knows 127.0.0.1 as it is written there (::ffff:127.0.0.1), so even on
-// one host a name server is asked, and where that doesn't answer, a connection takes 5 s or 10
-// (github.com/pytorch/pytorch/issues/159007). There is no setting for it. So this function takes the place of
-// libc's getnameinfo: LibTorch gets addresses in place of names; all other calls go on to libc unchanged.
+// Every connection that LibTorch makes to a store asks for the name of the other side, for messages that are
+// hardly ever printed. No local file knows 127.0.0.1 as it is written there (::ffff:127.0.0.1), so even on
+// one host a name server is asked, and if it doesn't answer, a connection takes 5 or 10 s
+// (github.com/pytorch/pytorch/issues/159007). There is no setting for it. So this function replaces libc's
+// getnameinfo: LibTorch gets addresses instead of names; all other calls reach libc unchanged.
 
 int name_flags(const void* code, int flags) {
   Dl_info library{};

@@ -16,10 +16,10 @@ class Store;
 
 namespace titan::dist {
 
-/// What a rank tells the others about itself.
+/// A rank's description of itself for the others.
 struct Peer {
   std::string host;     ///< host_identity()
-  std::string address;  ///< of its host, on the route to the store; "": a loopback one, or unknown
+  std::string address;  ///< the host's, on the route to the store; "" for a loopback or unknown one
 };
 
 struct Rendezvous {
@@ -27,9 +27,9 @@ struct Rendezvous {
   std::vector<Peer> peers;  ///< by rank
 };
 
-/// Meets the other ranks. Throws Error that lists the ranks that haven't come within `timeout`, and
-/// ConfigError when two processes claim one rank or were told different world sizes. A world of one gets a
-/// store in memory: no socket.
+/// Meets the other ranks. Throws Error that lists the ranks missing after `timeout`, and ConfigError if two
+/// processes claim one rank or have different world sizes. A world of one gets a store in memory, without a
+/// socket.
 Rendezvous meet(const Launch& launch, std::chrono::milliseconds timeout);
 
 /// A store of this process alone.
@@ -42,8 +42,8 @@ void leave(c10d::Store& store, const Launch& launch);
 /// Whether something listens there.
 bool accepts_connections(const std::string& host, int port);
 
-/// getnameinfo's flags for a call from the code at `code`: a library of LibTorch's gets no names
-/// ([Note: names of peers] in rendezvous.cpp).
+/// getnameinfo's flags for a call from the code at `code`: LibTorch's libraries get no names ([Note: names of
+/// peers] in rendezvous.cpp).
 int name_flags(const void* code, int flags);
 
 }  // namespace titan::dist

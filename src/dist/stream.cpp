@@ -10,6 +10,17 @@ namespace {
 
 bool has_streams(at::Device device) { return !device.is_cpu() && !device.is_meta(); }
 
+struct StreamNames {
+  std::mutex mutex;
+  std::vector<NamedStream> list;
+};
+
+// LibTorch's pools of streams belong to the process, and so do these names.
+StreamNames& stream_names() {
+  static StreamNames names;
+  return names;
+}
+
 }  // namespace
 
 Stream Stream::current(at::Device device) {
@@ -65,21 +76,6 @@ StreamGuard::StreamGuard(const Stream& stream) {
 StreamGuard::~StreamGuard() {
   if (previous_) c10::impl::VirtualGuardImpl(previous_->device_type()).exchangeStream(*previous_);
 }
-
-namespace {
-
-struct StreamNames {
-  std::mutex mutex;
-  std::vector<NamedStream> list;
-};
-
-// LibTorch's pools of streams belong to the process, and so do these names.
-StreamNames& stream_names() {
-  static StreamNames names;
-  return names;
-}
-
-}  // namespace
 
 void name_stream(std::string name, const Stream& stream) {
   if (!stream.on_device()) return;

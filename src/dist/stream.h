@@ -50,7 +50,7 @@ class Stream {
   std::optional<c10::Stream> stream_;
 };
 
-/// A moment in a stream. Move-only; an empty event (default-made, or the CPU's) is always done.
+/// A moment in a stream. Move-only; an empty event (default-constructed, or the CPU's) is always done.
 class Event {
  public:
   Event() = default;

@@ -10,8 +10,8 @@
 
 namespace titan::dist {
 
-/// A range from here to the end of the scope. Without a profiler it costs a look at two thread-local lists,
-/// and the name isn't made.
+/// A range from here to the end of the scope. Without a profiler it costs a look at two thread-local lists
+/// and builds no name.
 class TraceRange {
  public:
   /// `name()` returns a string, or something that converts to a string_view.

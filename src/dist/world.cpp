@@ -1,7 +1,7 @@
 // [Note: world]
-// dist::init finds out who started this process, chooses device and backend, and meets the other ranks. A new
-// group is connected (gloo or NCCL), then checked by a known sum; after that sum no member needs the store
-// for it any more.
+// dist::init detects the launcher, chooses device and backend, and meets the other ranks. A new group is
+// connected (gloo or NCCL), then checked by a known sum; after that sum no member needs the store for it any
+// more.
 
 #include "titan/dist/world.h"
 
@@ -73,7 +73,7 @@ std::shared_ptr<Group> World::Impl::make_group(const std::vector<int>& ranks, co
       backends = make_backends(ranks, name, key, static_cast<int>(me - ranks.begin()));
     } catch (const c10::Error& error) {
       throw Error(str("rank ", launch.rank, " couldn't join group '", name, "' of ", ranks.size(),
-                      " ranks: ", error.what_without_backtrace()));
+                      " ranks: ", reason_of(error)));
     }
   }
   std::unique_ptr<CallChecker> checker;
@@ -125,8 +125,8 @@ std::shared_ptr<Group> World::group(const std::vector<int>& ranks, const std::st
                                     const std::string& purpose) const {
   TITAN_CHECK(!ranks.empty() && std::is_sorted(ranks.begin(), ranks.end(), std::less_equal<>()) &&
                   ranks.front() >= 0 && ranks.back() < size(),
-              "group '", name, "' wants ascending ranks of a world of ", size(), ", got ", ranks.size(),
-              " others");
+              "group '", name, "' needs ranks in ascending order, below ", size(), "; its ", ranks.size(),
+              " ranks aren't");
   std::lock_guard lock(impl_->mutex);
   auto& group = impl_->groups[{ranks, purpose}];
   if (!group) group = impl_->make_group(ranks, name, purpose);
@@ -139,11 +139,11 @@ std::shared_ptr<Group> World::everyone() const {
   return group(ranks, "world");
 }
 
-// dist::init: who started us, which device and backend, meeting the others.
+// ---- dist::init: detects the launcher, chooses device and backend, and meets the other ranks
 
 namespace {
 
-/// Fills in the position among the ranks of the same host where the launcher didn't say.
+/// Fills in the position among the ranks of the same host if the launcher didn't say.
 void count_local_ranks(Launch& launch, const std::vector<Peer>& peers) {
   if (launch.local_rank >= 0 && launch.local_size > 0) return;
   int before = 0, all = 0;
@@ -156,7 +156,7 @@ void count_local_ranks(Launch& launch, const std::vector<Peer>& peers) {
   if (launch.local_size < 1) launch.local_size = std::max(all, launch.local_rank + 1);
 }
 
-/// A host to find the route to the others by: the store's; on the store's own host, another rank's.
+/// A host on the route to the others: the store's host, or on that host another rank's.
 std::string other_host(const Launch& launch, const std::vector<Peer>& peers) {
   const auto other = std::ranges::find_if(peers, [](const Peer& peer) { return !peer.address.empty(); });
   return peers[launch.rank].address.empty() && other != peers.end() ? other->address : launch.store_host;
@@ -187,7 +187,7 @@ void choose_device(World::Impl& world) {
   const int num_devices = world.devices->num_devices();
   if (world.backend == "nccl" && world.launch.local_size > num_devices) {
     throw ConfigError(str(world.launch.local_size, " ranks on a host with ", num_devices,
-                          " visible GPUs: NCCL wants a GPU for each (gloo lets ranks share one)"));
+                          " visible GPUs: NCCL needs one GPU per rank (gloo lets ranks share one)"));
   }
   const int index = world.launch.local_rank % num_devices;
   world.devices->set_device(index);
@@ -211,6 +211,19 @@ World make_fake_world(const InitOptions& options) {
   impl->store = make_private_store();
   impl->recorder = std::make_shared<FlightRecorder>(options.flight_entries);
   return World(std::move(impl));
+}
+
+constexpr const char* kFirst = "titan/first_failure";
+constexpr const char* kNumReports = "titan/failures_reported";
+
+// Enough for a failure to pass through a pipeline, from neighbor to neighbor.
+constexpr auto kGrace = std::chrono::seconds(2);
+
+// Rank 0's process keeps the store, and doesn't exit until the others have reported. A lost rank never does.
+void wait_for_reports(c10d::Store& store, int num_ranks) {
+  const auto end = std::chrono::steady_clock::now() + kGrace;
+  while (store.add(kNumReports, 0) + 1 < num_ranks && std::chrono::steady_clock::now() < end)
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
 }
 
 }  // namespace
@@ -243,39 +256,21 @@ World init(const InitOptions& options) {
   return world;
 }
 
-namespace {
-
-constexpr const char* kFirst = "titan/first_failure";
-constexpr const char* kTold = "titan/failures_told";
-
-// A failure takes no longer to pass through a pipeline, from neighbor to neighbor.
-constexpr auto kGrace = std::chrono::seconds(2);
-
-// Rank 0's process keeps the store, and waits with its end until the others have told. A lost rank never
-// will.
-void wait_until_told(c10d::Store& store, int num_ranks) {
-  const auto end = std::chrono::steady_clock::now() + kGrace;
-  while (store.add(kTold, 0) + 1 < num_ranks && std::chrono::steady_clock::now() < end)
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));
-}
-
-}  // namespace
-
 std::string tell_failure(const World& world, const std::string& message,
                          const std::function<void()>& let_go) {
   const std::string mine = str("rank ", world.rank(), ": ", message);
   if (world.size() == 1) return "";
-  bool is_told = false;
+  bool has_reported = false;
   try {
     c10d::Store& store = world.store();
     const std::string first = store.compareSet(kFirst, "", mine);
-    store.add(kTold, 1);
-    is_told = true;
+    store.add(kNumReports, 1);
+    has_reported = true;
     let_go();
-    if (world.rank() == 0 && world.backend() != "fake") wait_until_told(store, world.size());
+    if (world.rank() == 0 && world.backend() != "fake") wait_for_reports(store, world.size());
     return first == mine ? "" : first;
   } catch (const std::exception&) {
-    if (!is_told) let_go();
+    if (!has_reported) let_go();
     return "probably rank 0 of the job: the store that it, or its launcher, keeps is gone";
   }
 }

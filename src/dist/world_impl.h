@@ -1,6 +1,6 @@
 #pragma once
 
-// What a World holds. world.cpp fills it in and makes its groups.
+// The state of a World. world.cpp fills it in and makes its groups.
 
 #include <chrono>
 #include <exception>
@@ -36,7 +36,7 @@ struct World::Impl {
   std::vector<std::string> hosts;  // by rank
   bool direct_memory = true;
   std::shared_ptr<FlightRecorder> recorder;
-  std::unique_ptr<SideThread> sweep;  // asks twice a second what the device is done with; null: no device
+  std::unique_ptr<SideThread> sweep;  // sweeps the recorder twice a second; null without a device
   bool check_collectives = false;
 
   std::mutex mutex;

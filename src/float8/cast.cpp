@@ -1,6 +1,6 @@
-// The casts as operations of the dispatcher: schemas, compositions of LibTorch's operations, shapes on the meta
-// device. CPU kernels register themselves in src/float8/cpu, CUDA kernels in the plugin. None of them is
-// differentiable: products are (src/ops).
+// The casts as operations of the dispatcher: schemas, compositions of LibTorch's operations, and shapes on
+// the meta device. CPU kernels register themselves in src/float8/cpu, CUDA kernels in the plugin. None of
+// these is differentiable; products are (src/ops).
 
 #include "float8/cast.h"
 
@@ -43,7 +43,7 @@ at::Tensor exponents_down(const at::Tensor& bits, at::ScalarType dtype) {
   return (at::bitwise_right_shift(bits, 23) - largest_exponent(dtype)).clamp_min(0);
 }
 
-// On a GPU, a division by a number would be a multiplication by its reciprocal.
+// On a GPU, LibTorch would replace division by a number with multiplication by its reciprocal.
 at::Tensor exponents_up(const at::Tensor& largest, at::ScalarType dtype) {
   const at::Tensor quotient = largest / at::full({}, largest_value(dtype), largest.options());
   const at::Tensor bits = quotient.view(at::kInt), exponent = at::bitwise_right_shift(bits, 23);
@@ -51,8 +51,8 @@ at::Tensor exponents_up(const at::Tensor& largest, at::ScalarType dtype) {
 }
 
 // [Note: factors of blocks] A block is multiplied by 2^(127 - exponent). For exponent 0 the factor is
-// torchao's: one bit less than that, or 1 where exponents are rounded up. Where the block isn't finite the
-// factor is 0: the scale alone makes its values NaN.
+// torchao's: half of that, or 1 if exponents are rounded up. If the block isn't finite, the factor is 0, and
+// the scale makes its values NaN.
 at::Tensor factors(const at::Tensor& exponents, bool round_up) {
   const at::Tensor bits = at::bitwise_left_shift(254 - exponents.clamp_min(1), 23);
   const at::Tensor factor = (bits.view(at::kFloat)).masked_fill(exponents.eq(kNotFinite), 0);
@@ -73,8 +73,8 @@ at::Tensor amax_many(at::TensorList xs) {
   return at::stack(found);
 }
 
-// A power of two has no fraction: its bits are the exponent's. A NaN stays as it is: without its fraction it
-// would be an infinity.
+// A power of two has only exponent bits and no fraction. A NaN stays unchanged, because without its fraction
+// it would be an infinity.
 at::Tensor scale_of(const at::Tensor& amax, at::ScalarType dtype, bool power_of_two) {
   const at::Tensor scale =
       (largest_value(dtype) / amax.to(at::kDouble).clamp_min(kSmallestAmax)).to(at::kFloat);
@@ -121,15 +121,16 @@ namespace {
 using DataAndScale = std::tuple<at::Tensor, at::Tensor>;
 
 TORCH_LIBRARY_FRAGMENT(titan, m) {
-  // Largest magnitude of x [N, K], fp32: [], along dim 1 [N, 1], along dim 0 [K, 1]; of each x, [n].
+  // Largest magnitude of x [N, K], fp32: [], along dim 1 [N, 1], along dim 0 [K, 1]; amax_many: [n], for each
+  // x.
   m.def("float8_amax(Tensor x, int? dim) -> Tensor");
   m.def("float8_amax_many(Tensor[] xs) -> Tensor");
   m.def("float8_scale(Tensor amax, ScalarType dtype, bool power_of_two) -> Tensor");
-  // scale: [], or one for each row of the result [N, K] ([K, N] if transposed).
+  // scale: [], or one per row of the result [N, K] ([K, N] if transposed).
   m.def("float8_cast(Tensor x, Tensor scale, ScalarType dtype, bool transposed) -> Tensor");
   // x [N, K] -> data [N, K'], exponents [N, K' / 32], K' whole blocks; transposed [K, N'].
   m.def("float8_cast_blocks(Tensor x, ScalarType dtype, bool round_up, bool transposed) -> (Tensor, Tensor)");
-  // All [], fp32. pending = max(pending, amax) if `records`.
+  // All tensors are [], fp32. pending = max(pending, amax) if `records`.
   m.def(
       "float8_delayed_scale(Tensor amax, Tensor(a!) pending, Tensor largest, ScalarType dtype, bool "
       "power_of_two, bool records) -> Tensor");
@@ -168,7 +169,7 @@ TORCH_LIBRARY_IMPL(titan, Meta, m) {
 }
 
 void check_matrix(const at::Tensor& x) {
-  TITAN_CHECK(x.dim() == 2 && x.numel() > 0, "float8: expected a matrix that isn't empty, got ", x.sizes());
+  TITAN_CHECK(x.dim() == 2 && x.numel() > 0, "float8: expected a nonempty matrix, got ", x.sizes());
 }
 
 }  // namespace
@@ -208,7 +209,7 @@ at::Tensor cast(const at::Tensor& x, const at::Tensor& scale, at::ScalarType dty
   TITAN_CHECK(
       x.dim() == 2 && scale.scalar_type() == at::kFloat && (scale.numel() == 1 || scale.numel() == rows),
       "float8: ", scale.scalar_type(), " scales ", scale.sizes(), " for ", x.sizes(),
-      transposed ? " transposed" : "", "; expected fp32, one or one for each of the result's rows");
+      transposed ? " transposed" : "", "; expected fp32, one scale or one per row of the result");
   return operation.call(x, scale, dtype, transposed);
 }
 
@@ -231,7 +232,7 @@ at::Tensor delayed_scale(const at::Tensor& amax, const DelayedScale& history, at
   return operation.call(amax, history.pending, history.largest, dtype, power_of_two, records);
 }
 
-// 2^(e - 127) by its bits; for 0 that is a denormal.
+// 2^(e - 127) from its bits; for e = 0 it is a denormal.
 at::Tensor block_values(const ops::ScaledMatrix& matrix) {
   const at::Tensor exponents = matrix.scale.contiguous().view(at::kByte).to(at::kInt).unsqueeze(2);
   const at::Tensor bits = at::where(exponents.eq(0), 0x00400000, exponents * 0x00800000);

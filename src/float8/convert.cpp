@@ -17,14 +17,14 @@ namespace titan::float8 {
 
 namespace {
 
-// What the hardware takes sizes in multiples of.
+// The number that the hardware requires sizes to be a multiple of.
 int64_t multiple_for(const Recipe& recipe) { return scales_blocks(recipe) ? kBlock : 16; }
 
 struct Sizes {
   int64_t in, out;
 };
 
-// torchao's thresholds. It calls the weight's rows N and its columns K.
+// torchao's thresholds; torchao calls the weight's rows N and its columns K.
 bool too_small(const std::string& recipe_name, const Sizes& size) {
   if (recipe_name == "tensorwise") return size.in <= 4096 && size.out <= 1024;
   return size.out <= 2048 || size.in <= 1024 || (size.out <= 4096 && size.in <= 2048);
@@ -82,8 +82,8 @@ std::vector<LayerChoice> convert(torch::nn::Module& root, const ConvertOptions& 
   check_filters(options.recipe_name, options.filter_fqns);
   const Recipe recipe = recipe_of(options);
   const auto make = [&] { return products(recipe, options.arithmetic, options.plain, options.gather); };
-  // Layers whose products come from `first` may share the casts of an input; each keeps the scales of its own
-  // weight.
+  // Layers whose products are copies of `first` may share the casts of an input; each keeps its own weight's
+  // scales.
   const auto first = make();
   const auto of_layer = [&] { return recipe.delayed.any() ? make() : first->for_parts({}); };
   std::vector<LayerChoice> choices;

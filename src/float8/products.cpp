@@ -19,7 +19,7 @@ namespace titan::float8 {
 
 // ---- one product of two matrices in 8 bits
 
-// Within a tile, vector v lies at 16 (v mod 32) + 4 (v / 32): four groups of 32 side by side.
+// Within a tile, vector v is at 16 (v mod 32) + 4 (v / 32): four groups of 32 side by side.
 at::Tensor blocked_layout(const at::Tensor& scale) {
   const auto missing_to = [](int64_t size, int64_t multiple) {
     return (multiple - size % multiple) % multiple;
@@ -36,11 +36,11 @@ at::Tensor blocked_layout(const at::Tensor& scale) {
 
 namespace {
 
-constexpr int64_t kAlignment = 16;  // of the summed dimension, in elements
+constexpr int64_t kAlignment = 16;  // the summed dimension is a multiple of this
 
 bool by_vector(const ops::ScaledMatrix& matrix) { return matrix.scale.numel() > 1; }
 
-// Contiguous rows of a length that the hardware takes. A zero adds nothing to a sum.
+// Contiguous rows, padded to a length that the hardware supports by zeros, which add nothing to a sum.
 at::Tensor aligned(const at::Tensor& data) {
   const int64_t rest = data.size(1) % kAlignment;
   if (rest == 0) return data.contiguous();
@@ -48,7 +48,7 @@ at::Tensor aligned(const at::Tensor& data) {
   return bytes.view(data.scalar_type());
 }
 
-// [vectors, 1], from either kind of scale.
+// Scales [vectors, 1], from either kind of scale.
 at::Tensor per_vector(const ops::ScaledMatrix& matrix) {
   const at::Tensor inverse = matrix.scale.reciprocal();
   return by_vector(matrix) ? inverse : inverse.expand({matrix.data.size(0), 1}).contiguous();
@@ -70,12 +70,12 @@ at::Tensor hardware_product(const ops::ScaledMatrix& a_NK, const ops::ScaledMatr
     return multiply(a_NK.scale.reciprocal().reshape({}), b_MK.scale.reciprocal().reshape({}),
                     options.out_dtype);
   const at::Tensor scale_a = per_vector(a_NK), scale_b = per_vector(b_MK).t();
-  // The kernel with a scale for each row returns only bf16, and is slow unless it accumulates fast. The kernel
-  // for whole matrices returns the sums in fp32, to be scaled afterwards.
+  // The kernel with a scale per row returns only bf16, and is slow without fast accumulation. The kernel for
+  // whole matrices returns the sums in fp32, which are scaled afterwards.
   if (options.fast_accumulation && options.out_dtype == at::kBFloat16)
     return multiply(scale_a, scale_b, options.out_dtype);
-  // Rounding to bf16 and scaling by a power of two commute (except for denormals): then the sums are half as
-  // wide.
+  // Rounding to bf16 and scaling by a power of two commute (except for denormals), so the sums can be bf16,
+  // which takes half the memory.
   const bool rounded_first = options.power_of_two_scales && options.out_dtype == at::kBFloat16;
   const at::Tensor one = at::ones({}, scale_a.options());
   return multiply(one, one, rounded_first ? at::kBFloat16 : at::kFloat)
@@ -97,13 +97,13 @@ namespace {
 
 // ---- scales of weights, which only change with the weights
 
-// The scales of one layer's weight, by its memory and version: the products of a step, its micro-batches and
-// recomputes look for a weight's largest magnitude once, with one pass over the weight and, with tensor
-// parallelism, one collective. Code that changes a parameter without an operation of LibTorch raises its
-// version, as FSDP does. For another weight, scales are made anew. Thread-safe.
+// The scales of one layer's weight, by its memory and version. All products of a step, its micro-batches and
+// recomputes compute a weight's largest magnitude once, with one pass over the weight and, with tensor
+// parallelism, one collective. Code that changes a parameter without an operation of LibTorch must raise its
+// version, as FSDP does. For another weight, scales are computed again. Thread-safe.
 class WeightScales {
  public:
-  // The scale of this `kind` for these values; `make` computes it.
+  // The scale of this `kind` for these values, computed by `make` if needed.
   at::Tensor of(const at::Tensor& weight, int64_t kind, const std::function<at::Tensor()>& make) {
     if (weight.is_inference()) return make();  // it has no version
     c10::StorageImpl* memory = weight.storage().unsafeGetStorageImpl();
@@ -126,12 +126,12 @@ class WeightScales {
   };
   struct Entry {
     Values values;
-    std::optional<Storage> keeps_address;  // no other storage gets this address while it is here
+    std::optional<Storage> keeps_address;  // keeps other storages from getting this address
     at::Tensor scale;
   };
 
   std::mutex mutex_;
-  std::map<int64_t, Entry> entries_;  // by kind: one or two
+  std::map<int64_t, Entry> entries_;  // by kind; one or two entries
 };
 
 // ---- scales of matrices
@@ -146,7 +146,7 @@ enum class Vectors { Rows, Columns };
 
 // How a matrix is spread over ranks.
 struct Spread {
-  const RankParts* parts = nullptr;  ///< null: it isn't
+  const RankParts* parts = nullptr;  ///< null: it isn't spread
   Vectors across = Vectors::Rows;    ///< each rank has a part of each of these vectors
 };
 
@@ -174,7 +174,7 @@ at::Tensor dynamic_scale(const at::Tensor& matrix, Vectors vectors, const Cast& 
 // A layer's history of a matrix.
 struct History {
   const DelayedScale* scale = nullptr;  ///< null: scales are dynamic
-  bool ready = false;                   ///< ranks agree without a collective
+  bool ready = false;                   ///< the ranks' histories agree, so no collective is needed
   bool records = false;                 ///< this cast belongs to a training step
 };
 
@@ -186,15 +186,15 @@ at::Tensor remembered_scale(const at::Tensor& matrix, const Cast& how, bool powe
   return delayed_scale(largest, *history.scale, how.dtype, power_of_two, history.records);
 }
 
-// Where vectors lie across ranks, a rank's part has to be whole blocks.
+// If vectors are spread over ranks, each rank's part must be whole blocks.
 ScaledMatrix cast_in_blocks(const at::Tensor& matrix, Vectors vectors, const Cast& how,
                             const BlockScaling& blocks, const Spread& spread) {
   const bool columns = vectors == Vectors::Columns;
   const int64_t length = matrix.size(columns ? 0 : 1);
   if (spread.parts && spread.across == vectors && length % kBlock != 0)
     throw ConfigError(titan::str(
-        "MXFP8: tensor parallelism over ", spread.parts->count(), " ranks leaves ", length, " of the ",
-        "features of a linear layer to a rank, which cuts its blocks of ", kBlock,
+        "MXFP8: tensor parallelism over ", spread.parts->count(), " ranks gives a rank ", length,
+        " features of a linear layer, which isn't a multiple of the block size ", kBlock,
         "; name the layer in quantize.linear.mx.filter_fqns, or use a smaller tensor_parallel_degree"));
   return cast_blocks(matrix, {.dtype = how.dtype,
                               .rounding = blocks.rounding,
@@ -263,13 +263,13 @@ class Float8Products final : public Products {
       weight.down_columns = weight_columns(weight);
     return weight;
   }
-  // A layer that is cut by columns gathers its input; one that is cut by rows gathers its output's gradient.
+  // A layer cut by columns gathers its input; a layer cut by rows gathers its output's gradient.
   Operand part(const at::Tensor& rows, ops::Pass pass, bool trains) const override {
     const bool forward = pass == ops::Pass::Forward;
     const RankParts* ranks = (forward ? layer_.spread.out : layer_.spread.in).get();
     if (!ranks || !(forward ? casts_input_once(*layer_.recipe) : casts_grad_once(*layer_.recipe)))
       return rows;
-    // Where scales are delayed, each rank would make a scale of its own.
+    // With delayed scales, each rank would compute a different scale.
     if ((forward ? input_history(trains) : grad_history()).scale) return rows;
     Operand part;
     part.dtype = rows.scalar_type();
@@ -297,7 +297,7 @@ class Float8Products final : public Products {
     layer.spread = parts;
     return std::make_shared<Float8Products>(std::move(layer));
   }
-  // Parts differ by the names they communicate under, not by their ranks: a model has one such axis.
+  // Parts differ in the names of their calls, not in their ranks, because a model has only one such axis.
   bool joins(const Products& other) const override {
     const auto* same = dynamic_cast<const Float8Products*>(&other);
     return same && same->layer_.recipe == layer_.recipe && same->layer_.scales == layer_.scales &&
@@ -327,7 +327,7 @@ class Float8Products final : public Products {
     if (x.down_columns.defined()) return x.down_columns;
     const Cast& how = layer_.recipe->grad_weight->right;
     if (layer_.recipe->output && shares(how, layer_.recipe->output->left, x)) return transposed(x, how);
-    // Nobody reads the values of a meta tensor ([Note: dropped tensors]): ranks needn't agree on them.
+    // A meta tensor has no values ([Note: dropped tensors]), so ranks needn't agree on a scale.
     const RankParts* ranks = x.values.is_meta() ? nullptr : layer_.spread.in.get();
     return cast_of(x, Vectors::Columns, how, {ranks, Vectors::Rows}, input_history(/*records=*/true));
   }
@@ -365,7 +365,7 @@ class Float8Products final : public Products {
     });
     return {cast(matrix, scale, how.dtype, vectors == Vectors::Columns), scale};
   }
-  // A split by columns keeps the weight's rows whole and cuts its columns.
+  // Split::Columns keeps the weight's rows whole and cuts its columns.
   Spread weight_spread() const {
     if (layer_.spread.in) return {layer_.spread.in.get(), Vectors::Rows};
     return {layer_.spread.out.get(), Vectors::Columns};
@@ -385,12 +385,12 @@ class Float8Products final : public Products {
     return history(layer_.recipe->delayed.grad_output, &LayerScales::grad_output, /*records=*/true);
   }
 
-  // With one scale for the matrix, the cast along rows also serves along columns.
+  // With one scale for the matrix, the cast along rows can be used along columns, too.
   static bool shares(const Cast& wanted, const Cast& done, const Operand& operand) {
     return wanted == done && wanted.granularity == Granularity::Matrix && operand.along_rows.scale.defined();
   }
-  // The hardware needs contiguous vectors, and another cast transposes faster than a copy; an emulation reads a
-  // view. A matrix that is recomputed has only its scale.
+  // The hardware needs contiguous vectors, and casting again transposes faster than a copy does. The
+  // emulation reads a view. A matrix that is recomputed has only its scale.
   ScaledMatrix transposed(const Operand& operand, const Cast& how) const {
     const ScaledMatrix& rows = operand.along_rows;
     const bool view = layer_.arithmetic == Arithmetic::Emulated || !operand.values.defined();
@@ -422,7 +422,7 @@ class Float8Products final : public Products {
   }
 
   Layer layer_;
-  mutable WeightScales weight_scales_;  // this layer's
+  mutable WeightScales weight_scales_;  // for this layer
 };
 
 }  // namespace

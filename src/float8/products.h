@@ -1,6 +1,6 @@
 #pragma once
 
-// The products of a linear layer in Float8, as convert() gives them to layers and FSDP asks them.
+// The products of a linear layer in Float8, which convert() gives to layers and FSDP queries.
 
 #include <memory>
 #include <optional>
@@ -10,32 +10,32 @@
 namespace titan::float8 {
 
 /// The products of a linear layer by `recipe`. `plain` computes the products that the recipe leaves out, and
-/// the emulation's. Thread-safe, except with delayed scales. They keep the scales of the last weight, so each
-/// layer should have products of its own: for_parts() of the same products. Casts are stored in ops::Operand:
-/// input() keeps for the backward what the recipe's weight gradient reads, one byte for each element where it
-/// reads Float8.
+/// those of the emulation. Thread-safe, except with delayed scales. They keep the scales of the last weight,
+/// so each layer should have its own products, made by for_parts() of the same products. Casts are stored in
+/// ops::Operand: input() keeps for the backward the form that the recipe's weight gradient reads, with one
+/// byte per element if it is Float8.
 ///
 /// [Note: one scale over ranks] In a layer of parts (ops::SpreadFeatures), the scale of a matrix, and of
-/// vectors that lie across ranks, is made from the largest magnitude on all ranks, so that the parts hold what
-/// one rank would hold. This takes one small all-gather for each scale.
+/// vectors that are spread over ranks, is computed from the largest magnitude on all ranks, so that the parts
+/// have the same values as on one rank. This takes one small all-gather per scale.
 ///
-/// gather.in_float8 needs a recipe that casts a weight once (casts_weight_once). With delayed scales the
-/// products belong to one layer: they remember its magnitudes once DelayedScales collected them.
+/// gather.in_float8 requires a recipe that casts a weight once (casts_weight_once). With delayed scales the
+/// products belong to one layer, whose magnitudes they record once DelayedScales has collected them.
 std::shared_ptr<const ops::Products> products(Recipe recipe, Arithmetic arithmetic,
                                               std::shared_ptr<const ops::Products> plain,
                                               const GatherOptions& gather = {});
 
-/// What a layer with these products computes.
+/// How a layer with these products computes.
 struct Float8Layer {
   std::shared_ptr<const Recipe> recipe;
   Arithmetic arithmetic;
-  std::shared_ptr<LayerScales> scales;  ///< the histories; null where nothing is delayed
+  std::shared_ptr<LayerScales> scales;  ///< the histories; null without delayed scales
 };
 
-/// Nullopt where the products aren't Float8.
+/// Nullopt if the products aren't Float8.
 std::optional<Float8Layer> float8_layer(const ops::Products& products);
 
-/// How a weight is cast before any product asks for it.
+/// How a weight is cast before it is gathered.
 struct WeightGather {
   at::ScalarType dtype = at::kFloat8_e4m3fn;
   bool scales_at_once = false;
@@ -43,7 +43,7 @@ struct WeightGather {
   std::shared_ptr<const ops::RankParts> parts;  ///< ranks that share the scale; null: the weight is whole
 };
 
-/// For a weight that these products multiply; nullopt unless GatherOptions asked for it.
+/// How to gather a weight that these products multiply; nullopt without GatherOptions::in_float8.
 std::optional<WeightGather> weight_gather(const ops::Products& products);
 
 // ---- one product of two matrices in 8 bits
@@ -59,11 +59,11 @@ struct ScaledProductOptions {
 at::Tensor hardware_product(const ops::ScaledMatrix& a_NK, const ops::ScaledMatrix& b_MK,
                             const ScaledProductOptions& options);
 
-/// The same from the values in fp32: only rounding within fp32 differs from the hardware's.
+/// The same from the values in fp32; it differs from the hardware only in fp32 rounding.
 at::Tensor emulated_product(const ops::Products& plain, const ops::ScaledMatrix& a_NK,
                             const ops::ScaledMatrix& b_MK, const ScaledProductOptions& options);
 
-/// Scales [vectors, blocks] as cuBLAS reads them ("1D block scaling factors layout"): tiles of 128 vectors by
+/// Scales [vectors, blocks] in cuBLAS's layout ("1D block scaling factors layout"): tiles of 128 vectors by
 /// four blocks, 512 bytes each, one after the other, padded with zeros.
 at::Tensor blocked_layout(const at::Tensor& scale);
 

@@ -16,12 +16,12 @@ void add_torchao_recipes(Registry<Recipe>& registry) {
   registry.add("tensorwise", {.output = ProductCasts{kMatrix, kMatrix, /*fast_accumulation=*/true},
                               .grad_input = ProductCasts{kWideMatrix, kMatrix},
                               .grad_weight = ProductCasts{kWideMatrix, kMatrix}});
-  // With a scale for each vector, gradients need no wider range.
+  // With a scale per vector, gradients don't need a wider range.
   registry.add("rowwise", {.output = ProductCasts{kVectors, kVectors, /*fast_accumulation=*/true},
                            .grad_input = ProductCasts{kVectors, kVectors},
                            .grad_weight = ProductCasts{kVectors, kVectors},
                            .power_of_two_scales = true});
-  // With the weight's gradient in high precision, x and g are cast along their rows only.
+  // With the weight's gradient in high precision, x and g are cast only along their rows.
   registry.add("rowwise_with_gw_hp", {.output = ProductCasts{kVectors, kVectors, /*fast_accumulation=*/true},
                                       .grad_input = ProductCasts{kVectors, kMatrix},
                                       .grad_weight = std::nullopt,
@@ -81,8 +81,8 @@ bool scales_blocks(const Recipe& recipe) {
   });
 }
 
-// Scales for vectors need the same units as scales for matrices: at::_scaled_mm has kernels for them, or they
-// are applied after the product (hardware_product in products.cpp).
+// Scales for vectors need the same hardware as scales for matrices: at::_scaled_mm has kernels for them, or
+// they are applied after the product (hardware_product in products.cpp).
 int first_capability(const Recipe& recipe) { return scales_blocks(recipe) ? 100 : 89; }
 
 void check(const std::string& name, const Recipe& recipe) {
@@ -91,20 +91,21 @@ void check(const std::string& name, const Recipe& recipe) {
   };
   for (const auto& [left, right, fast] : products_of(recipe)) {
     expect(is_block(left) == is_block(right),
-           "scales blocks on only one side of a product; both sides have to scale blocks, or neither");
+           "scales blocks on only one side of a product; both sides must scale blocks, or neither");
     expect(!recipe.delayed.any() || (is_matrix(left) && is_matrix(right)),
            "scales parts of a matrix, but a delayed scale is for a whole matrix; set scaling_type_* = "
            "\"dynamic\", or use \"tensorwise\"");
     for (const Cast& cast : {left, right})
       expect(is_float8(cast.dtype), "casts to ", cast.dtype, "; allowed: Float8_e4m3fn, Float8_e5m2");
-    expect(left.dtype != at::kFloat8_e5m2 || right.dtype != at::kFloat8_e5m2,
-           "multiplies Float8_e5m2 by Float8_e5m2, which no hardware does; one side has to be Float8_e4m3fn");
+    expect(
+        left.dtype != at::kFloat8_e5m2 || right.dtype != at::kFloat8_e5m2,
+        "multiplies Float8_e5m2 by Float8_e5m2, which no hardware supports; one side must be Float8_e4m3fn");
   }
 }
 
 namespace {
 
-// TorchTitan had these keys while torchao had delayed scaling.
+// TorchTitan had these keys when torchao had delayed scaling.
 void describe_delayed(config::Table<Float8Settings>& table) {
   using Settings = Float8Settings;
   const auto types = config::one_of({"dynamic", "delayed"});

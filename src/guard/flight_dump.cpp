@@ -33,7 +33,7 @@ class SignalSafeJson {
  public:
   SignalSafeJson(int file, std::span<char> buffer) : file_(file), buffer_(buffer) {}
 
-  /// Brackets, commas, keys: as they are.
+  /// Writes brackets, commas and keys unchanged.
   void raw(std::string_view text) noexcept {
     for (const char byte : text) put(byte);
   }
@@ -46,7 +46,7 @@ class SignalSafeJson {
     if (value < 0) put('-');
     while (count > 0) put(digits[--count]);
   }
-  /// In quotes. Bytes that JSON doesn't take are written as escapes, those above 127 as a question mark.
+  /// Writes a quoted string. Bytes that JSON doesn't accept are escaped; non-ASCII ones become '?'.
   void text(std::string_view value) noexcept {
     put('"');
     for (const char byte : value) {
@@ -157,7 +157,7 @@ void write_tensor(SignalSafeJson& json, const CallRecord& call, const CallSizes&
   json.raw("]");
 }
 
-// The same form as in PyTorch: "nccl:send 0->1" with ranks of the group.
+// PyTorch's form: "nccl:send 0->1", with ranks of the group.
 void write_name(SignalSafeJson& json, const CallRecord& call, int rank) {
   json.raw_field("profiling_name", "\"titan:");
   json.raw(name_of(call.op));
@@ -171,7 +171,7 @@ void write_name(SignalSafeJson& json, const CallRecord& call, int rank) {
   json.raw("\"");
 }
 
-// "started" means in PyTorch that its watchdog saw the call start; here, that somebody waits for it.
+// In PyTorch, "started" means that its watchdog saw the call start; here, that a thread waits for it.
 const char* name_in_files(CallState state) {
   static constexpr std::array names = {"scheduled", "started", "started", "completed", "failed"};
   return names[static_cast<size_t>(state)];
@@ -235,7 +235,7 @@ struct FlightDump::Writer {
   Writer(std::shared_ptr<const FlightRecorder> calls, Options given)
       : recorder(std::move(calls)), options(std::move(given)), host(host_name()) {
     make_folder(options.folder);
-    // The process may have changed its folder when a handler runs.
+    // The process may have changed its working directory by the time a handler runs.
     options.folder = std::filesystem::absolute(options.folder);
     path = options.folder / str(options.prefix, options.rank, ".json");
     target_name = path.string();
@@ -251,7 +251,7 @@ struct FlightDump::Writer {
     std::lock_guard lock(mutex);
     return write_to(target, reason, extent);
   }
-  /// With async-signal-safe functions only. Does nothing while another handler writes.
+  /// Uses only async-signal-safe functions. Does nothing while another handler writes.
   int write_in_handler(const char* reason) {
     if (in_handler.test_and_set()) return EBUSY;
     const int error = write_to(handler_target, reason, FlightExtent::All);
@@ -324,7 +324,7 @@ void on_crash(const char* signal_name) {
 }
 
 // A handler that has just read the pointer may keep using it in another thread for as long as it likes.
-void keep_for_ever(std::shared_ptr<FlightDump::Writer> writer) {
+void keep_forever(std::shared_ptr<FlightDump::Writer> writer) {
   static std::mutex mutex;
   static auto* const kept = new std::vector<std::shared_ptr<FlightDump::Writer>>;
   const std::lock_guard lock(mutex);
@@ -332,7 +332,7 @@ void keep_for_ever(std::shared_ptr<FlightDump::Writer> writer) {
 }
 
 void watch_signals(const std::shared_ptr<FlightDump::Writer>& writer) {
-  keep_for_ever(writer);
+  keep_forever(writer);
   signal_writer.store(writer.get());
   set_crash_hook(on_crash);
   survive_sigquit();

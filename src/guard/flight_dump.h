@@ -2,7 +2,7 @@
 
 // A rank's flight record as a file: JSON in the form of PyTorch's Flight Recorder (version 2.10), plus a
 // table "titan": who the rank is, why the file was written, what the rank was doing. docs/debugging_hangs.md
-// shows one; `titan debug flight` joins those of all ranks.
+// shows one; `titan debug flight` joins all ranks' files.
 
 #include <cstdint>
 #include <filesystem>
@@ -39,8 +39,8 @@ class FlightDump {
   FlightDump(const FlightDump&) = delete;
   FlightDump& operator=(const FlightDump&) = delete;
 
-  /// Writes the file beside its place and renames it there; a later one replaces it. Takes no memory and asks
-  /// no device. `reason` is one line. Returns errno, or 0.
+  /// Writes a temporary file and renames it; a later write replaces it. Allocates no memory and waits for no
+  /// device. `reason` is one line. Returns errno, or 0.
   int write(const char* reason, FlightExtent extent = FlightExtent::All) noexcept;
 
   const std::filesystem::path& path() const;
@@ -49,7 +49,7 @@ class FlightDump {
   struct Writer;
 
  private:
-  // Shared with handlers that may run while this object ends: with on_signals it stays for ever.
+  // Shared with handlers that may run while this object ends: with on_signals it stays forever.
   std::shared_ptr<Writer> writer_;
 };
 

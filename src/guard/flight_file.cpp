@@ -36,7 +36,7 @@ class Value {
   }
   Value need(const char* key) const {
     if (auto found = find(key)) return std::move(*found);
-    at(key, json_).refuse("isn't there");
+    at(key, json_).refuse("is missing");
   }
 
   bool is_table() const { return json_.is_object(); }
@@ -57,7 +57,7 @@ class Value {
 
   std::string text(const Json& value) const {
     if (value.is_string()) return value.get<std::string>();
-    refuse("isn't a text");
+    refuse("isn't a string");
   }
   // Times of day, counts, sizes: the difference of any two of them is representable, too.
   int64_t whole(const Json& value) const {
@@ -67,7 +67,7 @@ class Value {
     if (number < 0 || number > most) refuse(str("is ", value.dump(), ", not in 0..", most));
     return number;
   }
-  /// Or a number of ranks.
+  /// A rank, or a number of ranks.
   int rank(const Json& value) const {
     const int64_t number = whole(value);
     if (number >= kMostRanks) refuse(str("is ", number, "; fewer than ", kMostRanks, " ranks are possible"));
@@ -88,7 +88,7 @@ class Value {
   std::vector<int> ranks() const {
     const Json parsed = json_.is_array() ? Json() : Json::parse(text(), nullptr, /*allow_exceptions=*/false);
     const Json& list = json_.is_array() ? json_ : parsed;
-    if (!list.is_array()) refuse("isn't a list of ranks, as \"[0, 1]\"");
+    if (!list.is_array()) refuse("isn't a list of ranks, such as \"[0, 1]\"");
     std::vector<int> ranks;
     for (const Json& each : list) ranks.push_back(rank(each));
     return ranks;
@@ -119,7 +119,7 @@ FlightState state_from(const Value& value) {
   return found->second;
 }
 
-/// "titan:send 0->1": what it does, and between whom.
+/// Parses "titan:send 0->1": the operation, and the two ranks of a message.
 void set_operation(FlightCall& call, const Value& value) {
   std::string name = value.text();
   if (const size_t colon = name.find(':'); colon != std::string::npos) name.erase(0, colon + 1);
@@ -132,7 +132,7 @@ void set_operation(FlightCall& call, const Value& value) {
   int left = -1, right = -1;
   std::from_chars(pair.data(), pair.data() + arrow, left);
   std::from_chars(pair.data() + arrow + 2, pair.data() + pair.size(), right);
-  if (left < 0 || right < 0) value.refuse(str("is '", name, "', which names no two ranks"));
+  if (left < 0 || right < 0) value.refuse(str("is '", name, "', which doesn't name two ranks"));
   const bool sends = pair[arrow] == '-';
   call.op = sends ? "send" : "receive";
   call.from = sends ? left : right;
@@ -266,10 +266,10 @@ std::optional<int> rank_in(const std::filesystem::path& path) {
 }
 
 Json parse_record(const std::string& text, const std::filesystem::path& name) {
-  // The first byte of a pickle.
+  // A pickle's first byte.
   if (text.starts_with("\x80"))
     throw Error(str(name.string(),
-                    ": is a pickle, which isn't read: it can run any code. PyTorch writes JSON by "
+                    ": is a pickle, which isn't read because it can run any code. PyTorch writes JSON with "
                     "torch._C._distributed_c10d._dump_nccl_trace_json()"));
   try {
     return Json::parse(text, [&](int depth, Json::parse_event_t, Json&) {
@@ -317,14 +317,15 @@ std::vector<FlightFile> read_flight_folder(const std::filesystem::path& folder,
     files.push_back(read_flight_file(entry.path()));
   }
   if (files.empty())
-    throw Error(str(folder.string(), ": has no flight record; their names end in the rank, as rank_0.json"));
+    throw Error(
+        str(folder.string(), ": has no flight record; their names end in the rank, such as rank_0.json"));
   const int world_size = std::ranges::max_element(files, {}, &FlightFile::time_ns)->world_size;
   std::erase_if(files, [&](const FlightFile& file) { return file.world_size != world_size; });
   std::ranges::sort(files, {}, &FlightFile::rank);
   const auto two = std::ranges::adjacent_find(files, {}, &FlightFile::rank);
   if (two != files.end())
     throw Error(str(two->path.string(), " and ", std::next(two)->path.filename().string(),
-                    " are both of rank ", two->rank));
+                    " both belong to rank ", two->rank));
   return files;
 }
 

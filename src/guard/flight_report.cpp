@@ -137,12 +137,12 @@ class Investigation {
     if (blocked_.empty()) find_blocked(/*background=*/true);
     if (find_mismatch() || find_missing() || find_all_there()) return;
     report_.summary = str("no rank waits for another: all calls of the ", files_.size(),
-                          files_.size() == 1 ? " record" : " records", " are through or under way");
+                          files_.size() == 1 ? " record" : " records", " have finished or are in progress");
   }
 
  private:
-  // Sorts the calls of all files into lanes. If a rank made several calls under one number (PyTorch's coalesced
-  // ones), the first stands for all.
+  // Sorts the calls of all files into lanes. If a rank made several calls under one number (PyTorch's
+  // coalesced ones), the first stands for all.
   void join_calls() {
     const auto seen = ranks_seen(files_);
     std::map<LaneKey, size_t> index;
@@ -158,13 +158,13 @@ class Investigation {
       }
   }
 
-  // Work beside the training may wait for long: it matters only where nothing else waits.
+  // Background work may wait for a long time: it matters only if nothing else waits.
   void find_blocked(bool background) {
     for (const FlightFile& file : files_)
       if (auto blocked = blocked_call(file, background)) blocked_.push_back(std::move(*blocked));
   }
 
-  // A rank waits in the first call that it waited for and that isn't done.
+  // A rank is blocked in the first call that it waits for and that isn't done.
   std::optional<Blocked> blocked_call(const FlightFile& file, bool background) const {
     for (auto call = file.calls.begin(); call != file.calls.end(); ++call) {
       if (call->background != background) continue;
@@ -181,7 +181,7 @@ class Investigation {
     return std::nullopt;
   }
 
-  // The rank has made calls since.
+  // Whether the rank has made calls since the failure.
   static bool was_survived(const FlightFile& file, const FlightCall& failed) {
     return failed.end_ns > 0 && std::ranges::any_of(file.calls, [&](const FlightCall& call) {
              return call.background == failed.background && call.start_ns > failed.end_ns;
@@ -199,13 +199,13 @@ class Investigation {
           if (found && call->start_ns >= earliest) continue;
           found = true;
           earliest = call->start_ns;
-          tell_mismatch(i, sequence);
+          report_mismatch(i, sequence);
         }
       }
     return found;
   }
 
-  void tell_mismatch(size_t index, int64_t sequence) {
+  void report_mismatch(size_t index, int64_t sequence) {
     const FlightLane& lane = report_.lanes[index];
     const auto& calls = lane.calls.at(sequence);
     std::vector<std::pair<const FlightCall*, std::vector<int>>> kinds;
@@ -252,13 +252,13 @@ class Investigation {
       for (const int rank : at->missing) {
         const Blocked* waits = blocked_of(rank);
         if (!waits || waits->missing.empty()) {
-          tell_missing(*at, rank);
+          report_missing(*at, rank);
           return true;
         }
         if (!next) next = waits;
       }
       if (visited.contains(next->file->rank)) {
-        tell_deadlock(*next);
+        report_deadlock(*next);
         return true;
       }
       at = next;
@@ -266,7 +266,7 @@ class Investigation {
   }
 
   /// Names all ranks that are missing where `blocked` waits for the same reason as `culprit`.
-  void tell_missing(const Blocked& blocked, int culprit) {
+  void report_missing(const Blocked& blocked, int culprit) {
     const FlightLane& lane = report_.lanes[blocked.lane];
     const int64_t sequence = blocked.call->sequence;
     std::vector<int> waiting, missing;
@@ -277,7 +277,7 @@ class Investigation {
     for (const Blocked& other : blocked_)
       if (other.lane == blocked.lane && other.call->sequence == sequence) waiting.push_back(other.file->rank);
     if (all_ranks_live_ && !by_rank_.contains(missing.front()))
-      return tell_unknown(blocked, waiting, missing);
+      return report_unknown(blocked, waiting, missing);
     report_.culprits = missing;
     settle(
         FlightVerdict::Missing, blocked.lane, sequence,
@@ -287,14 +287,14 @@ class Investigation {
   }
 
   // Blames nobody for a record that is elsewhere.
-  void tell_unknown(const Blocked& blocked, const std::vector<int>& waiting,
-                    const std::vector<int>& unknown) {
-    settle(
-        FlightVerdict::Unknown, blocked.lane, blocked.call->sequence,
-        str(name_ranks(waiting), waiting.size() == 1 ? " waits" : " wait", " in ",
-            describe(report_.lanes[blocked.lane], *blocked.call), " for ", waited(blocked), "; whether ",
-            name_ranks(unknown), unknown.size() == 1 ? " has" : " have",
-            " come to it isn't known here: alive, but without a record in this folder (of another host?)"));
+  void report_unknown(const Blocked& blocked, const std::vector<int>& waiting,
+                      const std::vector<int>& unknown) {
+    settle(FlightVerdict::Unknown, blocked.lane, blocked.call->sequence,
+           str(name_ranks(waiting), waiting.size() == 1 ? " waits" : " wait", " in ",
+               describe(report_.lanes[blocked.lane], *blocked.call), " for ", waited(blocked),
+               "; it is unknown whether ", name_ranks(unknown), " reached it: ", name_ranks(unknown),
+               unknown.size() == 1 ? " is alive but has" : " are alive but have",
+               " no record in this folder (on another host?)"));
   }
 
   static std::string waited(const Blocked& blocked) {
@@ -313,23 +313,22 @@ class Investigation {
     const char* it = ranks.size() == 1 ? "it" : "the first of them";
     if (found == by_rank_.end())
       return str(ranks.size() == 1 ? "it has" : "they have",
-                 " left no record: killed, or not of this folder's file system");
+                 " left no record: killed, or on another file system");
     const FlightFile& file = *found->second;
     std::string text;
     if (!file.activity.empty()) {
-      text = str(it, " is at ", file.activity, " of step ", file.step);
+      text = str(it, " is in ", file.activity, " of step ", file.step);
       if (file.activity_since_ns > 0)
         text += str(" for ", seconds_text(file.time_ns - file.activity_since_ns));
-      text += ", ";
     } else {
-      text = str(it, " waits for nobody, ");
+      text = str(it, " waits for nobody");
     }
-    if (file.calls.empty()) return text + "and has made no call";
+    if (file.calls.empty()) return text + " and has made no call";
     const FlightCall& last = file.calls.back();
-    return text + str("its last call was ", describe(report_.lanes[lane_of_.at(&last)], last));
+    return text + str("; its last call was ", describe(report_.lanes[lane_of_.at(&last)], last));
   }
 
-  void tell_deadlock(const Blocked& start) {
+  void report_deadlock(const Blocked& start) {
     std::string text;
     std::vector<int>& ring = report_.culprits;
     ring.clear();
@@ -347,9 +346,9 @@ class Investigation {
     if (blocked_.empty()) return false;
     const Blocked& first = *std::ranges::min_element(blocked_, {}, &Blocked::start_ns);
     settle(FlightVerdict::AllThere, first.lane, first.call->sequence,
-           str("all ranks have come to ", describe(report_.lanes[first.lane], *first.call), ", where rank ",
+           str("all ranks have reached ", describe(report_.lanes[first.lane], *first.call), ", where rank ",
                first.file->rank, " waits for ", waited(first),
-               "; what holds it up is a device, the network, or work ahead of the call"));
+               "; the delay is in a device, the network, or earlier work"));
     return true;
   }
 

@@ -1,7 +1,7 @@
 #pragma once
 
 // Reads the ranks' flight records (what FlightDump writes, and PyTorch's Flight Recorder in its JSON form,
-// torch._C._distributed_c10d._dump_nccl_trace_json) and finds out who is missing from which call.
+// torch._C._distributed_c10d._dump_nccl_trace_json) and finds out which rank is missing from which call.
 
 #include <chrono>
 #include <cstdint>
@@ -22,17 +22,17 @@ struct FlightGroup {
 
 struct FlightCall {
   int64_t record = 0;  ///< number among the rank's calls
-  int64_t sequence =
-      0;             ///< number among the group's collectives, or among the messages from one rank to another
-  size_t group = 0;  ///< index into FlightFile::groups
-  std::string op;    ///< "all_gather", ...
+  /// Number among the group's collectives, or among the messages from one rank to another.
+  int64_t sequence = 0;
+  size_t group = 0;        ///< index into FlightFile::groups
+  std::string op;          ///< "all_gather", ...
   int from = -1, to = -1;  ///< ranks of the group; send and receive only
   std::string phase, module;
   std::vector<std::vector<int64_t>> in_sizes, out_sizes;
   std::vector<std::string> dtypes;
   int64_t start_ns = 0, end_ns = 0;  ///< times of day; 0: not yet
   FlightState state = FlightState::Launched;
-  bool background = false;  ///< belongs to work beside the training
+  bool background = false;  ///< belongs to background work
 
   bool is_pair() const { return from >= 0; }
   bool has_ended() const { return state == FlightState::Finished; }
@@ -54,12 +54,13 @@ struct FlightFile {
 
 /// Throws Error that names the file and the place in it.
 FlightFile read_flight_file(const std::filesystem::path& path);
-/// From memory; `name` is a file name that ends in the rank, as in "rank_3.json" or "nccl_trace_rank_3".
+/// Parses it from memory; `name` is a file name that ends in the rank, as in "rank_3.json" or
+/// "nccl_trace_rank_3".
 FlightFile parse_flight_file(const std::string& text, const std::filesystem::path& name);
 
 /// All records of a folder, by rank. Ignores files whose names don't end in a number, and files of an earlier
-/// run: those with another world size than the newest file. Throws Error where there is none, where two
-/// belong to one rank, where one can't be read, or when `end` comes first.
+/// run: those with another world size than the newest file. Throws Error if there is none, if two belong to
+/// one rank, if one can't be read, or if `end` comes first.
 std::vector<FlightFile> read_flight_folder(
     const std::filesystem::path& folder,
     std::chrono::steady_clock::time_point end = std::chrono::steady_clock::time_point::max());
@@ -72,7 +73,7 @@ struct FlightLane {
   /// Calls by sequence number, then world rank. Both sides of a message have the same number.
   std::map<int64_t, std::map<int, const FlightCall*>> calls;
 
-  /// The world ranks that take part: of a message, its two.
+  /// The world ranks that take part; for a message, its sender and receiver.
   std::vector<int> members() const;
   /// The number of the last call of `rank` in its record; -1: it has none.
   int64_t last_of(int rank) const;
@@ -103,7 +104,7 @@ struct FlightReportOptions {
   std::chrono::steady_clock::time_point end = std::chrono::steady_clock::time_point::max();
 };
 
-/// The report points into `files`, which have to live as long.
+/// The report points into `files`, which must outlive it.
 FlightReport make_flight_report(const std::vector<FlightFile>& files,
                                 const FlightReportOptions& options = {});
 

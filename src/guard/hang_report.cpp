@@ -62,56 +62,14 @@ std::string time_now() {
 
 extern "C" void end_hung_process(int /*signal*/) { _exit(kHungExitCode); }
 
-}  // namespace
-
-std::string open_call(const FlightRecorder& recorder, ProgressKind kind) {
-  const auto call = recorder.open_call(/*with_background=*/kind == ProgressKind::Checkpoint);
-  return call ? call->describe() : "";
-}
-
-std::string hang_report(int rank, const Beat& beat, const FlightRecorder& recorder) {
-  return str("rank ", rank, " (", beat.host, ", pid ", beat.pid, ") is at ", place_of(beat), "\n",
-             last_calls(recorder), "its threads:\n", to_text(thread_stacks()));
-}
-
-std::filesystem::path stacks_path(const std::filesystem::path& folder, int rank) {
-  return folder / str("stacks_", rank, ".txt");
-}
-
-// Writes on a side thread with a time limit, because the file system may be what hangs.
-void leave_files(const HangFiles& files, SideThread& thread, std::chrono::milliseconds limit) {
-  thread.post([files] {
-    try {
-      if (!files.folder.empty()) {
-        make_folder(files.folder);
-        write_file_atomic(stacks_path(files.folder, files.rank), time_now() + "\n" + files.report);
-      }
-    } catch (const std::exception& error) {
-      log::error(str("the stacks can't be written: ", error.what()));
-    }
-    if (files.records) files.records->write(files.reason.c_str(), FlightExtent::Last);
-  });
-  if (!thread.wait(limit))
-    log::error(str("the files of this hang can't be written: ", files.folder.string(), " doesn't answer"));
-}
-
-void end_process_after(std::chrono::seconds limit) {
-  signal(SIGALRM, end_hung_process);
-  sigset_t alarms;
-  sigemptyset(&alarms);
-  sigaddset(&alarms, SIGALRM);
-  pthread_sigmask(SIG_UNBLOCK, &alarms, nullptr);
-  alarm(static_cast<unsigned>(limit.count()));
-}
-
-namespace {
+// ---- the reason of a failure
 
 constexpr const char* kFailuresKey = "failures";
 constexpr const char* kExplanationKey = "explanation";
 constexpr const char* kReadKey = "explanations_read";
 
 constexpr auto kExplanationLimit = 6s;
-// For joining the records once they are read, which takes half as long as reading.
+// Time to join the records once they are read, which takes half as long as reading.
 constexpr auto kJoinLimit = 1s;
 constexpr auto kReadLimit = 1s;
 static_assert(1s + kExplanationLimit + kReadLimit <= kExplainsWithin);
@@ -162,6 +120,46 @@ std::string wait_for_explanation(c10d::Store& store) {
 }
 
 }  // namespace
+
+std::string open_call(const FlightRecorder& recorder, ProgressKind kind) {
+  const auto call = recorder.open_call(/*with_background=*/kind == ProgressKind::Checkpoint);
+  return call ? call->describe() : "";
+}
+
+std::string hang_report(int rank, const Beat& beat, const FlightRecorder& recorder) {
+  return str("rank ", rank, " (", beat.host, ", pid ", beat.pid, ") is in ", place_of(beat), "\n",
+             last_calls(recorder), "its threads:\n", to_text(thread_stacks()));
+}
+
+std::filesystem::path stacks_path(const std::filesystem::path& folder, int rank) {
+  return folder / str("stacks_", rank, ".txt");
+}
+
+// Writes on a side thread with a time limit, because the file system may be what hangs.
+void leave_files(const HangFiles& files, SideThread& thread, std::chrono::milliseconds limit) {
+  thread.post([files] {
+    try {
+      if (!files.folder.empty()) {
+        make_folder(files.folder);
+        write_file_atomic(stacks_path(files.folder, files.rank), time_now() + "\n" + files.report);
+      }
+    } catch (const std::exception& error) {
+      log::error(str("the stacks can't be written: ", error.what()));
+    }
+    if (files.records) files.records->write(files.reason.c_str(), FlightExtent::Last);
+  });
+  if (!thread.wait(limit))
+    log::error(str("the files of this hang can't be written: ", files.folder.string(), " doesn't answer"));
+}
+
+void end_process_after(std::chrono::seconds limit) {
+  signal(SIGALRM, end_hung_process);
+  sigset_t alarms;
+  sigemptyset(&alarms);
+  sigaddset(&alarms, SIGALRM);
+  pthread_sigmask(SIG_UNBLOCK, &alarms, nullptr);
+  alarm(static_cast<unsigned>(limit.count()));
+}
 
 std::string explain_failure(const FailureScene& scene) {
   try {

@@ -36,13 +36,13 @@ struct HangFiles {
   std::string reason;
 };
 
-/// Writes them on `thread`. What its file system doesn't take within `limit` stays unwritten. Doesn't throw.
+/// Writes them on `thread`, as far as the file system takes them within `limit`. Doesn't throw.
 void leave_files(const HangFiles& files, SideThread& thread, std::chrono::milliseconds limit);
 
 /// From now on the process ends by itself after `limit`, with kHungExitCode, whatever its threads wait for.
 void end_process_after(std::chrono::seconds limit);
 
-/// Begins the reason of records that are written because a rank failed.
+/// Prefix of the reason in records that are written because a rank failed.
 inline constexpr const char* kFailureOf = "failure of ";
 
 /// The facts that a failing rank knows.
@@ -51,11 +51,11 @@ struct FailureScene {
   std::string failure;  ///< one line
   Mail::Connect connect;
   std::filesystem::path records;  ///< folder of the flight records; empty: none are written
-  /// Rank 0's, whose process may keep the store; may be empty.
+  /// The last words of rank 0, whose process may keep the store; may be empty.
   std::string first_rank_last_words;
 };
 
-/// The same line on all ranks that fail. Blocks as long as the store does; otherwise returns within
+/// Returns the same line on all ranks that fail. Blocks as long as the store does; otherwise returns within
 /// kExplainsWithin.
 std::string explain_failure(const FailureScene& scene);
 

@@ -25,7 +25,7 @@ constexpr auto kConnectAgain = std::chrono::seconds(1);
 
 std::string beat_key(int rank) { return str("beat/", rank); }
 
-// A prefix may stand before another one.
+// Prefixes may be nested.
 c10d::Store& served_store(c10d::Store& store) {
   auto* prefix = dynamic_cast<c10d::PrefixStore*>(&store);
   return prefix ? *prefix->getUnderlyingNonPrefixStore() : store;
@@ -44,7 +44,7 @@ Verdict verdict_from(const std::string& text) {
           json.at("culprits").get<std::vector<int>>()};
 }
 
-// One that can't be parsed is left out: its rank soon counts as silent.
+// A beat that can't be parsed is left out: its rank soon counts as silent.
 std::optional<Beat> parse_beat(int rank, const std::string& text) {
   static std::atomic<bool> was_logged{false};
   try {
@@ -103,8 +103,8 @@ const Mail::Inbox& Mail::exchange(const Outbox& outbox, bool everything) {
   try {
     inbox_.is_connected = connect();
     if (!inbox_.is_connected) return inbox_;
-    // A verdict goes out before the beat that says that its rank has ended, and is read after that beat: nobody sees
-    // a judge's end without its verdict, and judges in its place.
+    // A verdict is sent before the beat that reports its rank's end, and read after that beat, so that no
+    // rank sees a judge's end without its verdict and judges in its place.
     if (outbox.verdict) exchange_verdict(outbox);
     if (everything || is_new) {
       store_->set(beat_key(rank_), dist::to_text(outbox.beat));
@@ -133,7 +133,7 @@ void Mail::lose_connection(const std::string& why) {
   store_ = nullptr;
   inbox_.is_connected = false;
   if (!std::exchange(has_logged_loss_, true))
-    log::warning("the watchdog lost its connection to the job's store and connects again: " +
+    log::warning("the watchdog lost its connection to the job's store and reconnects: " +
                  why.substr(0, why.find('\n')));
 }
 
@@ -162,8 +162,8 @@ void Mail::exchange_verdict(const Outbox& outbox) {
 
 void Mail::exchange_end(const Outbox& outbox) {
   if (!outbox.has_written) return;
-  inbox_.num_written = store_->add(kWrittenKey, has_told_end_ ? 0 : 1);
-  has_told_end_ = true;
+  inbox_.num_written = store_->add(kWrittenKey, has_reported_end_ ? 0 : 1);
+  has_reported_end_ = true;
 }
 
 }  // namespace titan::dist

@@ -1,7 +1,7 @@
 #pragma once
 
 // The messages between the ranks' watchdogs, as keys of the job's store. The store is a process that may
-// itself hang, and then a call to it never returns: so every function here may block for ever, and belongs on
+// itself hang, and then a call to it never returns: so every function here may block forever, and belongs on
 // a SideThread.
 
 #include <chrono>
@@ -23,11 +23,11 @@ namespace titan::dist {
 
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
-/// Returns a new connection to `store`'s server, null where that doesn't accept one. It tries a plain socket
+/// Returns a new connection to `store`'s server, or null if that doesn't accept one. It tries a plain socket
 /// first: c10d's client would keep trying, and log each attempt, until its time limit.
 StorePtr connect_again(c10d::Store& store);
 
-/// The longest time between two beats of a rank. In a large job it is longer, to relieve the store.
+/// The longest time between two beats of a rank. It is longer in a large job, to relieve the store.
 std::chrono::milliseconds slowest_beat(int num_ranks);
 
 /// The last beats of the first `num_ranks` ranks; nullopt for a rank without one, or whose beat can't be
@@ -40,23 +40,23 @@ void request_records(c10d::Store& store, const std::string& reason);
 /// Sends this rank's beats and fetches rank 0's; rank 0 fetches all. One thread at a time.
 class Mail {
  public:
-  /// Makes a new connection; null where there is none to be had.
+  /// Makes a new connection; returns null if that isn't possible.
   using Connect = std::function<StorePtr()>;
 
   struct Outbox {
     Beat beat;
     std::optional<Verdict> verdict;  ///< this rank's own; the first rank's verdict holds
-    std::string
-        record_request;        ///< why all ranks are to write their flight records; sent once per text given
+    /// Why all ranks should write their flight records. Each text is sent once.
+    std::string record_request;
     bool has_written = false;  ///< after a verdict: this rank's files are written
   };
 
   struct Inbox {
-    bool is_connected = true;                ///< false: what others said is old
+    bool is_connected = true;                ///< false: the other ranks' messages are old
     std::vector<std::optional<Beat>> beats;  ///< by rank, as far as they were fetched
     std::optional<Verdict> verdict;
     int64_t num_record_requests = 0;
-    std::string record_request;  ///< the reason of the last one
+    std::string record_request;  ///< the reason of the last request
     int64_t num_written = 0;     ///< ranks whose files are written
   };
 
@@ -79,7 +79,7 @@ class Mail {
   StorePtr store_;  // null: not connected
   std::chrono::steady_clock::time_point next_try_{};
   Inbox inbox_;
-  bool has_told_end_ = false, has_logged_loss_ = false;
+  bool has_reported_end_ = false, has_logged_loss_ = false;
 };
 
 }  // namespace titan::dist

@@ -14,8 +14,7 @@
 
 namespace titan::train {
 
-/// A label hook around another one, which may be null: before() runs ahead of the inner hook, after() after
-/// it.
+/// A label hook around another one, which may be null. before() runs before the inner hook, after() after it.
 class ModuleProbe : public nn::CallHook {
  public:
   explicit ModuleProbe(std::shared_ptr<nn::CallHook> inner) : inner_(std::move(inner)) {}
@@ -58,7 +57,7 @@ inline void add_root_probes(const std::vector<nn::AnyRef>& models, const MakePro
 
 using IsOurs = std::function<bool(const nn::CallHook&)>;
 
-/// The chain of probes without those that are ours.
+/// Returns the chain of probes without those that are ours.
 inline std::shared_ptr<nn::CallHook> without_probes(const std::shared_ptr<nn::CallHook>& hook,
                                                     const IsOurs& is_ours) {
   const auto probe = std::dynamic_pointer_cast<ModuleProbe>(hook);

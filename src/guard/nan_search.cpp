@@ -1,13 +1,13 @@
-// [Note: who made it]
-// Modules are checked innermost first, in the forward and in the backward, so the first module with a number
-// that isn't finite made it, unless it received one. In the backward a module sees its own part alone: its
-// inputs pass through a node of the probe's, so that gradients from other users of the same tensor are added
+// [Note: finding the module]
+// Modules are checked innermost first, in the forward and in the backward, so the first module with a
+// non-finite number made it, unless it received one. In the backward a module sees only its own part: its
+// inputs pass through a node of the probe, so that gradients from other users of the same tensor are added
 // after the check.
 //
 // [Note: labels for nodes]
-// When a module's forward ends, the autograd nodes that it recorded are those reachable from its outputs whose
-// sequence number is from its time. Each one that no inner module has labeled gets a hook with the module's
-// name, which runs after the node in the backward.
+// When a module's forward ends, the autograd nodes that it recorded are those that its outputs reach and
+// whose sequence numbers were assigned during it. Each one that no inner module has labeled gets a hook with
+// the module's name, which runs after the node in the backward.
 
 #include "titan/guard/nan_search.h"
 
@@ -78,16 +78,16 @@ class NanSearch::State {
   /// "step 7, rank 1"
   std::string where() const { return titan::str("step ", step.load(), ", rank ", options.rank); }
 
-  /// Counts a check; false: there is a finding, so there is nothing left to look for.
+  /// Counts a check. False: there already is a finding, so nothing needs to be checked.
   bool start_check() {
-    ++num_looked_at_;
+    ++num_checked_;
     return !has_found_;
   }
   std::optional<NanFinding> first() const {
     const std::lock_guard lock(mutex_);
     return first_;
   }
-  /// `numbers` describes the tensors, for the end of the text. It needs memory, which may be short.
+  /// `numbers` describes the tensors, for the end of the text. It allocates memory, which may fail.
   void found(NanFinding finding, const std::function<std::string()>& numbers) {
     if (options.on_finding == OnFinding::Throw) throw Error(finding.text + numbers());
     try {
@@ -96,7 +96,7 @@ class NanSearch::State {
       finding.text += "\n  (cannot read its numbers)";
     }
     const std::lock_guard lock(mutex_);
-    finding.num_looked_at = num_looked_at_;
+    finding.num_checked = num_checked_;
     if (!first_) first_ = std::move(finding);
     has_found_ = true;
   }
@@ -105,7 +105,7 @@ class NanSearch::State {
   mutable std::mutex mutex_;
   std::optional<NanFinding> first_;
   std::atomic<bool> has_found_{false};
-  std::atomic<int64_t> num_looked_at_{0};
+  std::atomic<int64_t> num_checked_{0};
 };
 
 namespace {
@@ -126,7 +126,7 @@ std::string list(const char* what, const TensorList& tensors) {
   return text;
 }
 
-// Parameters that are there: those of a group are gathered for its own modules only.
+// Only the module's own parameters: a group of FSDP is gathered only for its own modules.
 std::string list_parameters(const torch::nn::Module& module) {
   std::string text;
   for (const auto& parameter : module.named_parameters(/*recurse=*/false))
@@ -140,26 +140,26 @@ TensorList detached(const TensorRefs& tensors) {
   return copies;
 }
 
-/// One call of a module: what its forward received, and its backward.
+/// One call of a module: the tensors that its forward and its backward received.
 struct SearchedCall {
   StatePtr state;
   size_t model;
   std::string module;
   std::weak_ptr<torch::nn::Module> parameters;
   TensorList inputs;     // detached
-  TensorList gradients;  // of its outputs, as they arrive
+  TensorList gradients;  // for its outputs, in order of arrival
 };
 
 void blame_backward(const SearchedCall& call, const variable_list& gradients) {
   const auto module = call.parameters.lock();
   call.state->found(
       {.text = titan::str(call.state->where(), ": the backward of module ", call.module,
-                          " is the first to give a gradient that isn't finite"),
+                          " is the first to produce a gradient that isn't finite"),
        .made_by_module = true,
        .in_backward = true,
        .model = call.model},
       [&] {
-        return list("gradient of input", gradients) + list("it was given: gradient", call.gradients) +
+        return list("gradient of input", gradients) + list("it received: gradient", call.gradients) +
                list("its forward's input", call.inputs) + (module ? list_parameters(*module) : "");
       });
 }
@@ -170,8 +170,8 @@ void check_gradient_of_output(SearchedCall& call, const at::Tensor& gradient) {
   if (is_finite(gradient)) return;
   call.state->found(
       {.text = titan::str(call.state->where(), ": the gradient of the output of module ", call.module,
-                          " isn't finite, and no later module gave such a gradient: it was made between "
-                          "modules, by the loss, or on another rank"),
+                          " isn't finite, and no later module produced such a gradient: it arose between "
+                          "modules, in the loss, or on another rank"),
        .in_backward = true,
        .model = call.model},
       [&] { return list("gradient of output", {gradient}); });
@@ -204,13 +204,13 @@ class LabeledNode final : public torch::autograd::FunctionPostHook {
   LabeledNode(Node& node, std::string module, StatePtr state)
       : node_(node), module_(std::move(module)), state_(std::move(state)) {}
 
-  variable_list operator()(const variable_list& gave, const variable_list& given) override {
-    if (all_finite(gave) || !all_finite(given)) return gave;
+  variable_list operator()(const variable_list& returned, const variable_list& received) override {
+    if (all_finite(returned) || !all_finite(received)) return returned;
     if (AnomalyMode::is_enabled()) node_.metadata()->print_stack(node_.name());
     throw Error(titan::str(
-        state_->where(), ": in the backward of ", node_.name(), ", which the forward of module ", module_,
-        " recorded, a gradient isn't finite that was made of finite ones",
-        list("it gave: gradient of input", gave), list("it was given: gradient of output", given)));
+        state_->where(), ": the backward of ", node_.name(), ", which the forward of module ", module_,
+        " recorded, produced a non-finite gradient from finite ones",
+        list("it returned: gradient of input", returned), list("it received: gradient of output", received)));
   }
 
  private:
@@ -277,13 +277,12 @@ class NanProbe final : public ModuleProbe {
     const TensorList values = detached(outputs);
     if (all_finite(values)) return;
     const bool made_here = all_finite(inputs_);
-    const char* given = made_here
-                            ? ", though its inputs are"
-                            : ", nor are its inputs: they were made between modules or came from another "
-                              "rank";
+    const char* inputs = made_here
+                             ? ", though its inputs are"
+                             : ", nor are its inputs: they arose between modules or came from another rank";
     state_->found(
         {.text = titan::str(state_->where(), ": the output of module ", module_name(host),
-                            " is the first that isn't finite", given),
+                            " is the first that isn't finite", inputs),
          .made_by_module = made_here,
          .model = model_},
         [&] { return list("output", values) + list("input", inputs_) + list_parameters(host.as_module()); });
@@ -291,7 +290,7 @@ class NanProbe final : public ModuleProbe {
 
   StatePtr state_;
   size_t model_;
-  // For the current call. If an exception ends a call, the next call finds them here.
+  // The current call's. If an exception ends it, they stay here until the next call.
   TensorList inputs_;
   std::shared_ptr<SearchedCall> call_;
   uint64_t first_number_ = 0;
@@ -321,16 +320,16 @@ void NanSearch::set_step(int64_t step) { state_->step = step; }
 
 std::optional<NanFinding> NanSearch::first() const { return state_->first(); }
 
-// The gradients are summed over the ranks by now.
+// By now the gradients are summed over the ranks.
 void NanSearch::check_gradients(const std::vector<Parameter>& parameters) const {
   const Parameter* parameter = first_nonfinite_gradient(parameters);
   if (!parameter) return;
   const at::Tensor& values = parameter->data.local;
-  throw Error(titan::str(state_->where(), ": the gradient of parameter '", parameter->name,
-                         "' is the first that isn't finite, and no module of this rank gave such a gradient: "
-                         "it was made by the parameter's own operation, or on another rank that shares it",
-                         "\n  gradient: ", describe_numbers(values.grad()),
-                         "\n  parameter: ", describe_numbers(values)));
+  throw Error(titan::str(
+      state_->where(), ": the gradient of parameter '", parameter->name,
+      "' is the first that isn't finite, and no module of this rank produced such a "
+      "gradient: it arose in the parameter's own operation, or on another rank that shares it",
+      "\n  gradient: ", describe_numbers(values.grad()), "\n  parameter: ", describe_numbers(values)));
 }
 
 }  // namespace titan::train

@@ -33,7 +33,7 @@ double LossSpikes::mean() const {
   return std::accumulate(window_.begin(), window_.end(), 0.0) / static_cast<double>(window_.size());
 }
 
-// Summed anew each time, so that it is the same after a resume; the window is short compared with a step.
+// Summed anew each time, so that it is the same after a resume. That is cheap compared with a step.
 double LossSpikes::deviation() const {
   const double center = mean();
   double squares = 0;
@@ -120,15 +120,15 @@ bool RewindOnSpike::rewind(Trainer& trainer) {
   return false;
 }
 
-// ---- steps with numbers that aren't finite
+// ---- non-finite steps
 
 // [Note: which rank made the number]
-// A number that isn't finite travels through the ranks: in the forward to later stages, in the backward to
-// earlier ones. A layer that sums parts over tensor-parallel ranks, or over ranks that share rows, spreads it
-// to all of these. The rank that made it meets it first: in a forward before a backward; in a forward at the
-// first stage, in a backward at the last; and among ranks that call the same modules, after the fewest calls.
-// Among ranks that meet it in the same call, one that was given the number says more than one that got it out
-// of a sum.
+// A non-finite number spreads from rank to rank: in the forward to later stages, in the backward to earlier
+// ones. A layer that sums parts over tensor-parallel ranks, or over ranks that share rows, spreads it to all
+// of them. The rank that made it sees it first: in a forward before a backward; in a forward at the first
+// stage, in a backward at the last; and among ranks that call the same modules, after the fewest calls. Among
+// ranks that see it in the same call, a rank that received it is a better witness than one that saw it only
+// in the result of a sum.
 
 namespace {
 
@@ -139,13 +139,13 @@ constexpr int64_t kStages = 1'000'000;  // more than any pipeline has
 std::string place_in_order(const NanFinding& finding, int64_t stage) {
   std::ostringstream key;
   key << finding.in_backward << std::setfill('0') << std::setw(7)
-      << (finding.in_backward ? kStages - stage : stage) << std::setw(19) << finding.num_looked_at
+      << (finding.in_backward ? kStages - stage : stage) << std::setw(19) << finding.num_checked
       << finding.made_by_module;
   return key.str();
 }
 
 // Names the ranks that share such sums: a probe sees the result of a sum, not this rank's part of it.
-std::string who_adds_up(const Meshes& meshes) {
+std::string ranks_that_share_sums(const Meshes& meshes) {
   std::string text;
   const auto add = [&](const std::string& kind, const DeviceMesh& mesh) {
     if (mesh.size() > 1)
@@ -163,7 +163,7 @@ struct FirstFinding {
   std::vector<int> ranks;
 };
 
-/// `text`: this rank's finding; "": it has none. `key`: the findings' order, of the same length on all ranks.
+/// `text`: this rank's finding; "": none. `key`: sorts the findings; it has the same length on all ranks.
 FirstFinding gather_first(const dist::World& world, const std::string& key, const std::string& text) {
   const auto all = world.everyone()->all_gather_text(text.empty() ? "" : key + text, kReplayLabel);
   FirstFinding found;
@@ -183,9 +183,8 @@ FirstFinding gather_first(const dist::World& world, const std::string& key, cons
 
 // Logs the known facts first, in case the replay does not finish.
 std::string NanReplay::explain(Trainer& trainer, const NonFiniteStep& step) {
-  log::warning_rank0(step.problem +
-                     ". The step is run again to find the module and the rank that it comes from");
-  const at::AutoGradMode with_gradients(true);  // off where numbers are read late
+  log::warning_rank0(step.problem + ". The step is run again to find the module and rank that caused it");
+  const at::AutoGradMode with_gradients(true);  // they are off if numbers are read late
   try {
     return replay(trainer, step);
   } catch (const std::exception& error) {
@@ -205,19 +204,19 @@ std::string NanReplay::replay(Trainer& trainer, const NonFiniteStep& step) {
   const bool loss_is_finite = is_finite(trainer.forward_backward(step.input));
   const NanFinding mine = search.first().value_or(NanFinding{});
   FirstFinding found = gather_first(world, place_in_order(mine, models.at(mine.model).index),
-                                    mine.text.empty() ? "" : mine.text + who_adds_up(parts.meshes));
+                                    mine.text.empty() ? "" : mine.text + ranks_that_share_sums(parts.meshes));
   if (!found.ranks.empty())
     return str("The replay found the source. ", found.text,
                found.ranks.size() == 1
                    ? ""
-                   : str("\n  ranks ", list_str(found.ranks), " come to such numbers there"));
+                   : str("\n  ranks ", list_str(found.ranks), " have non-finite values at the same place"));
   const Parameter* nonfinite = first_nonfinite_gradient(parts.parameters);
   found = gather_first(world, "", nonfinite ? nonfinite->name : "");
   if (!found.ranks.empty())
     return str(
-        "In the replay no module on any rank gave an output or a gradient that isn't finite, but the "
-        "gradient of parameter '",
-        found.text, "' isn't finite: it arose in the parameter's own gradient or in summing it over ranks");
+        "In the replay no module on any rank produced a non-finite output or gradient, but the gradient of "
+        "parameter '",
+        found.text, "' isn't finite: it arose in the parameter's own gradient or in its sum over ranks");
   found = gather_first(world, "", loss_is_finite ? "" : "not finite");
   if (!found.ranks.empty())
     return str("In the replay only the loss wasn't finite, on ranks ", list_str(found.ranks),
@@ -255,7 +254,7 @@ std::vector<MeshParameters> replicated_by_mesh(const std::vector<Parameter>& par
   return result;
 }
 
-// A row of sums for each rank of the mesh.
+// One row of sums per rank of the mesh.
 std::vector<int64_t> sums_of_ranks(const MeshParameters& group) {
   std::vector<at::Tensor> sums;
   for (const Parameter* parameter : group.parameters) sums.push_back(bit_sum(parameter->data.local));
@@ -265,8 +264,8 @@ std::vector<int64_t> sums_of_ranks(const MeshParameters& group) {
   return {all.const_data_ptr<int64_t>(), all.const_data_ptr<int64_t>() + all.numel()};
 }
 
-// The part of the tensor that the rank at a row-major position of the mesh has, by its coordinates on the
-// axes that shard it. Ranks with the same part are replicas.
+// Groups the mesh's row-major positions by the part of the tensor that the rank there has, which its
+// coordinates on the sharded axes determine. Ranks with the same part are replicas.
 std::map<int64_t, std::vector<size_t>> replicas_by_part(const DTensor& data) {
   std::map<int64_t, std::vector<size_t>> parts;
   const auto& axes = data.mesh.axes();
@@ -283,7 +282,7 @@ std::map<int64_t, std::vector<size_t>> replicas_by_part(const DTensor& data) {
   return parts;
 }
 
-// "rank 3 differs from the other 3 that have a copy"; ranks of the world.
+// "rank 3 differs from the other 3 that have a copy", with ranks of the world.
 std::string describe_difference(const std::vector<int>& ranks, const std::vector<size_t>& odd) {
   const std::string named = list_str(odd, ", ", [&](size_t at) { return ranks[at]; });
   if (odd.size() == ranks.size()) return str("ranks ", named, " differ from each other");
@@ -303,7 +302,7 @@ std::string first_difference(const MeshParameters& group) {
         ranks.push_back(group.mesh.ranks()[position]);
       }
       const std::vector<size_t> odd = differing(compared);
-      if (!odd.empty()) return str(describe_difference(ranks, odd), " of ", group.parameters[i]->name);
+      if (!odd.empty()) return str(group.parameters[i]->name, ": ", describe_difference(ranks, odd));
     }
   }
   return "";
@@ -327,7 +326,7 @@ std::vector<size_t> differing(const std::vector<int64_t>& sums) {
   return odd;
 }
 
-// The ranks of a parameter's mesh see a difference, and tell all others.
+// Only ranks of a parameter's mesh see a difference; they report it to all ranks.
 void check_replicas(const dist::World& world, const std::vector<Parameter>& parameters, int64_t step) {
   std::vector<std::string> found;
   for (const MeshParameters& group : replicated_by_mesh(parameters))
@@ -339,7 +338,7 @@ void check_replicas(const dist::World& world, const std::vector<Parameter>& para
   std::set<std::string> each(texts.begin(), texts.end());
   each.erase("");
   throw UnsoundRun(str(
-      "after step ", step, " replicas of parameters aren't equal: ", list_str(each, "; "),
+      "after step ", step, " replicas of parameters differ: ", list_str(each, "; "),
       ". A processor or memory there returns wrong results: leave that host out, and resume from an earlier "
       "checkpoint"));
 }
@@ -349,7 +348,7 @@ bool ReplicaCheck::end_step(Trainer& trainer) {
   return false;
 }
 
-// Only one of the copies is saved, and every rank would load it: afterwards they would agree.
+// Only one copy is saved, and every rank would load it: afterwards the copies would agree.
 void ReplicaCheck::before_save(Trainer& trainer) { compare(trainer); }
 
 void ReplicaCheck::compare(Trainer& trainer) {

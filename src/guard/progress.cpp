@@ -16,9 +16,10 @@ namespace titan::dist {
 
 namespace {
 
-// A rank whose processors worked for this share of the time computes.
+// A rank computes if its CPUs were busy for this share of the time.
 constexpr double kBusy = 0.2;
-// So does an endless loop: after this many limits without any other sign, computing stops to count as one.
+// An endless loop computes too: after this many limits without another sign, CPU time no longer counts as
+// progress.
 constexpr int kBusyLimits = 10;
 
 double processor_seconds() {
@@ -27,7 +28,8 @@ double processor_seconds() {
   return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) * 1e-9;
 }
 
-// MiB that the kernel has read from storage for this process, or has to write there; reads from a cache do not count.
+// MiB that the kernel has read from storage for this process, or has to write there, not counting cached
+// reads.
 int64_t storage_mib() {
   std::ifstream file("/proc/self/io");
   std::string name;
@@ -41,8 +43,8 @@ bool reads_or_writes(ProgressKind kind) {
   return kind == ProgressKind::Data || kind == ProgressKind::Checkpoint;
 }
 
-// Peers' collectives wait for somewhat longer than the longest limit, and the watchdog is to come before
-// them.
+// Peers' collectives wait somewhat longer than the longest limit, and the watchdog must act before they give
+// up.
 std::chrono::milliseconds longest_computing(const WatchdogLimits& limits, ProgressKind kind) {
   const auto limit = limits.of(kind).time;
   const auto longest =
@@ -117,7 +119,7 @@ bool waits_in_call(const RankView& view, int64_t interval_ms) {
   return runs(view) && !view.beat->call.empty() && !is_silent(view, interval_ms);
 }
 
-// Others may have to wait for it, and not too long yet. One late beat doesn't change that.
+// Others may have to wait for it, and it isn't overdue yet. One late beat doesn't change that.
 bool is_excuse(const RankView& view, int64_t interval_ms) {
   if (!runs(view) || is_overdue(view, interval_ms)) return false;
   return view.beat->traced || (view.beat->call.empty() && view.beat->kind != ProgressKind::Compute);
@@ -151,17 +153,17 @@ std::string complaint(const RankView& view, int64_t interval_ms) {
                view.process.empty() ? "" : "; its process is " + view.process);
   if (is_overdue(view, interval_ms))
     return str("hangs in ", phase_of(beat), ", without progress for ", in_seconds(beat.stalled_ms), " (",
-               limit_of(beat), ")", beat.computes ? ", though its processors work" : "");
-  return str("doesn't come to what the others wait for: it is in ", phase_of(beat), ", for ",
+               limit_of(beat), ")", beat.computes ? ", although its CPUs are busy" : "");
+  return str("hasn't joined the call that the others wait in: it is in ", phase_of(beat), ", for ",
              in_seconds(beat.stalled_ms), " without progress");
 }
 
 using Views = std::vector<const RankView*>;
 
-/// What `form` makes of the first ones.
-std::string list_some(const Views& ranks, const std::function<std::string(const RankView*)>& form) {
+/// Lists the first few ranks, as `describe` formats them, and counts the rest.
+std::string list_some(const Views& ranks, const std::function<std::string(const RankView*)>& describe) {
   constexpr size_t most = 4;
-  const std::string text = list_str(std::span(ranks).first(std::min(most, ranks.size())), "; ", form);
+  const std::string text = list_str(std::span(ranks).first(std::min(most, ranks.size())), "; ", describe);
   return ranks.size() > most ? str(text, "; and ", ranks.size() - most, " other ranks") : text;
 }
 

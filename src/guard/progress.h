@@ -1,7 +1,7 @@
 #pragma once
 
-// Whether this rank makes progress ([Note: watchdog]), what ranks tell each other about it, and the verdict that
-// follows. Beats and verdicts use no thread, no store and no clock.
+// This rank's signs of progress ([Note: watchdog]), the beats in which ranks report them, and the verdict
+// that follows. Beats and verdicts use no thread, no store and no clock.
 
 #include <algorithm>
 #include <atomic>
@@ -21,13 +21,13 @@ class FlightRecorder;
 
 using Milliseconds64 = std::chrono::duration<int64_t, std::milli>;
 
-/// How long something hasn't moved, from looks at it now and then. A look much later than the one before
-/// counts as `longest_gap` only: the whole process stood still, so nobody saw that the thing didn't move.
+/// Measures how long something hasn't moved, from occasional looks at it. A look much later than the one
+/// before counts only as `longest_gap`: the whole process stood still, so it saw nothing in that time.
 class StallClock {
  public:
   using Clock = std::chrono::steady_clock;
 
-  /// `moved`: since the last look.
+  /// `moved`: whether it moved since the last look.
   void look(Clock::time_point now, bool moved, Milliseconds64 longest_gap) {
     const auto gap = last_ ? std::chrono::duration_cast<Milliseconds64>(now - *last_) : Milliseconds64(0);
     last_ = now;
@@ -48,12 +48,12 @@ class ProgressCell {
     ProgressKind kind;
     const char* what;
     int64_t step;
-    uint64_t count;  ///< of calls of tell(), this or more
+    uint64_t count;  ///< calls of report() up to this phase's, or more
   };
 
-  void tell() { count_.fetch_add(1, std::memory_order_release); }
-  void tell(ProgressKind kind, const char* what, int64_t step) {
-    tell();
+  void report() { count_.fetch_add(1, std::memory_order_release); }
+  void report(ProgressKind kind, const char* what, int64_t step) {
+    report();
     step_.store(step, std::memory_order_release);
     what_.store(what, std::memory_order_release);
     kind_.store(kind, std::memory_order_release);
@@ -74,20 +74,20 @@ class ProgressCell {
   std::atomic<uint64_t> count_{0};
 };
 
-/// Looks at all signs of progress that this rank shows.
+/// Watches all of this rank's signs of progress.
 class OwnProgress {
  public:
   OwnProgress(const FlightRecorder& recorder, bool computing_is_progress)
       : recorder_(recorder), computing_is_progress_(computing_is_progress) {}
 
-  /// Any one thread at a time; the rest of the class belongs to the thread that calls look().
+  /// For one thread at a time; the rest of the class belongs to the thread that calls look().
   ProgressCell& cell() { return cell_; }
 
   void look(Milliseconds64 longest_gap);
   const ProgressCell::Reading& reading() const { return reading_; }
-  /// How long there has been no sign.
+  /// The time since the last sign.
   Milliseconds64 stalled(const WatchdogLimits& limits) const;
-  /// The CPU is busy, but that no longer counts as progress.
+  /// Whether the CPU is busy, but that no longer counts as progress.
   bool computes_in_vain(const WatchdogLimits& limits) const {
     return stalled(limits) > with_computing_.stalled();
   }
@@ -112,10 +112,10 @@ class OwnProgress {
   StallClock with_computing_, without_computing_;
 };
 
-/// How far a rank's training is: only one that runs is judged. Ended: its watchdog is gone, too.
+/// The state of a rank's training: only a rank that runs is judged. Ended: its watchdog is gone, too.
 enum class RunState : uint8_t { NotBegun, Runs, Left, Ended };
 
-/// The state that a rank sends the others, again and again.
+/// The state that a rank repeatedly sends to the others.
 struct Beat {
   int64_t number = 0;  ///< counts up
   RunState state = RunState::Runs;
@@ -124,17 +124,17 @@ struct Beat {
   int64_t step = -1;
   int64_t stalled_ms = 0;        ///< time without a sign of progress
   int64_t limit_ms = 0;          ///< for its kind of progress
-  std::string setting = {};      ///< where that comes from
-  int64_t silence_limit_ms = 0;  ///< for the time without a beat: beats do not depend on what the rank does
+  std::string setting = {};      ///< the setting of that limit
+  int64_t silence_limit_ms = 0;  ///< for the time without a beat, whatever the rank does
   std::string silence_setting = {};
-  std::string call = {};  ///< the call of its peers that it waits for; "": none
+  std::string call = {};  ///< the call in which it waits for peers; "": none
   int pid = 0;
   std::string host = {};
-  /// The kernel's numbering of processes that `pid` is from; equal where /proc shows both.
+  /// Identifies the kernel and namespace that `pid` belongs to; equal for processes that share a /proc.
   std::string pids = {};
   bool computes = false;  ///< the CPU is busy, but that no longer counts as progress
-  bool traced = false;    ///< by a debugger
-  /// Its last words: one sentence about this rank, shown if it is lost.
+  bool traced = false;    ///< a debugger is attached
+  /// Its last words: a description of this rank, shown if it is lost.
   std::string life;
 };
 
@@ -142,28 +142,29 @@ std::string to_text(const Beat& beat);
 /// Throws Error.
 Beat beat_from(std::string_view text);
 
-/// The view that another rank has of a rank.
+/// A rank as seen by another one.
 struct RankView {
   int rank = 0;
-  std::optional<Beat> beat;  ///< its last; none: it hasn't begun
-  int64_t silent_ms = 0;     ///< since that beat arrived
+  std::optional<Beat> beat;  ///< its last one; unset: it hasn't begun
+  int64_t silent_ms = 0;     ///< time since that beat arrived
   std::string process;  ///< its state in /proc, if it is on this host: "stopped by a signal", "gone"; else ""
-  /// Since the observer last saw a rank that others may have to wait for. A wait is judged only from that
-  /// time, which is later than the end of the excuse by the age of a beat.
+  /// Time since the observer last saw a rank with an excuse (has_excuse). A wait is judged only from then on,
+  /// which is later than the end of the excuse by the age of a beat.
   int64_t unexcused_ms = std::numeric_limits<int64_t>::max();
 };
 
 struct Verdict {
   std::string text;                ///< one line
-  std::vector<int> silent = {};    ///< ranks that won't do anything any more
-  std::vector<int> culprits = {};  ///< silent ones among them
+  std::vector<int> silent = {};    ///< ranks that no longer respond
+  std::vector<int> culprits = {};  ///< the ranks to blame; silent ones may be among them
 };
 
-/// Whether others may have to wait for one of them: it loads data, saves, validates, or is debugged.
+/// Whether others may have to wait for one of these ranks: it loads data, saves, validates, or is being
+/// debugged.
 bool has_excuse(const std::vector<RankView>& ranks, int64_t interval_ms);
 
-/// Returns nothing while the job goes on. `size`: of the world, of which `ranks` may be a part;
-/// `interval_ms`: between beats.
+/// Returns nullopt unless the job hangs. `size`: the size of the world, of which `ranks` may be a part.
+/// `interval_ms`: the time between beats.
 std::optional<Verdict> judge(const std::vector<RankView>& ranks, int size, int64_t interval_ms);
 
 }  // namespace titan::dist

@@ -16,7 +16,7 @@ namespace titan::train {
 /// Reports a run's phases, and each forward (one per micro-batch), to a watchdog as progress.
 class RunWatchdog final : public RunObserver {
  public:
-  /// `startup`: the limits from now until the first step is over; `training`: those after it.
+  /// `startup`: the limits until the first step is over; `training`: the limits after it.
   RunWatchdog(std::shared_ptr<dist::Watchdog> watchdog, const dist::WatchdogLimits& startup,
               dist::WatchdogLimits training, const std::vector<nn::AnyRef>& models);
   /// Removes its hooks from the models.
@@ -31,7 +31,7 @@ class RunWatchdog final : public RunObserver {
   bool first_step_is_over_ = false;
 };
 
-/// Tells the flight recorder which phase a run is in.
+/// Reports a run's current phase to the flight recorder.
 class FlightPhases final : public RunObserver {
  public:
   explicit FlightPhases(std::shared_ptr<dist::FlightRecorder> recorder);

@@ -1,9 +1,10 @@
 // [Note: ending a start together]
 // Keys of the store:
-//   wish   some rank was asked to end, a while ago; the value is the signal, plus 128 if the launcher sent it
-//   end    set by a rank that isn't ready, i.e. hasn't reached end(). The barrier there then never completes,
-//          so the ranks that wait in it may leave as well
-//   left   how many ranks know of it; all wait until every rank does, and exit
+//   stop_request   some rank was asked to stop a while ago; the value is the signal, plus 128 if the launcher
+//                  sent it
+//   end            set by a rank that isn't ready, i.e. hasn't reached end(). The barrier there then never
+//                  completes, so the ranks that wait in it may leave as well
+//   left           number of ranks that know of it; all wait until every rank does, and exit
 
 #include "guard/startup_watch.h"
 
@@ -37,9 +38,9 @@ using std::chrono::seconds;
 
 constexpr milliseconds kLook{250};
 constexpr seconds kShortStart{5};
-constexpr seconds kLeaving{10};  // the whole of it if a rank is gone
+constexpr seconds kLeaving{10};  // used up only if a rank is gone
 constexpr int kByLauncher = 128;
-constexpr const char* kWish = "wish";
+constexpr const char* kStopRequest = "stop_request";
 constexpr const char* kEnd = "end";
 constexpr const char* kLeft = "left";
 
@@ -56,47 +57,47 @@ struct StartupWatch::Impl {
         look();
       }
     } catch (const std::exception& error) {
-      log::warning(str("the job's store does not answer: a signal takes effect at the first step (",
+      log::warning(str("the job's store doesn't answer: a signal takes effect only at the first step (",
                        error.what(), ")"));
     }
   }
 
   std::mutex mutex;
   std::condition_variable_any changed;
-  // With a connection of its own; null: the ranks haven't met, or there is only one.
+  // A separate connection; null: the ranks haven't met, or there is only one.
   c10::intrusive_ptr<c10d::Store> store;
   std::optional<dist::World> world;
   bool ready = false;
-  std::optional<Clock::time_point> told_at;
+  std::optional<Clock::time_point> requested_at;
   std::function<int(const StopCause&)> on_end;
   std::jthread thread;
 
  private:
   // Called under the lock: a rank can't become ready while it ends.
   void look() {
-    const bool wishes = is_told_long_ago();
+    const bool must_stop = was_asked_long_ago();
     if (!store) {
-      if (wishes && !ready) leave();
+      if (must_stop && !ready) leave();
       return;
     }
-    if (wishes) {
-      const std::string wish = std::to_string(noted_signal() + (noted_by_launcher() ? kByLauncher : 0));
-      store->compareSet(kWish, "", wish);  // the first rank's wish counts
+    if (must_stop) {
+      const std::string request = std::to_string(noted_signal() + (noted_by_launcher() ? kByLauncher : 0));
+      store->compareSet(kStopRequest, "", request);  // the first request counts
     }
-    if (!ready && store->check({kWish})) store->set(kEnd, "");
+    if (!ready && store->check({kStopRequest})) store->set(kEnd, "");
     if (store->check({kEnd})) leave();
   }
 
-  bool is_told_long_ago() {
+  bool was_asked_long_ago() {
     if (noted_signal() == 0) return false;
-    if (!told_at) told_at = Clock::now();
-    return Clock::now() - *told_at >= kShortStart;
+    if (!requested_at) requested_at = Clock::now();
+    return Clock::now() - *requested_at >= kShortStart;
   }
 
   StopCause cause_of_all() const {
     if (!store) return cause_here();
-    const int wish = std::stoi(store->get_to_str(kWish));
-    return {.signal = wish % kByLauncher, .by_launcher = wish >= kByLauncher};
+    const int request = std::stoi(store->get_to_str(kStopRequest));
+    return {.signal = request % kByLauncher, .by_launcher = request >= kByLauncher};
   }
 
   void wait_for_others() const {

@@ -13,7 +13,7 @@ namespace titan::train {
 
 /// Ends the process when the SignalWatch has noted a signal and the start takes more than five seconds from
 /// then on (a shorter start reaches the first step's agreement). Once the ranks have met, all of them end:
-/// each polls the job's store on a thread of its own, and they wait for each other, so that no rank takes
+/// each polls the job's store on a separate thread, and they wait for each other, so that no rank takes
 /// another's end for a failure.
 class StartupWatch {
  public:
@@ -25,10 +25,10 @@ class StartupWatch {
   StartupWatch(const StartupWatch&) = delete;
   StartupWatch& operator=(const StartupWatch&) = delete;
 
-  /// The ranks have met.
+  /// Call it when the ranks have met.
   void join(const dist::World& world);
-  /// Everything is built: from here on StopAgreement handles signals. Returns on all ranks or on none.
-  /// Collective over the world, if join() was called. A second call does nothing.
+  /// Call it when everything is built: from then on StopOnSignal handles signals. Returns on all ranks or on
+  /// none. Collective over the world, if join() was called. A second call does nothing.
   void end();
 
  private:

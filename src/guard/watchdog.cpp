@@ -34,18 +34,18 @@ using namespace std::chrono_literals;
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
-// For this rank's files, then for those of all ranks: the first rank to end may take the others with it.
+// Time for this rank's files, then for those of all ranks: the first rank to end may end the others with it.
 constexpr auto kFilesWithin = 2s;
 constexpr auto kAllFilesWithin = 3s;
 constexpr auto kRecordWithin = 1s;
 
-// Launchers call the first rank to end the one that failed, so ranks that aren't to blame end later by this
-// much.
+// Launchers report the first rank to end as the one that failed, so ranks that aren't to blame end this much
+// later.
 constexpr auto kCulpritsFirst = 1500ms;
 
 constexpr auto kLookForRequests = 500ms;
 
-// The other ranks learn of a verdict later than the first one by this much at most.
+// Longest time from a verdict until the other ranks learn of it.
 milliseconds verdict_interval(int size) { return milliseconds(std::clamp(size, 250, 1000)); }
 
 std::string pid_numbering() {
@@ -61,7 +61,7 @@ std::string process_state(const Beat& other, const Beat& mine) {
   if (state.starts_with("T")) return "stopped by a signal";
   if (state.starts_with("t")) return "stopped by a debugger";
   if (state.starts_with("Z")) return "dead";
-  return "there (state " + state + ")";
+  return "alive (state " + state + ")";
 }
 
 std::string time_of_day() {
@@ -80,7 +80,8 @@ std::string on_one_line(std::string text) {
   return text;
 }
 
-/// Data that the side threads leave for the watchdog thread. Shared, because these threads may outlive the watchdog.
+/// Data that the side threads leave for the watchdog thread. It is shared, because they may outlive the
+/// watchdog.
 class Desk {
  public:
   explicit Desk(int num_ranks) { inbox_.beats.resize(static_cast<size_t>(num_ranks)); }
@@ -129,8 +130,8 @@ class Desk {
   std::atomic<bool> record_is_requested_{false};
 };
 
-// Makes a connection of its own, because a call of the training thread that waits for a key blocks all others
-// on the same connection. Uses keys of its own, because a process may have several watchdogs, one after the
+// Makes a separate connection, because a call of the training thread that waits for a key blocks all others
+// on the same connection. Uses separate keys, because a process may have several watchdogs, one after the
 // other.
 Mail::Connect connector(const World& world) {
   const std::string prefix = str("watchdog/", world.store().add(str("watchdog/", world.rank()), 1));
@@ -143,7 +144,7 @@ Mail::Connect connector(const World& world) {
   };
 }
 
-// Only rank 0 looks for a request: it passes it on to all.
+// Only rank 0 looks for a request, and passes it on to all ranks.
 SideThread::Task request_finder(const World& world, const std::shared_ptr<FlightDump>& records,
                                 const std::shared_ptr<Desk>& desk) {
   if (!records || world.rank() != 0) return {};
@@ -306,26 +307,27 @@ class Watchdog::Impl {
     return verdict;
   }
 
-  // Rank 0 hears nobody while its own connection is broken. For another rank, a connection that can't be made
-  // again may mean that rank 0's process, which keeps the store, is gone.
+  // Rank 0 receives no beats while its own connection is broken. For another rank, a connection that can't be
+  // restored may mean that rank 0's process, which keeps the store, is gone.
   void look() {
     const auto longest_gap = patience() * 4;
     progress_.look(longest_gap);
     outbox_.beat = beat_now();
     const auto now = Clock::now();
-    const bool is_deaf = world_.rank() == 0 && !inbox_.is_connected;
+    const bool is_cut_off = world_.rank() == 0 && !inbox_.is_connected;
     for (size_t rank = 0; rank < inbox_.beats.size(); ++rank) {
       const auto& beat = inbox_.beats[rank];
-      if (!beat) {  // a rank that hasn't heard of rank 0 waits as long as for a silent one before it judges
+      if (!beat) {
+        // Without a beat of rank 0, this rank waits as long as for a silent one before it judges.
         if (rank == 0 && world_.rank() != 0) silences_[0].look(now, /*moved=*/false, longest_gap);
         continue;
       }
       const bool is_new = std::exchange(last_numbers_[rank], beat->number) != beat->number;
-      silences_[rank].look(now, is_new || is_deaf, longest_gap);
+      silences_[rank].look(now, is_new || is_cut_off, longest_gap);
     }
   }
 
-  // One exchange at a time. A store that hangs keeps its thread, and then nothing is sent.
+  // One exchange at a time. A store that hangs blocks its thread, and then nothing is sent.
   void exchange(bool everything) {
     const auto now = Clock::now();
     if (!everything && now < next_exchange_) return;
@@ -379,9 +381,9 @@ class Watchdog::Impl {
 
   std::string last_words() const {
     std::string text = str("rank ", world_.rank(), " (host ", outbox_.beat.host, ", pid ", outbox_.beat.pid,
-                           "), last heard of at ", time_of_day());
+                           "), last heard from at ", time_of_day());
     const Activity activity = world_.recorder().activity();
-    if (*activity.name) text += str(" at ", activity.name, " of step ", activity.step);
+    if (*activity.name) text += str(" in ", activity.name, " of step ", activity.step);
     CallRecord call;
     const uint64_t num_calls = world_.recorder().num_calls();
     if (num_calls == 0 || !world_.recorder().read(num_calls - 1, call))
@@ -394,7 +396,8 @@ class Watchdog::Impl {
     const auto i = static_cast<size_t>(rank);
     RankView view{rank, inbox_.beats[i], silences_[i].stalled().count(), ""};
     if (!view.beat) return view;
-    // Silence is noticed here, so by this rank's limit: the other may have sent its first step's.
+    // This rank notices the silence, so its own limit applies. The other may have sent the limit of its first
+    // step.
     view.beat->silence_limit_ms = outbox_.beat.silence_limit_ms;
     view.beat->silence_setting = outbox_.beat.silence_setting;
     // Other ranks' waits may end the job before the silence alone would.
@@ -405,7 +408,7 @@ class Watchdog::Impl {
     return view;
   }
 
-  // Rank 0 judges all ranks. Where it doesn't, another rank judges rank 0 and itself.
+  // Rank 0 judges all ranks. If it doesn't, another rank judges rank 0 and itself.
   std::vector<RankView> views() const {
     if (world_.rank() == 0) {
       std::vector<RankView> all;
@@ -432,8 +435,8 @@ class Watchdog::Impl {
   void end(const Verdict& verdict) {
     if (options_.on_hang) return options_.on_hang(verdict.text);
     end_process_after(kHangEndsWithin);  // even if one of the following blocks
-    desk_->failure_is_recorded =
-        true;  // a call that fails because the culprit ends doesn't replace the record
+    // A call that fails because the culprit ends doesn't replace the record.
+    desk_->failure_is_recorded = true;
     log::error("the job hangs: " + verdict.text);
     const int rank = world_.rank();
     const std::string report = hang_report(rank, outbox_.beat, world_.recorder());
@@ -444,13 +447,13 @@ class Watchdog::Impl {
     };
     meet_at_end(static_cast<size_t>(world_.size()) - verdict.silent.size(),
                 is_among(0, verdict.silent) ? 1s : kAllFilesWithin);
-    // Again at the end, for readers of a job's last lines.
+    // Repeated at the end, for readers of a job's last lines.
     log::error("the job hangs: " + verdict.text);
     if (!is_among(rank, verdict.culprits)) std::this_thread::sleep_for(kCulpritsFirst);
     std::_Exit(kHungExitCode);
   }
 
-  // Until this many ranks have written their files.
+  // Waits until this many ranks have written their files.
   void meet_at_end(size_t num_ranks, milliseconds limit) {
     const auto end = Clock::now() + limit;
     outbox_.has_written = true;
@@ -460,8 +463,8 @@ class Watchdog::Impl {
     }
   }
 
-  // The time between two beats, by the limits alone; it decides how old a beat may be before its rank counts
-  // as silent.
+  // The time between two beats, derived from the limits alone. It determines how old a beat may be before its
+  // rank counts as silent.
   milliseconds patience() const {
     const WatchdogLimits& limits = options_.limits;
     const auto shortest =
@@ -476,15 +479,15 @@ class Watchdog::Impl {
   std::shared_ptr<FlightDump> records_;  // null: none are written
   OwnProgress progress_;
 
-  mutable std::mutex mutex_;  // for what follows, which the watchdog thread uses
+  mutable std::mutex mutex_;  // guards the members below, which the watchdog thread uses
   bool stops_ = false;
   RunState state_ = RunState::NotBegun;
   Mail::Outbox outbox_;
   Mail::Inbox inbox_;
   int64_t num_served_requests_ = 0;
   std::vector<StallClock> silences_;   // by rank, since its last beat
-  std::vector<int64_t> last_numbers_;  // of these beats
-  Clock::time_point last_excuse_{};    // when a rank was last seen that others may have to wait for
+  std::vector<int64_t> last_numbers_;  // those beats' numbers
+  Clock::time_point last_excuse_{};    // when a rank with an excuse was last seen
   Clock::time_point next_beat_{}, next_exchange_{};
 
   const std::shared_ptr<Desk> desk_ = std::make_shared<Desk>(world_.size());
@@ -499,10 +502,10 @@ Watchdog::Watchdog(const World& world, WatchdogOptions options) {
 Watchdog::~Watchdog() = default;
 
 void Watchdog::progress(ProgressKind kind, const char* what, int64_t step) {
-  if (impl_) impl_->cell().tell(kind, what, step);
+  if (impl_) impl_->cell().report(kind, what, step);
 }
 void Watchdog::progress() {
-  if (impl_) impl_->cell().tell();
+  if (impl_) impl_->cell().report();
 }
 void Watchdog::set_limits(const WatchdogLimits& limits) {
   if (impl_) impl_->set_limits(limits);

@@ -25,7 +25,7 @@ namespace {
 
 std::filesystem::path dump_folder(const JobConfig& config) { return config.job.dump_folder; }
 
-// A run that saves nothing leaves the records of the one whose state it loads.
+// A load_only run doesn't overwrite the records of the run whose state it loads.
 std::filesystem::path record_folder(const JobConfig& config) {
   const CheckpointSettings& checkpoint = config.checkpoint;
   return checkpoint.enable && checkpoint.load_only ? dump_folder(config) / "load_only" : dump_folder(config);
@@ -38,7 +38,7 @@ void set_determinism(const DebugSettings& debug) {
   at::globalContext().setBenchmarkCuDNN(false);
 }
 
-// For LibTorch's own generators, from which dropout draws: other numbers for other tokens and stages.
+// Seeds LibTorch's own generators, which dropout uses: different numbers for different tokens and stages.
 void seed_generators(const DebugSettings& debug, const Meshes& meshes) {
   at::manual_seed(debug.seed_or_default() + static_cast<uint64_t>(meshes.loss.rank()));
 }
@@ -54,7 +54,7 @@ void save_config(const JobConfig& config, const dist::World& world) {
   if (config.job.print_config) log::info("resolved config:\n" + toml);
 }
 
-// Null: this rank logs no metrics.
+// Null if this rank logs no metrics.
 std::unique_ptr<MetricsLogger> build_logger(const JobConfig& config, const dist::World& world,
                                             bool on_terminal) {
   // Rank 0's files stay where tools look for them.
@@ -88,7 +88,7 @@ std::vector<nn::AnyRef> roots(const Models& models) {
   return roots;
 }
 
-// The watchdog is to be faster than a collective's own limit, also during the first step.
+// The watchdog must act before a collective's own limit, also during the first step.
 std::unique_ptr<RunObserver> build_watchdog(const JobConfig& config, const dist::World& world,
                                             const Models& models,
                                             const std::shared_ptr<dist::Watchdog>& watchdog) {
@@ -100,7 +100,7 @@ std::unique_ptr<RunObserver> build_watchdog(const JobConfig& config, const dist:
                                        training_limits(comm, config.checkpoint), roots(models));
 }
 
-/// What `make` makes, in a span of the structured log.
+/// Runs `make` inside a span of the structured log.
 template <class Make>
 auto in_span(StructuredLog* log, const char* name, const Make& make) {
   const StructuredSpan span(log, name, "titan::train::build_trainer");
@@ -151,31 +151,8 @@ void check_offload(const JobConfig& config, at::Device device) {
     throw ConfigError(
         str("training.enable_cpu_offload: offloading to the CPU needs a GPU to offload from, and "
             "training.device = ",
-            config.training.device, " is the CPU here"));
+            config.training.device, " selects the CPU here"));
 }
-
-}  // namespace
-
-dist::World build_world(const JobConfig& config) {
-  return dist::init({.backend = config.comm.backend,
-                     .device = config.training.device,
-                     .timeout = std::chrono::seconds(config.comm.init_timeout_seconds),
-                     .flight_entries = static_cast<size_t>(config.comm.trace_buf_size),
-                     .check_collectives = config.debug.check_collectives});
-}
-
-TrainerPolicies fault_tolerance_policies(const FaultToleranceSettings& settings, const dist::World& world) {
-  TrainerPolicies policies;
-  policies.push_back({"stop_on_signal", std::make_unique<StopOnSignal>(world)});
-  policies.push_back({"nonfinite", std::make_unique<NonFiniteSteps>(settings)});
-  policies.push_back({"nan_replay", std::make_unique<NanReplay>()});
-  if (settings.spike_sigma > 0) policies.push_back({"spikes", std::make_unique<RewindOnSpike>(settings)});
-  if (settings.check_replicas_freq > 0)
-    policies.push_back({"replica_check", std::make_unique<ReplicaCheck>(settings.check_replicas_freq)});
-  return policies;
-}
-
-namespace {
 
 // `table`: [training] or [validation].
 template <class Table>
@@ -202,6 +179,25 @@ data::DataLoader build_loader(const JobConfig& config, const Meshes& meshes, con
 }
 
 }  // namespace
+
+dist::World build_world(const JobConfig& config) {
+  return dist::init({.backend = config.comm.backend,
+                     .device = config.training.device,
+                     .timeout = std::chrono::seconds(config.comm.init_timeout_seconds),
+                     .flight_entries = static_cast<size_t>(config.comm.trace_buf_size),
+                     .check_collectives = config.debug.check_collectives});
+}
+
+TrainerPolicies fault_tolerance_policies(const FaultToleranceSettings& settings, const dist::World& world) {
+  TrainerPolicies policies;
+  policies.push_back({"stop_on_signal", std::make_unique<StopOnSignal>(world)});
+  policies.push_back({"nonfinite", std::make_unique<NonFiniteSteps>(settings)});
+  policies.push_back({"nan_replay", std::make_unique<NanReplay>()});
+  if (settings.spike_sigma > 0) policies.push_back({"spikes", std::make_unique<RewindOnSpike>(settings)});
+  if (settings.check_replicas_freq > 0)
+    policies.push_back({"replica_check", std::make_unique<ReplicaCheck>(settings.check_replicas_freq)});
+  return policies;
+}
 
 Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on_terminal,
                       const CheckedFiles& checked, const std::shared_ptr<dist::Watchdog>& watchdog) {

@@ -23,39 +23,40 @@ namespace titan::train {
 
 using Models = std::vector<std::unique_ptr<TrainableModel>>;
 
-/// Joins the job's other processes as [comm] and training.device say. Comes before the first tensor.
+/// Joins the job's other processes, as set by [comm] and training.device. Must be called before the first
+/// tensor is made.
 dist::World build_world(const JobConfig& config);
 
 /// Collective over the world.
 Meshes build_job_meshes(const JobConfig& config, const dist::World& world);
 
-/// The model on `device`, spread out, with its initial weights; on the meta device only with their sizes.
-/// `stage_modules`: of a pipeline stage, which then is all that is built; empty: the whole model. Collective
-/// over the meshes, except meshes.pp.
+/// The parallelized model on `device` with its initial weights; on the meta device only with their sizes.
+/// `stage_modules`: the modules of a pipeline stage, if only that is built; empty: the whole model.
+/// Collective over the meshes, except meshes.pp.
 std::unique_ptr<TrainableModel> build_model(const JobConfig& config, const Meshes& meshes, at::Device device,
                                             const std::vector<std::string>& stage_modules = {});
 
-/// What this rank has of the model, and how it runs a step.
+/// This rank's part of the model, and the runner of its steps.
 struct BuiltModels {
   Models models;
-  std::vector<Parameter> parameters;  ///< of all of them
+  std::vector<Parameter> parameters;  ///< the parameters of all models
   std::unique_ptr<StepRunner> runner;
 };
 /// For steps of `num_batches` batches. Collective over the world.
 BuiltModels build_models(const JobConfig& config, const Meshes& meshes, int64_t num_batches);
 
-/// What [fault_tolerance] asks for, and stopping on signals. Collective over the world.
+/// The policies of [fault_tolerance], and one that stops on signals. Collective over the world.
 TrainerPolicies fault_tolerance_policies(const FaultToleranceSettings& settings, const dist::World& world);
 
 /// Builds everything that a trainer needs: model, data, optimizer, checkpoints, observers and policies. Its
-/// train() begins with what [checkpoint] says to load, and then writes the resolved config to
+/// train() first loads the state that [checkpoint] names, and then writes the resolved config to
 /// {dump_folder}/config.toml (rank 0). `on_terminal`: somebody watches the log, so it gets colors and the
-/// remaining time. `checked`: what check_job has read already. `watchdog`: make_watchdog's, if there is one
-/// already. Collective over the world.
+/// remaining time. `checked`: files that check_job has already read. `watchdog`: from make_watchdog, or null
+/// to make one. Collective over the world.
 Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on_terminal = false,
                       const CheckedFiles& checked = {}, const std::shared_ptr<dist::Watchdog>& watchdog = {});
 
-// Checkpoints: the initial weights, the run's own states, and Hugging Face folders.
+// ---- checkpoints: the initial weights, the run's own states, and Hugging Face folders
 
 /// Throws ConfigError with every difference between a folder's config.json and the configured model.
 void check_hf_config(const JobConfig& config, const std::filesystem::path& folder);
@@ -70,18 +71,18 @@ struct InitialSource {
 /// Looks at the files. Nothing: the path holds none of the other kinds.
 InitialSource initial_source(const JobConfig& config);
 
-/// The step with which the run is complete, if its folder holds that and the settings don't ask for an
-/// earlier one. Looks from this process alone.
+/// The step that completes the run, if its folder holds it and the settings don't ask for an earlier one.
+/// Only this process reads the folder.
 std::optional<int64_t> end_of_run(const JobConfig& config);
-/// Whether there is one, as rank 0 sees it; if so, logs it. Collective over the world.
+/// Whether rank 0 finds such a step; if so, logs it. Collective over the world.
 bool run_has_ended(const JobConfig& config, const dist::World& world);
 
-/// Null where checkpoints are off. Collective over the world.
+/// Null if checkpoints are off. Collective over the world.
 std::unique_ptr<RunCheckpoints> build_checkpoints(const JobConfig& config, const dist::World& world,
                                                   const Meshes& meshes,
                                                   const std::vector<Parameter>& parameters);
 
-// Float8 and MXFP8
+// ---- Float8 and MXFP8
 
 struct Gpu {
   std::string name;
@@ -91,10 +92,10 @@ struct Gpu {
 /// A table of the configuration that converts linear layers.
 struct ConverterKeys {
   const char* converter = "";  ///< its name in model.converters
-  const char* emulate = "";    ///< the key that does without units
+  const char* emulate = "";    ///< the key that emulates the hardware units
 };
 
-/// How the products of `recipe` run on `gpu`, or on a CPU (nullopt). Throws ConfigError where it has no units
+/// How the products of `recipe` run on `gpu`, or on a CPU (nullopt). Throws ConfigError if it has no units
 /// for them, unless they are emulated.
 float8::Arithmetic choose_arithmetic(const float8::Recipe& recipe, const std::optional<Gpu>& gpu,
                                      bool emulate, const ConverterKeys& keys);
@@ -106,15 +107,15 @@ void log_float8_layers(const JobConfig& config);
 /// Key of the histories in a checkpoint, which may lack them: a run may change its scaling when it resumes.
 inline constexpr const char* kDelayedScales = "float8_scales";
 
-/// Updates the scales before each optimizer step; null if none are delayed. Joins the checkpoints (null:
-/// there are none), which may not outlive the result.
+/// Updates the scales before each optimizer step; null if none are delayed. Adds them to the checkpoints (may
+/// be null), which must not outlive the result.
 std::unique_ptr<TrainerPolicy> build_delayed_scales(
     const JobConfig& config, const std::vector<std::unique_ptr<TrainableModel>>& models, const Meshes& meshes,
     RunCheckpoints* checkpoints);
 
-// What watches and guards a run.
+// ---- observers and guards of a run
 
-/// The watchdog's limits until the process's first step is over, which sets up everything lazy.
+/// The watchdog's limits until the end of the process's first step, which sets up everything lazy.
 dist::WatchdogLimits startup_limits(const CommSettings& comm, const CheckpointSettings& checkpoint);
 /// The watchdog's limits after the first step.
 dist::WatchdogLimits training_limits(const CommSettings& comm, const CheckpointSettings& checkpoint);
@@ -123,11 +124,11 @@ dist::WatchdogLimits training_limits(const CommSettings& comm, const CheckpointS
 /// hang. Without a watchdog it is train_timeout_seconds.
 int64_t collective_timeout_s(const CommSettings& comm, const CheckpointSettings& checkpoint);
 
-/// The watchdog of this rank, with the files of [comm]. It judges nothing until a RunWatchdog sets its limits.
+/// The watchdog of this rank, with the files of [comm]. It has no limits until a RunWatchdog sets them.
 std::shared_ptr<dist::Watchdog> make_watchdog(const JobConfig& config, const dist::World& world);
 
-/// FLOP/s that mfu is a share of: metrics.peak_flops, or the peak of a known device. The known peaks are for
-/// bfloat16; for a job that multiplies in 8 bits there is none, so mfu is N/A, as in TorchTitan.
+/// The FLOP/s that mfu is relative to: metrics.peak_flops, or the peak of a known device. The known peaks are
+/// for bfloat16; a job that multiplies in 8 bits has none, so mfu is N/A, as in TorchTitan.
 std::optional<double> job_peak_flops(const JobConfig& config, const std::string& device_name);
 
 /// Dense bfloat16 peak of a device by its name ("NVIDIA H100 PCIe"), in FLOP/s; nullopt for an unknown name.

@@ -1,4 +1,4 @@
-// From settings to the model: which layers, in which precision, how spread out, with which weights.
+// From settings to the model: its layers, their precision, its parallelism and its weights.
 
 #include <c10/util/StringUtil.h>
 #include <torch/nn/module.h>
@@ -13,6 +13,7 @@
 #include "titan/nn/layers.h"
 #include "titan/nn/loss.h"
 #include "train/checkpoints/run_checkpoints.h"
+#include "train/whole_model_runner.h"
 
 namespace titan::train {
 
@@ -71,7 +72,8 @@ std::optional<float8::ConvertOptions> convert_options(const JobConfig& config, a
   return std::nullopt;
 }
 
-// If model.converters asks for it. `plain`: the products of what stays in high precision.
+// Converts layers if model.converters asks for it. `plain`: the products of layers that stay in high
+// precision.
 void convert_to_float8(const JobConfig& config, at::Device device, torch::nn::Module& model,
                        const std::shared_ptr<const ops::Products>& plain) {
   auto options = convert_options(config, device);
@@ -80,18 +82,18 @@ void convert_to_float8(const JobConfig& config, at::Device device, torch::nn::Mo
   float8::convert(model, *options);
 }
 
-// Called after the plan: tensor parallelism may leave parts that can't be multiplied.
+// Called after the plan: tensor parallelism may leave parts with sizes that can't be multiplied.
 void check_float8_parts(const JobConfig& config, torch::nn::Module& model) {
   const auto lines = float8::unfit_parts(model);
   if (lines.empty()) return;
   throw ConfigError(str(
       "parallelism.tensor_parallel_degree = ", config.parallelism.tensor_parallel_degree,
-      " leaves parts of linear layers that can't be multiplied: Float8 takes multiples of 16, MXFP8 of 32: ",
-      c10::Join("; ", lines), "; name them in filter_fqns, or take a smaller degree"));
+      " leaves parts of linear layers that can't be multiplied: Float8 needs multiples of 16, MXFP8 of 32: ",
+      c10::Join("; ", lines), "; name them in filter_fqns, or use a smaller degree"));
 }
 
-// Whether layers that tensor parallelism cuts gather activations in Float8: the recipe casts them once, and there are parts
-// of a sequence to gather.
+// Whether layers that tensor parallelism splits gather activations in Float8: the recipe must cast them once,
+// and there must be parts of a sequence to gather.
 bool gathers_activations_in_float8(const JobConfig& config) {
   const ParallelismSettings& parallelism = config.parallelism;
   if (parallelism.tensor_parallel_degree <= 1 || !parallelism.enable_sequence_parallel) return false;
@@ -114,7 +116,7 @@ FsdpOptions build_fsdp_options(const JobConfig& config, const Meshes& meshes) {
   return options;
 }
 
-// Such a stage shows nothing of what a plan does to layers.
+// Such a stage can't show whether a plan affects layers.
 bool is_stage_without_layers(TrainableModel& model) {
   const nn::LayerSequence* sequence = nn::layer_sequence(model.root());
   return sequence && !sequence->is_whole() && sequence->layer_names().layers.empty();
@@ -192,7 +194,7 @@ std::unique_ptr<TrainableModel> build_model(const JobConfig& config, const Meshe
   const auto products = ops::default_products(config.ops.cpu_matmul_policy());
   nn::set_products(model->root().module(), products);
   set_job_loss(config, *model);
-  // Before the plan, which tells the converted layers how they are cut.
+  // Before the plan, which sets how the converted layers are split.
   convert_to_float8(config, device, model->root().module(), products);
   const bool asynchronous = config.parallelism.enable_async_tensor_parallel;
   apply_parallel_plan(
@@ -221,7 +223,7 @@ BuiltModels build_models(const JobConfig& config, const Meshes& meshes, int64_t 
   BuiltModels built;
   built.models.push_back(build_model(config, meshes, device));
   built.parameters = parameters(built.models[0]->root());
-  built.runner = std::make_unique<OneStageRunner>(*built.models[0], device);
+  built.runner = std::make_unique<WholeModelRunner>(*built.models[0], device);
   return built;
 }
 

@@ -1,5 +1,5 @@
-// Checks between tables and of the files that a job reads, before anything is started: a wrong name then costs no minute of
-// a cluster.
+// Checks settings across tables, and the files that a job reads, before anything starts: a wrong name then
+// costs no cluster time.
 
 #include <algorithm>
 #include <cctype>
@@ -27,8 +27,8 @@ bool runs_on_cpu(const JobConfig& config) {
   return device == "cpu" || (device == "auto" && !dist::gpu_visible());
 }
 
-// What the job reads: data sets, recorded batches, tokenizer, initial weights. Looks at no more than names, headers and
-// the tokenizer, so that it takes well under a second.
+// Checks of the job's files: data sets, recorded batches, tokenizer, initial weights. They read only names,
+// headers and the tokenizer, so they take well under a second.
 
 namespace fs = std::filesystem;
 
@@ -55,10 +55,10 @@ struct DatasetUse {
   std::string table;
   std::string dataset;
   std::string path;
-  std::optional<int64_t> global_batch;  ///< sequences; unset: not to be judged
-  std::string batch_key;                ///< which setting decides it
+  std::optional<int64_t> global_batch;  ///< sequences; unset: not checked
+  std::string batch_key;                ///< the setting that determines it
   int64_t seq_len = 0;
-  std::optional<int64_t> steps;  ///< how many will be read; unset: as many as there are
+  std::optional<int64_t> steps;  ///< steps to read; unset: all
 
   std::string key(const char* name) const { return table + "." + name; }
 };
@@ -66,16 +66,14 @@ struct DatasetUse {
 std::string unknown_dataset(const std::string& name) {
   std::vector<std::string> known = data::source_kinds().names();
   known.push_back(kRecordedTokens);
-  const auto near = nearest_names(name, known, 1);
-  return str("unknown data set; known: ", c10::Join(", ", known),
-             near.empty() ? "" : str("; did you mean '", near.front(), "'?"));
+  return str("unknown data set; known: ", c10::Join(", ", known), did_you_mean(name, known));
 }
 
 std::string steps_in(const fs::path& folder) {
   std::vector<std::string> steps;
   for (const checkpoint::StepEntry& entry : checkpoint::list_steps(folder))
     steps.push_back(entry.path.filename());
-  return steps.empty() ? "" : "; it holds steps, of which one has to be named: " + c10::Join(", ", steps);
+  return steps.empty() ? "" : "; it holds steps, name one of them: " + c10::Join(", ", steps);
 }
 
 /// The checks, and the problems that they have found.
@@ -105,7 +103,7 @@ struct Check {
     }
   }
 
-  /// Returns the data-parallel degree, where the degrees fit.
+  /// Returns the data-parallel degree, or nullopt if the degrees don't fit the world.
   std::optional<int> check_parallelism(int world_size) {
     const ParallelDims dims = resolve_parallel_dims(config.parallelism, world_size);
     const auto world_problem = world_size_problem(dims, world_size);
@@ -150,7 +148,7 @@ struct Check {
     const TrainingSettings& training = config.training;
     bool doubles = training.dtype == "float64";
     require((training.mixed_precision_param == "float64") == doubles, "training.mixed_precision_param",
-            "float64 training has float64 in training.dtype and training.mixed_precision_param");
+            "must be \"float64\" exactly when training.dtype is");
     require((training.mixed_precision_reduce == "float64") == doubles, "training.mixed_precision_reduce",
             "must be \"float64\" exactly when training.dtype is");
     require(!training.enable_cpu_offload || training.device != "cpu", "training.enable_cpu_offload",
@@ -162,10 +160,10 @@ struct Check {
     const std::string gather = "quantize.linear.float8.enable_fsdp_float8_all_gather";
     if (settings.enable_fsdp_float8_all_gather && float8::recipes().contains(settings.recipe()))
       require(float8::casts_weight_once(float8::recipes().get(settings.recipe())), gather,
-              str("needs a recipe that casts a weight in one way, with one scale, as \"tensorwise\"; ",
+              str("needs a recipe that casts a weight in one way, with one scale, such as \"tensorwise\"; ",
                   settings.recipe(), " doesn't"));
     require(!settings.enable_fsdp_float8_all_gather || !config.training.enable_cpu_offload, gather,
-            "doesn't go with training.enable_cpu_offload");
+            "can't be combined with training.enable_cpu_offload");
     require(settings.enable_fsdp_float8_all_gather || !settings.precompute_float8_dynamic_scale_for_fsdp,
             "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
             "is read only with enable_fsdp_float8_all_gather");
@@ -223,13 +221,13 @@ struct Check {
     check_mx();
     if (!model.converts(float8::kConverter) && !model.converts(float8::kMxConverter)) return;
     require(config.training.mixed_precision_param != "float64", "model.converters",
-            "Float8 goes with training.mixed_precision_param of at most 32 bits");
+            "Float8 requires training.mixed_precision_param of at most 32 bits");
   }
 
   void check_activations() {
     const bool on_cpu = runs_on_cpu(config);
     require(config.activation_checkpoint.mode != "offload" || !on_cpu, "activation_checkpoint.mode",
-            "moves activations from a GPU to the host's memory, and this run is on the CPU; take \"full\", "
+            "moves activations from a GPU to the host's memory, and this run is on the CPU; use \"full\", "
             "\"selective\" or \"memory_budget\"");
     require(config.activation_checkpoint.mode == "memory_budget" ||
                 !config.activation_checkpoint.memory_budget_bytes,
@@ -242,7 +240,7 @@ struct Check {
     const int64_t in_a_window = profiling.profiler_warmup + profiling.profiler_active;
     require(!profiling.enable_profiling || in_a_window <= profiling.profile_freq, "profiling.profile_freq",
             str("is less than profiler_warmup + profiler_active = ", in_a_window,
-                " steps, which one trace takes"));
+                " steps, which one trace needs"));
   }
 
   void check_model_alone() {
@@ -254,12 +252,12 @@ struct Check {
       require(!asked || has_hf_form, key,
               str("model.name = ", config.model.name, " has no form in transformers"));
     require(checkpoint.initial_load_model_only || !checkpoint.initial_load_in_hf,
-            "checkpoint.initial_load_model_only", "a Hugging Face folder holds the model alone");
+            "checkpoint.initial_load_model_only", "a Hugging Face folder holds only the model");
     require(checkpoint.last_save_model_only || !checkpoint.last_save_in_hf, "checkpoint.last_save_in_hf",
-            "needs last_save_model_only: transformers knows of models alone");
+            "needs last_save_model_only: transformers reads only models");
     require(checkpoint.last_save_model_only || checkpoint.export_dtype == "float32",
             "checkpoint.export_dtype",
-            "is of the model alone; with last_save_model_only = false the state is saved as it is");
+            "applies to the model alone; with last_save_model_only = false the state is saved unchanged");
   }
 
   void check_checkpoint(int world_size) {
@@ -268,7 +266,7 @@ struct Check {
             "is read only with checkpoint.enable = true");
     require(checkpoint.enable || checkpoint.load_step < 0, "checkpoint.load_step",
             "is read only with checkpoint.enable = true");
-    // A run that ignored these, for example by starting from random weights, would be for nothing.
+    // A run that ignored these, for example by starting from random weights, would be wasted.
     for (const auto& [key, asked] :
          {std::pair("checkpoint.initial_load_in_hf", checkpoint.initial_load_in_hf),
           std::pair("checkpoint.last_save_in_hf", checkpoint.last_save_in_hf),
@@ -276,15 +274,15 @@ struct Check {
       require(checkpoint.enable || !asked, key, "needs checkpoint.enable = true");
     require(checkpoint.peer_interval == 0 || (checkpoint.enable && !checkpoint.load_only),
             "checkpoint.peer_interval",
-            "keeps states beside those on disk, which needs checkpoint.enable = true and no load_only");
+            "keeps states besides those on disk, which needs checkpoint.enable = true and no load_only");
     if (!checkpoint.enable) return;
     // A job that starts again resumes from the whole newest state.
     const bool starts_again = checkpoint.peer_interval > 0 || !config.fault_tolerance.requeue_on.empty();
     require(!starts_again || checkpoint.load_step == -1, "checkpoint.load_step",
-            "has to be -1, the newest, beside checkpoint.peer_interval or fault_tolerance.requeue_on: each "
+            "has to be -1 (the newest) with checkpoint.peer_interval or fault_tolerance.requeue_on: each "
             "start would go back to this step");
     require(!starts_again || checkpoint.exclude_from_loading.empty(), "checkpoint.exclude_from_loading",
-            "has to be empty beside checkpoint.peer_interval or fault_tolerance.requeue_on: each start "
+            "has to be empty with checkpoint.peer_interval or fault_tolerance.requeue_on: each start "
             "would leave these out again");
     check_model_alone();
     for (const std::string& problem : exclusion_problems(checkpoint.exclude_from_loading))
@@ -327,7 +325,7 @@ struct Check {
     }
   }
 
-  // Only a user's own kind of source knows what a path means to it.
+  // For a user's own kind of source the path isn't checked: only the source knows its meaning.
   void check_source(const DatasetUse& use) {
     std::string kind = use.dataset;
     std::transform(kind.begin(), kind.end(), kind.begin(), [](unsigned char c) { return std::tolower(c); });
@@ -347,7 +345,7 @@ struct Check {
       report(use.batch_key, str("makes batches of ", *use.global_batch, " sequences, but ", use.path,
                                 " records batches of ", batch));
     if (use.seq_len != seq_len)
-      report(use.key("seq_len"), str("isn't the ", seq_len, " tokens of the sequences in ", use.path));
+      report(use.key("seq_len"), str("must be ", seq_len, ", the length of the sequences in ", use.path));
   }
 
   void check_recording(const DatasetUse& use) {
@@ -356,7 +354,7 @@ struct Check {
       if (!use.path.empty() && is_there(fs::path(use.path) / name)) continue;
       const std::string missing =
           use.path.empty() ? "" : str("there is no ", place_of(fs::path(use.path) / name), "; ");
-      return report(key, str(missing, "\"tokens\" wants a folder with input.npy and labels.npy"));
+      return report(key, str(missing, "data set \"tokens\" needs a folder with input.npy and labels.npy"));
     }
     judge(key, [&] {
       const data::NpyArray input(fs::path(use.path) / "input.npy"), labels(fs::path(use.path) / "labels.npy");
@@ -370,7 +368,7 @@ struct Check {
     use.dataset == kRecordedTokens ? check_recording(use) : check_source(use);
   }
 
-  /// `settings`: the table of that name. `global_batch`: sequences; not positive: those of all ranks.
+  /// `settings`: the table of that name. `global_batch`: sequences; not positive: the sum over all ranks.
   void check_data(const std::string& table, const auto& settings, int64_t global_batch,
                   std::optional<int> dp_degree, std::optional<int64_t> steps) {
     const bool is_given = global_batch > 0;
@@ -407,7 +405,7 @@ struct Check {
   void check_initial_state() {
     const CheckpointSettings& checkpoint = config.checkpoint;
     if (!checkpoint.enable) return;
-    // A run that resumes from a step of its own doesn't need it any more.
+    // A run that resumes from one of its own steps doesn't need it.
     std::vector<std::string> ignored;
     if (checkpoint::newest_complete(checkpoint::joined(config.job.dump_folder, checkpoint.folder), ignored))
       return;
@@ -420,8 +418,7 @@ struct Check {
       return report(kKey, str("there is no safetensors file at ", place_of(source.path),
                               ", nor a step's folder", steps_in(source.path)));
     if (source.kind == InitialKind::ModelFile && !checkpoint.initial_load_model_only)
-      return report("checkpoint.initial_load_model_only",
-                    str(source.path.string(), " holds the model alone"));
+      return report("checkpoint.initial_load_model_only", str(source.path.string(), " holds only the model"));
     if (source.kind == InitialKind::Step)
       for (const std::string& problem : checkpoint::quick_problems(source.path)) report(kKey, problem);
   }

@@ -18,7 +18,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Throws ConfigError where the model's family has no such form.
+// Throws ConfigError if the model's family has no form in transformers.
 HfModel configured_hf_model(const JobConfig& config) {
   auto model = config.spec().hugging_face(config.args());
   if (!model)
@@ -26,22 +26,12 @@ HfModel configured_hf_model(const JobConfig& config) {
   return *std::move(model);
 }
 
-}  // namespace
-
-void check_hf_config(const JobConfig& config, const std::filesystem::path& folder) {
-  const HfModel configured = configured_hf_model(config);
-  auto problems = config_differences(hf_model_of_folder(config.spec(), folder), configured, folder);
-  if (!problems.empty()) throw ConfigError(std::move(problems));
-}
-
-namespace {
-
 std::function<void()> load_hf(const JobConfig& config, const fs::path& folder,
                               const std::vector<Parameter>& parameters) {
   return [config, folder, parameters] {
     check_hf_config(config, folder);
     load_hf_model(parameters, configured_hf_model(config), folder);
-    log::info_rank0(str("initial weights come from ", folder.string(), ", in Hugging Face's form"));
+    log::info_rank0(str("initial weights come from ", folder.string(), ", in Hugging Face's format"));
   };
 }
 
@@ -72,7 +62,7 @@ fs::path steps_folder(const JobConfig& config) {
   return checkpoint::joined(config.job.dump_folder, config.checkpoint.folder);
 }
 
-// The folder says nothing about runs that begin at a step of their own choice.
+// Whether the run's last step in the folder shows that the run is complete.
 bool leaves_its_end(const CheckpointSettings& settings) {
   return settings.enable && !settings.load_only && !settings.create_seed_checkpoint && settings.load_step < 0;
 }
@@ -94,11 +84,17 @@ std::optional<PeerSettings> peer_settings(const CheckpointSettings& settings) {
   const dist::JobIdentity job = dist::read_job_identity(dist::process_environment());
   if (job.id.empty())
     throw ConfigError(str("checkpoint.peer_interval = ", settings.peer_interval,
-                          " keeps states for ranks that are started again, but ", job.problem));
+                          " keeps states for restarted ranks, but ", job.problem));
   return PeerSettings{.interval = settings.peer_interval, .folder = settings.peer_folder, .job = job.id};
 }
 
 }  // namespace
+
+void check_hf_config(const JobConfig& config, const std::filesystem::path& folder) {
+  const HfModel configured = configured_hf_model(config);
+  auto problems = config_differences(hf_model_of_folder(config.spec(), folder), configured, folder);
+  if (!problems.empty()) throw ConfigError(std::move(problems));
+}
 
 InitialSource initial_source(const JobConfig& config) {
   const CheckpointSettings& settings = config.checkpoint;
@@ -119,7 +115,7 @@ std::optional<int64_t> end_of_run(const JobConfig& config) {
     const auto last = last_step_in(steps_folder(config));
     return last && *last >= config.training.steps ? last : std::nullopt;
   } catch (const Error& error) {
-    log::debug(error.what());  // whoever loads says what is wrong
+    log::debug(error.what());  // loading reports the problem
     return std::nullopt;
   }
 }
@@ -131,8 +127,8 @@ bool run_has_ended(const JobConfig& config, const dist::World& world) {
     log::info_rank0(
         str("this run is complete: ", checkpoint::step_path(steps_folder(config), *last.step).string(),
             " exists, and training.steps = ", config.training.steps,
-            "; for more of it raise training.steps, name a checkpoint.load_step to go back to, or "
-            "take another job.dump_folder"));
+            "; to continue, raise training.steps, set checkpoint.load_step to an earlier step, or use "
+            "another job.dump_folder"));
   return last.step.has_value();
 }
 

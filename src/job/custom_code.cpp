@@ -3,9 +3,13 @@
 #include <dlfcn.h>
 #include <link.h>
 
+#include <cstddef>
 #include <filesystem>
 #include <set>
 #include <string>
+#include <vector>
+
+#include <c10/util/StringUtil.h>
 
 #include "core/file.h"
 #include "job/job_config.h"
@@ -21,15 +25,38 @@ constexpr const char* kEntryPoint = "titan_register";
 const std::string kStamp = std::string("titan build ") + "stamp: ";
 constexpr size_t kMaxStampBytes = 200;
 
-/// Where the loader looked for it.
-std::string search_of(const std::string& path) {
-  if (path.find('/') == std::string::npos)
-    return "; a name without a '/' is looked for in the loader's own folders (LD_LIBRARY_PATH and the "
-           "system's)";
-  const std::filesystem::path absolute = std::filesystem::absolute(path).lexically_normal();
-  return path.front() == '/' ? ""
-                             : str("; relative to the working directory, not to the config file, this is ",
-                                   absolute.string());
+/// The loader's folders: those of LD_LIBRARY_PATH and the system's.
+std::vector<std::string> loader_folders() {
+  void* const program = ::dlopen(nullptr, RTLD_LAZY);
+  Dl_serinfo size;
+  TITAN_CHECK(program && ::dlinfo(program, RTLD_DI_SERINFOSIZE, &size) == 0, "dlinfo: ", ::dlerror());
+  std::vector<std::byte> memory(size.dls_size);
+  auto* const info = reinterpret_cast<Dl_serinfo*>(memory.data());
+  *info = size;
+  TITAN_CHECK(::dlinfo(program, RTLD_DI_SERINFO, info) == 0, "dlinfo: ", ::dlerror());
+  std::vector<std::string> folders;
+  for (unsigned i = 0; i < info->dls_cnt; ++i) folders.emplace_back(info->dls_serpath[i].dls_name);
+  return folders;
+}
+
+/// The file that `path` names. A name without a '/' is searched in the loader's folders: loading it to learn
+/// where it is would run its initializers before check_build().
+std::string file_of(const std::string& path) {
+  std::error_code error;
+  std::string searched;
+  if (path.find('/') != std::string::npos) {
+    if (std::filesystem::exists(path, error)) return path;
+    if (path.front() != '/')
+      searched = str("; relative to the working directory, not to the config file, this is ",
+                     std::filesystem::absolute(path).lexically_normal().string());
+  } else {
+    const std::vector<std::string> folders = loader_folders();
+    for (const std::string& folder : folders)
+      if (std::string file = folder + "/" + path; std::filesystem::exists(file, error)) return file;
+    searched = str("; a name without a '/' is searched in LD_LIBRARY_PATH and the system's folders: ",
+                   c10::Join(", ", folders), "; write ./", path, " for the working directory");
+  }
+  throw ConfigError(str("doesn't exist", searched));
 }
 
 // Which builds of LibTitan the parts of a shared object were compiled against.
@@ -59,19 +86,12 @@ void check_build(const std::string& file) {
                             ": compile it again against this program's headers"));
 }
 
-std::string file_of(void* library) {
-  link_map* map = nullptr;
-  return ::dlinfo(library, RTLD_DI_LINKMAP, &map) == 0 ? map->l_name : "";
-}
-
 void open_and_register(const std::string& path) {
-  const bool has_folder = path.find('/') != std::string::npos;
-  std::error_code error;
-  if (has_folder && std::filesystem::is_regular_file(path, error)) check_build(path);
+  const std::string file = file_of(path);
+  check_build(file);
   // Never closed: what it registered points into it.
-  void* library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (!library) throw ConfigError(str("can't be opened: ", ::dlerror(), search_of(path)));
-  if (!has_folder) check_build(file_of(library));
+  void* library = ::dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (!library) throw ConfigError(str("can't be opened: ", ::dlerror()));
   auto entry = reinterpret_cast<void (*)()>(::dlsym(library, kEntryPoint));
   if (!entry) throw ConfigError(str("has no function `extern \"C\" void ", kEntryPoint, "()`"));
   entry();

@@ -61,7 +61,7 @@ int smallest_world(const ParallelismSettings& settings) {
                           settings.tensor_parallel_degree);
 }
 
-// The table of `titan train --print-plan`.
+// ---- the table of `titan train --print-plan`
 
 namespace {
 
@@ -192,7 +192,7 @@ std::string run_or_explain(DryRun& run) {
     run.run_micro_batch();
     return "";
   } catch (const c10::NotImplementedError& error) {
-    const std::string message = error.what_without_backtrace();
+    const std::string message = reason_of(error);
     return message.substr(0, std::min(message.find(". "), message.find('\n')));
   }
 }

@@ -1,8 +1,8 @@
 #pragma once
 
 // One rank of a job without running it: the model at its real size on meta tensors, its peers played by the
-// `fake` backend. Memory and time don't grow with the sizes of the model. The plan's table and the memory report
-// are made from it.
+// `fake` backend. Memory and time don't grow with the sizes of the model. It is the source of the plan's
+// table and the memory report.
 
 #include <cstdint>
 #include <exception>
@@ -26,14 +26,14 @@ class DryRun {
 
   const Meshes& meshes() const { return meshes_; }
   const StagePlan& plan() const { return plan_; }
-  /// Which of the plan's stages this rank has; without a pipeline stage 0, the whole model.
+  /// The plan's stages on this rank; without a pipeline stage 0, the whole model.
   const std::vector<int>& stages() const { return stages_; }
   /// The models of these stages.
   const std::vector<std::unique_ptr<TrainableModel>>& models() const { return models_; }
   /// Micro-batches of an optimizer step, on this rank.
   int64_t num_micro_batches() const;
   int64_t micro_batch_rows() const;
-  /// Forward and backward of one of them through each of the stages.
+  /// Forward and backward of one micro-batch through each of the stages.
   void run_micro_batch();
 
  private:
@@ -45,24 +45,24 @@ class DryRun {
   StagePlan plan_;
   std::vector<int> stages_;
   std::vector<std::unique_ptr<TrainableModel>> models_;
-  std::vector<TensorType> boundaries_;  // what enters each stage
+  std::vector<TensorType> boundaries_;  // the input of each stage
 };
 
 /// The product of the degrees; data_parallel_shard_degree = -1 counts as 1.
 int smallest_world(const ParallelismSettings& settings);
 
-/// The stages of a pipeline: their ranks, modules and parameters; and what tensor parallelism does to each
-/// module of rank 0 in one optimizer step, as a table: style, placement of the weights, layouts of the
-/// activations, collectives, and the bytes that rank 0 receives in them ("?" where the model uses an
-/// operation that LibTorch can't run on meta tensors). Layers whose rows are equal share one.
+/// The stages of a pipeline (ranks, modules and parameters), and a table of tensor parallelism in each module
+/// of rank 0 in one optimizer step: style, placement of the weights, layouts of the activations, collectives,
+/// and the bytes that rank 0 receives in them ("?" if the model uses an operation that LibTorch can't run on
+/// meta tensors). Layers with equal rows share one.
 std::string plan_table(const JobConfig& config, int world_size);
 
-// What uses a rank's memory, and which settings would use less: for a run that is out of memory.
+// ---- a report on a rank's memory, and on settings that would use less: for a run that is out of memory
 
 struct MemoryOwner {
   std::string name;
   double bytes = 0;
-  std::string details;  ///< how the number comes about
+  std::string details;  ///< how the number is computed
 };
 
 struct NamedBytes {
@@ -91,8 +91,8 @@ std::string table_of(const MemoryReport& report);
 /// Whether a host or device ran out of memory: by the exception's type, or by its text.
 bool is_out_of_memory(const std::exception& error);
 
-/// For the log of the rank that ran out: the report as a table, and how much was in use. "" when there is no
-/// report, as for models that don't name their layers.
+/// For the log of the rank that ran out: the report as a table, and the memory in use. "" without a report,
+/// as for models that don't name their layers.
 std::string explain_out_of_memory(const JobConfig& config, const dist::World& world);
 
 }  // namespace titan::train

@@ -10,7 +10,7 @@ namespace titan::train {
 
 namespace {
 
-/// `action`, with the place of `key` in front of what it doesn't like.
+/// Runs `action`, and adds the place of `key` to its errors.
 template <class Action>
 auto naming(const config::Origins& origins, std::string_view key, Action action) {
   try {
@@ -20,7 +20,7 @@ auto naming(const config::Origins& origins, std::string_view key, Action action)
   }
 }
 
-// It may register what other tables name, so it comes before names are looked up.
+// Opened before names are looked up, because it may register them.
 void open_custom_code(const JobConfig& config, const config::Origins& origins) {
   naming(origins, "experimental.custom_import",
          [&] { import_custom_code(config.experimental.custom_import); });
@@ -33,8 +33,8 @@ config::DynamicTable resolve_model_args(const JobConfig& config, const config::O
           naming(origins, "model.flavor", [&] { return spec->make_args(config.model.flavor); })};
 }
 
-// The settings of the optimizer or schedule that `table`.name names: its own table. Keys of `table` that it
-// doesn't read are refused.
+// The settings of the optimizer or schedule named by `table`.name. Keys of `table` that it doesn't read are
+// refused.
 template <class Spec>
 config::DynamicTable resolve_args(const Registry<Spec>& registry, const std::string& table,
                                   const std::string& name, const config::Origins& origins) {
@@ -79,18 +79,18 @@ config::DynamicTable resolve_parallelism_args() {
 }
 
 void add_model_tables(config::Schema& schema) {
-  schema.add("model", &JobConfig::model, "what is trained");
+  schema.add("model", &JobConfig::model, "the model");
   schema.add_dynamic<JobConfig>(
       "model.args", &JobConfig::model_args, resolve_model_args, {"model", "experimental"},
       "sizes that override the flavor's; the defaults shown are llama3's debugmodel");
-  schema.add("loss", &JobConfig::loss, "what is minimized");
+  schema.add("loss", &JobConfig::loss, "the loss");
   schema.add_dynamic<JobConfig>(
       "loss.args", &JobConfig::loss_args, resolve_loss_args, {"loss", "experimental"},
       "the loss's own settings: z_weight of \"z_loss\", epsilon of \"label_smoothing\"");
 }
 
 void add_training_tables(config::Schema& schema) {
-  schema.add("optimizer", &JobConfig::optimizer, "how parameters are stepped");
+  schema.add("optimizer", &JobConfig::optimizer, "the optimizer");
   // [model.args] has opened the shared object that may register them.
   schema.add_dynamic<JobConfig>(
       "optimizer.args", &JobConfig::optimizer_args,
@@ -107,8 +107,8 @@ void add_training_tables(config::Schema& schema) {
       },
       {"model", "experimental", "lr_scheduler"},
       "settings of a registered schedule; warmup_stable_decay has none here");
-  schema.add("training", &JobConfig::training, "what a step is made of");
-  schema.add("data", &JobConfig::data, "how documents are found, cut and dealt");
+  schema.add("training", &JobConfig::training, "batches, precision and length of the run");
+  schema.add("data", &JobConfig::data, "documents: how they are found, cut and distributed");
   schema.add("parallelism", &JobConfig::parallelism, "how ranks share the work");
   schema.add_dynamic<JobConfig>(
       "parallelism.args", [](JobConfig& job) -> config::DynamicTable& { return job.parallelism.args; },
@@ -126,8 +126,8 @@ void add_system_tables(config::Schema& schema) {
   schema.add("ops", &JobConfig::ops, "kernels");
   schema.add("memory_estimation", &JobConfig::memory_estimation);
   schema.add("fault_tolerance", &JobConfig::fault_tolerance,
-             "signals, steps that go wrong, ranks that compute something else");
-  schema.add("experimental", &JobConfig::experimental, "code that joins the program");
+             "signals, bad steps, and ranks that compute different numbers");
+  schema.add("experimental", &JobConfig::experimental, "user code that the program loads");
   schema.add("validation", &JobConfig::validation, "the loss on other data during training");
   schema.add("debug", &JobConfig::debug, "seeds and determinism");
 }
@@ -137,8 +137,8 @@ config::Schema make_schema() {
   schema.add("job", &JobConfig::job, "the run as a whole");
   schema.add("profiling", &JobConfig::profiling, "traces of steps, snapshots of memory");
   schema.add("metrics", &JobConfig::metrics, "metrics and logging");
-  schema.add("metrics.structured_logs", &JobConfig::structured_logs, "what each rank does over time");
-  schema.add("metrics.stragglers", &JobConfig::stragglers, "which rank holds the others up");
+  schema.add("metrics.structured_logs", &JobConfig::structured_logs, "the activity of each rank over time");
+  schema.add("metrics.stragglers", &JobConfig::stragglers, "the rank that holds the others up");
   add_model_tables(schema);
   add_training_tables(schema);
   add_system_tables(schema);

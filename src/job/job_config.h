@@ -1,6 +1,7 @@
 #pragma once
 
-// All tables of a run. Only the command line and the trainer's builder see the whole; everything else takes its own table.
+// All tables of a run. Only the command line and the trainer's builder see the whole; everything else takes
+// its own table.
 
 #include <memory>
 #include <string>
@@ -77,18 +78,17 @@ const config::Schema& job_schema();
 /// Every key of TorchTitan 0.2.2's JobConfig with its default there, for docs/torchtitan_keys.md.
 const std::vector<config::ForeignKey>& torchtitan_keys();
 
-/// Whether check_job looks at what the job will read: data sets, recorded batches, tokenizer, initial
-/// weights.
+/// Whether check_job looks at the files that the job will read: data sets, recorded batches, tokenizer,
+/// initial weights.
 enum class JobFiles { Check, Ignore };
 
-/// What the check has read that a job needs too.
+/// Files read by the check that the job reuses.
 struct CheckedFiles {
   std::shared_ptr<const data::Tokenizer> tokenizer;  ///< null: none is needed, or files weren't looked at
 };
 
-/// The checks between tables and of files, with all problems in one ConfigError whose messages point at where
-/// the values came from. Needs no process group: `world_size` comes from the launcher's environment or from
-/// --nproc.
+/// Checks settings across tables, and files. One ConfigError has all problems, each with the place of its
+/// value. Needs no process group: `world_size` comes from the launcher's environment or from --nproc.
 CheckedFiles check_job(const JobConfig& config, const config::Origins& origins, int world_size,
                        JobFiles files = JobFiles::Check);
 

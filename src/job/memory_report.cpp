@@ -1,9 +1,9 @@
 // [Note: what uses the memory]
 // Always allocated: this rank's shards of parameters, gradients and optimizer state, and the buffers of its
 // modules, which aren't sharded. Allocated layer by layer: gathered parameters, and whole gradients before
-// their reduction; of two layers at a time, or of all the rank's layers when a schedule or
-// reshard_after_forward = "never" keeps them. Growing with the batch: activations, of as many micro-batches as
-// are in flight.
+// their reduction. Two layers at a time have them, or all the rank's layers if a schedule or
+// reshard_after_forward = "never" keeps them. Growing with the batch: the activations of all micro-batches in
+// flight.
 
 #include <algorithm>
 #include <cctype>
@@ -32,7 +32,7 @@ namespace {
 constexpr double kSavingWorthShowing = 1 << 20;
 constexpr double kLayersInUse = 2;  // the one that computes, and one in communication
 
-// Small sizes get enough digits to tell them apart.
+// Small sizes get enough digits to differ.
 std::string gib(double bytes) {
   return str(std::fixed, std::setprecision(bytes < 0.1 * kGiB ? 4 : 2), bytes / kGiB);
 }
@@ -61,7 +61,7 @@ std::vector<NamedBytes> buffers_of(const torch::nn::Module& root) {
   return bytes;
 }
 
-// What one rank has and does.
+// The sizes of one rank's part of the job.
 struct Estimate {
   Estimate(const JobConfig& job, int world_size, int rank)
       : config(job), run(job, world_size, rank), dims(resolve_parallel_dims(job.parallelism, world_size)) {
@@ -111,7 +111,7 @@ struct Estimate {
                                ReshardAfterForward::Kind::Never;
   }
 
-  // For this rank's modules, under settings that may differ from the run's.
+  // The activations of this rank's modules, under settings that may differ from the run's.
   std::vector<NamedBytes> activations(JobConfig changed) const {
     // Costs are per micro-batch.
     if (dims.pp == 1)
@@ -129,7 +129,7 @@ struct Estimate {
   const JobConfig& config;
   DryRun run;
   ParallelDims dims;
-  std::set<std::string> modules;  // of this rank's stages; empty: all modules
+  std::set<std::string> modules;  // in this rank's stages; empty: all modules
   double shard_elements = 0, all_elements = 0, largest_group = 0;
   std::map<std::string, double> group_elements;
   std::vector<NamedBytes> buffers;
@@ -143,7 +143,7 @@ double sum_of(const List& list) {
   return sum;
 }
 
-// Leaves out what has fewer than `least` bytes.
+// Leaves out entries with fewer than `least` bytes.
 template <class List>
 List largest_first(List list, double least) {
   std::erase_if(list, [least](const auto& each) { return each.bytes < least; });
@@ -322,7 +322,8 @@ std::string in_use(c10::Device device) {
 
 }  // namespace
 
-// A pipeline's errors have lost their type. Their last part is about the rank that failed first, not this one.
+// A pipeline's errors have lost their type. Their last part is about the rank that failed first, not about
+// this one.
 bool is_out_of_memory(const std::exception& error) {
   if (dynamic_cast<const c10::OutOfMemoryError*>(&error) || dynamic_cast<const std::bad_alloc*>(&error))
     return true;

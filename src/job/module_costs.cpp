@@ -1,4 +1,4 @@
-// What each module of a model's sequence costs: module by module, each built on its own.
+// The costs of the modules in a model's sequence. Each module is built and run on its own.
 
 #include <algorithm>
 #include <chrono>
@@ -39,7 +39,7 @@ struct Probe {
   }
 };
 
-// Its cost, and the type of its output.
+// The cost of a module, and the type of its output.
 struct Finding {
   ModuleCost cost;
   TensorType output;
@@ -47,8 +47,8 @@ struct Finding {
 
 // Sizes that determine the work per token.
 struct Work {
-  double product_elements = 0;    // of parameters in matrix products
-  double embedding_elements = 0;  // of parameters in lookups
+  double product_elements = 0;    // elements of parameters in matrix products
+  double embedding_elements = 0;  // elements of parameters in lookups
   double attention_width = 0;     // heads x head size, summed over the module's attentions
 };
 
@@ -72,7 +72,7 @@ double num_elements(const TensorType& type) {
   return static_cast<double>(c10::multiply_integers(type.sizes));
 }
 
-// How much of the forward of layer `number` is recomputed by activation checkpointing.
+// The share of layer `number`'s forward that activation checkpointing recomputes.
 double recomputed_share(const ActivationCheckpointSettings& settings, int64_t number) {
   if (settings.mode == "full") return 1;
   if (settings.mode != "selective") return 0;
@@ -121,7 +121,7 @@ class Walk {
     return elements * (4 * trained / (dims_.dp_shard * dims_.row_degree()) +
                        static_cast<double>(c10::elementSize(compute_dtype())));
   }
-  // The share of a micro-batch's activations.
+  // One rank's share of a micro-batch's activations.
   double rank_share() const { return 1.0 / (dims_.tp * dims_.row_degree()); }
 
  private:
@@ -173,7 +173,7 @@ class Walk {
   std::map<std::string, Finding> findings_;
 };
 
-// Runs a forward, for what its graph saves and for its output.
+// Runs a forward for the sizes of its output and of the tensors that its graph saves.
 Finding sizes_of(const Walk& walk, const Probe& probe) {
   const torch::nn::Module& module = probe.stage->root().module();
   activations::SavedBytes saved(module);

@@ -1,4 +1,4 @@
-// What watches and guards a run: time limits of the watchdog, the device's peak for MFU, profilers.
+// Observers and guards of a run: time limits of the watchdog, the device's peak for MFU, profilers.
 
 #include <algorithm>
 #include <array>
@@ -17,9 +17,9 @@ namespace {
 using dist::TimeLimit;
 using std::chrono::seconds;
 
-// The save's own error should come first: it knows the rank and what it was writing.
+// The save's own error should come first: it names the rank and the file.
 constexpr int64_t kAfterCheckpointer = 60;
-// The watchdog looks at least every two seconds, and knows more than a collective that fails.
+// The watchdog checks at least every two seconds, and knows more than a collective that fails.
 constexpr int64_t kAfterWatchdog = 60;
 
 TimeLimit limit(int64_t time_s, std::string setting) { return {seconds(time_s), std::move(setting)}; }

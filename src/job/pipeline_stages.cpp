@@ -72,7 +72,7 @@ WholeModel describe_whole(const JobConfig& config) {
   return {{names.before, names.layers, names.after}, sequence->shared_parameters()};
 }
 
-// How many stages, on which ranks, and the key that says so.
+// The number of stages, their ranks, and the key that determines them.
 struct StageMap {
   std::vector<int> rank_of_stage;
   const char* key = kDegree;
@@ -100,18 +100,18 @@ const pipeline::ScheduleTraits& traits_of(const ParallelismSettings& settings) {
   const std::string& name = settings.pipeline_parallel_schedule;
   constexpr const char* kOfFiles = "PipelineSchedule";  // Single, Multi
   if (::strncasecmp(name.c_str(), kOfFiles, std::strlen(kOfFiles)) == 0)
-    throw KeyedProblem{kSchedule, "stands for a schedule in a file: pipeline_parallel_schedule_csv is empty"};
+    throw KeyedProblem{kSchedule, "needs a schedule file, but pipeline_parallel_schedule_csv is empty"};
   return about(kSchedule,
                [&]() -> const pipeline::ScheduleTraits& { return pipeline::schedule_traits(name); });
 }
 
-// Micro-batches of one of the loader's batches.
+// Micro-batches in one of the loader's batches.
 int micro_batches_per_batch(const JobConfig& config) {
   return static_cast<int>(config.training.local_batch_size /
                           config.parallelism.pipeline_parallel_microbatch_size);
 }
 
-// Enough to suit every schedule and to fill every pipeline, where only the stages matter.
+// Enough to suit every schedule and to fill every pipeline, for uses in which only the stages matter.
 int enough_micro_batches(int ranks, int stages) { return ranks * stages; }
 
 StageMap map_by_name(const ParallelismSettings& settings, const pipeline::ModuleSequence& modules) {
@@ -153,7 +153,7 @@ pipeline::StageModules split_by_costs(const JobConfig& config, const pipeline::M
   if (const auto& gib = settings.pipeline_parallel_split_memory_gib) {
     if (settings.data_parallel_shard_degree < 0)
       throw KeyedProblem{kMemory,
-                         "needs data_parallel_shard_degree, which parameters are shared by, in full"};
+                         "needs data_parallel_shard_degree as a number, by which parameters are divided"};
     dims.dp_shard = static_cast<int>(settings.data_parallel_shard_degree);
     dims.rows = row_axes(chosen_parallelisms(settings));
     dims.tp = static_cast<int>(settings.tensor_parallel_degree);
@@ -164,9 +164,9 @@ pipeline::StageModules split_by_costs(const JobConfig& config, const pipeline::M
     return pipeline::split_balanced(modules, computed_costs(config, dims), options);
   } catch (const c10::NotImplementedError& error) {
     throw KeyedProblem{kSplit,
-                       str("can't compute what the model's modules cost, as it uses an operation that "
+                       str("can't compute the costs of the model's modules: it uses an operation that "
                            "LibTorch can't run on meta tensors: ",
-                           error.what_without_backtrace())};
+                           reason_of(error))};
   }
 }
 
@@ -229,7 +229,7 @@ void check_live(const ParallelismSettings& settings, const Make& make) {
   about(kMaxLive, [&] { pipeline::check_schedule(make(), {.max_live_activations = limit}); });
 }
 
-// A file holds the schedule of one batch; so do names whose memory grows with the micro-batches. Others
+// A file schedules one batch, and so do named schedules whose memory grows with the micro-batches. Others
 // schedule the whole step. Throws KeyedProblem.
 void check_micro_batches(const JobConfig& config, const StagePlan& plan, int batch_degree) {
   const ParallelismSettings& settings = config.parallelism;
@@ -280,7 +280,7 @@ void check_pipeline(const JobConfig& config, const ParallelDims& dims, std::vect
          "\"never\""});
   if (config.parallelism.pipeline_parallel_split_memory_gib &&
       config.parallelism.pipeline_parallel_split != "balanced")
-    problems.push_back({kMemory, "is for pipeline_parallel_split = \"balanced\""});
+    problems.push_back({kMemory, "is read only with pipeline_parallel_split = \"balanced\""});
   const size_t others = problems.size();
   check_rows(config, problems);
   try {
@@ -331,8 +331,8 @@ namespace {
 
 using pipeline::Schedule;
 
-// A file's micro-batches are those of one batch (check_pipeline). A named schedule whose memory grows with the
-// micro-batches runs one batch at a time, too.
+// A file's micro-batches are those of one batch (check_pipeline). A named schedule whose memory grows with
+// the micro-batches runs one batch at a time, too.
 Schedule schedule_of_step(const JobConfig& config, const StagePlan& plan, int num_batches) {
   const ParallelismSettings& settings = config.parallelism;
   if (is_in_file(settings))
@@ -369,7 +369,7 @@ int most_under_way(const JobConfig& config, const StagePlan& plan, int pp_rank) 
   return peak_live(training_schedule(config, plan, /*num_batches=*/1), pp_rank);
 }
 
-// A layer's policy knows of one forward, on whichever stage of the rank it is.
+// A layer's policy applies to one forward, on any stage of the rank.
 void share_memory_budget(ActivationCheckpointSettings& settings, const Schedule& schedule, int pp_rank) {
   if (auto& bytes = settings.memory_budget_bytes) *bytes /= peak_live(schedule, pp_rank);
 }

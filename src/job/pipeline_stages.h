@@ -26,8 +26,8 @@ struct StageSharedParameter {
 };
 
 struct StagePlan {
-  pipeline::StageModules modules = {
-      {}};  ///< of each stage; without a pipeline one that has everything, unnamed
+  /// The modules of each stage; without a pipeline one stage that has everything, unnamed.
+  pipeline::StageModules modules = {{}};
   std::vector<int> rank_of_stage = {0};  ///< pipeline ranks
   std::vector<StageSharedParameter> shared;
 
@@ -39,19 +39,19 @@ struct StagePlan {
 /// Throws ConfigError with all problems, each with its key.
 StagePlan plan_stages(const JobConfig& config);
 
-/// Checks the settings of a pipeline; adds what is wrong to `problems`. `dims` is resolved.
+/// Checks the settings of a pipeline and adds to `problems`. `dims` is resolved.
 void check_pipeline(const JobConfig& config, const ParallelDims& dims, std::vector<KeyedProblem>& problems);
 
 /// The first world rank with the last stage, which computes the loss: TorchTitan's metrics rank.
 int metrics_rank(const ParallelDims& dims, const StagePlan& plan);
 
-/// The stages of this rank, spread out and with their weights, in ascending order; each is built by itself,
-/// and no other ever has memory here. Without a pipeline the whole model. Collective over meshes.stage.
+/// The parallelized stages of this rank with their weights, in ascending order. Each is built by itself, and
+/// no other stage ever has memory here. Without a pipeline the whole model. Collective over meshes.stage.
 std::vector<std::unique_ptr<TrainableModel>> build_stages(const JobConfig& config, const StagePlan& plan,
                                                           const Meshes& meshes, at::Device device);
 
-/// The tensor that enters each stage for a micro-batch of `rows` sequences of `seq_len` tokens, as this
-/// rank's peers in the pipeline have it: entry 0 is the tokens. From a run of all stages on meta tensors,
+/// The type of the tensor that enters each stage for a micro-batch of `rows` sequences of `seq_len` tokens,
+/// as on this rank's peers in the pipeline: entry 0 is the tokens. From a run of all stages on meta tensors,
 /// with the other ranks played by the `fake` backend.
 std::vector<TensorType> stage_boundaries(const JobConfig& config, const StagePlan& plan,
                                          const dist::World& world, int64_t rows, int64_t seq_len);
@@ -61,7 +61,7 @@ std::vector<TensorType> stage_boundaries(const JobConfig& config, const StagePla
 BuiltModels build_pipeline(const JobConfig& config, const Meshes& meshes, at::Device device,
                            int64_t num_batches);
 
-/// The largest number of forwards, of all stages of pipeline rank `pp_rank`, whose backward is still to come.
+/// The largest number of forwards in all stages of pipeline rank `pp_rank` that wait for their backward.
 int most_under_way(const JobConfig& config, const StagePlan& plan, int pp_rank);
 
 /// Divides a rank's memory budget in bytes by the largest number of forwards in flight.
@@ -71,9 +71,9 @@ void share_memory_budget(ActivationCheckpointSettings& settings, const pipeline:
 /// Names of the parameters on other pipeline ranks. Collective over meshes.pp.
 std::vector<std::string> names_elsewhere(const std::vector<Parameter>& parameters, const Meshes& meshes);
 
-// What each module of a model's sequence costs in time and memory, for balanced stages (module_costs.cpp).
+// ---- time and memory of each module in a model's sequence, for balanced stages (module_costs.cpp)
 
-/// What a device does per second. The defaults are what bfloat16 matrix products reach on an H100; a split
+/// Work of a device per second. The defaults are those of bfloat16 matrix products on an H100; a split
 /// depends only on their ratio.
 struct DeviceSpeed {
   double flops = 500e12;
@@ -82,14 +82,14 @@ struct DeviceSpeed {
 
 /// Computed from sizes, for a micro-batch of parallelism.pipeline_parallel_microbatch_size sequences, in the
 /// order of the model's nn::LayerSequence: each module is built on meta tensors and run once.
-/// - Time: operations / speed + bytes moved / speed. Operations are those of products with parameters (two per
-///   element and token; twice that in the backward) and of causal attention. Embeddings look up rows, and
+/// - Time: operations / speed + bytes moved / speed. Operations are those of products with parameters (two
+///   per element and token; twice that in the backward) and of causal attention. Embeddings look up rows, and
 ///   write a whole gradient matrix. The last module is the loss head, with its loss. Layers that activation
 ///   checkpointing recomputes are charged for it: in full, every n-th, or half under "op".
-/// - Memory: weight, gradient and the optimizer's two moments in training.dtype, divided by the ranks that the
-///   parameters are sharded over, and a gathered copy in the compute dtype; and what the graph of a forward
-///   saves (for layers that are recomputed in full, their input).
-/// `dims` divides memory. Times are a single device's, as the times of all stages are divided equally.
+/// - Memory: weight, gradient and the optimizer's two moments in training.dtype, divided by the ranks that
+///   the parameters are sharded over; a gathered copy in the compute dtype; and the tensors that the graph of
+///   a forward saves (for layers that are recomputed in full, their input).
+/// `dims` divides memory. Times are those of a single device, as the times of all stages are divided equally.
 std::vector<pipeline::ModuleCost> computed_costs(const JobConfig& config, const ParallelDims& dims = {},
                                                  const DeviceSpeed& speed = {});
 

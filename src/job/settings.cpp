@@ -16,8 +16,8 @@ void describe(config::Table<ModelSettings>& table) {
               "\"bytes\" for a token per byte");
   table.mapped("tokenizer_path", "hf_assets_path", "deprecated in TorchTitan");
   table.field("converters", &ModelSettings::converters,
-              "rewrites of the model before it is spread out; of TorchTitan's names there are "
-              "\"quantize.linear.float8\" and \"quantize.linear.mx\", one of them",
+              "rewrites of the model before it is parallelized: \"quantize.linear.float8\" or "
+              "\"quantize.linear.mx\"; the other names of TorchTitan are refused",
               config::one_of({"quantize.linear.float8", "quantize.linear.mx", "quantize.grouped_mm.float8",
                               "quantize.grouped_mm.mx"}));
   table.field("print_after_conversion", &ModelSettings::print_after_conversion,
@@ -41,22 +41,22 @@ void describe(config::Table<TrainingSettings>& table) {
   table.field("seq_len", &TrainingSettings::seq_len, "tokens per sequence", config::at_least(1));
   table.table("dataloader", &TrainingSettings::dataloader);
   table.field("dtype", &TrainingSettings::dtype,
-              "of the parameters that the optimizer owns, and of its states",
+              "dtype of the parameters that the optimizer owns, and of its states",
               config::one_of({"float32", "bfloat16", "float64"}));
   table.field("mixed_precision_param", &TrainingSettings::mixed_precision_param,
-              "of the parameters in forward and backward",
+              "dtype of the parameters in forward and backward",
               config::one_of({"bfloat16", "float32", "float64"}));
   table.field("mixed_precision_reduce", &TrainingSettings::mixed_precision_reduce,
-              "in which gradients are summed over ranks", config::one_of({"float32", "float64"}));
+              "dtype in which gradients are summed over ranks", config::one_of({"float32", "float64"}));
   table.field("max_norm", &TrainingSettings::max_norm, "gradients are scaled down to this 2-norm",
               config::at_least(0));
   table.field("steps", &TrainingSettings::steps, "optimizer steps", config::at_least(1));
   table.field("enable_cpu_offload", &TrainingSettings::enable_cpu_offload,
               "keep sharded parameters, gradients and optimizer states in pinned host memory; GPUs only");
-  table.without_effect("gc_freq", int64_t{50}, "paces Python's garbage collector, which isn't there",
+  table.without_effect("gc_freq", int64_t{50}, "paces Python's garbage collector, which doesn't exist here",
                        config::at_least(1));
-  table.without_effect("gc_debug", false, "is about Python's garbage collector, which isn't there");
-  table.field("device", &TrainingSettings::device, "\"auto\" takes a GPU when there is one",
+  table.without_effect("gc_debug", false, "is about Python's garbage collector, which doesn't exist here");
+  table.field("device", &TrainingSettings::device, "\"auto\" takes a GPU if there is one",
               config::one_of({"auto", "cpu", "cuda"}));
 }
 
@@ -94,19 +94,18 @@ void describe(config::Table<DebugSettings>& table) {
   table.field("deterministic", &DebugSettings::deterministic,
               "deterministic GPU kernels only (CPU runs are bit-equal anyway)");
   table.field("deterministic_warn_only", &DebugSettings::deterministic_warn_only,
-              "with deterministic: warn, instead of stopping, where no deterministic kernel exists");
-  table.field(
-      "check_collectives", &DebugSettings::check_collectives,
-      "compare every collective call with the group's other ranks before it starts (operation, sizes, "
-      "dtype, where in the program), and what is received with what was sent: a difference stops all of "
-      "them and names the calls; slow");
+              "with deterministic: warn, instead of stopping, if no deterministic kernel exists");
+  table.field("check_collectives", &DebugSettings::check_collectives,
+              "compare every collective call with the group's other ranks before it starts (operation, "
+              "sizes, dtype, label), and received tensors with sent ones: a difference stops all of them "
+              "with an error that names the calls; slow");
   table.field(
       "detect_anomaly", &DebugSettings::detect_anomaly,
-      "autograd's anomaly mode: stop at the first operation whose backward makes a gradient that isn't "
-      "finite, naming it, the module that recorded it and the stack of that forward; very slow");
+      "autograd's anomaly mode: stop at the first operation whose backward makes a non-finite gradient, and "
+      "name the operation, the module that recorded it and the stack of that forward; very slow");
   table.field("nan_trace", &DebugSettings::nan_trace,
-              "look at every module's outputs and gradients: stop at the first that isn't finite, naming the "
-              "module, step and rank, with statistics of what it was given; slow");
+              "check every module's outputs and gradients: stop at the first that isn't finite, and name the "
+              "module, step and rank, with statistics of its inputs; slow");
   table.refused("moe_force_load_balance", false, "there are no mixture-of-experts models yet");
 }
 
@@ -126,8 +125,8 @@ void describe(config::Table<CompileSettings>& table) {
 }
 
 void describe(config::Table<MemoryEstimationSettings>& table) {
-  table.refused("enable", false, "not supported; see --print-plan");
-  table.refused("disable_fake_mode", false, "not supported; see --print-plan", "enable");
+  table.refused("enable", false, "see --print-plan");
+  table.refused("disable_fake_mode", false, "see --print-plan", "enable");
 }
 
 void describe(config::Table<CommSettings>& table) {
@@ -147,21 +146,21 @@ void describe(config::Table<CommSettings>& table) {
               "minute, so that a save's own error comes first",
               config::at_least(1));
   table.field("watchdog", &CommSettings::watchdog,
-              "when a rank hangs, have every rank print where its threads are, name the culprit and end; "
-              "false: collectives alone have time limits");
+              "when a rank hangs, have every rank print the stacks of its threads, name the culprit and end; "
+              "false: only collectives have time limits");
   table.field("backend", &CommSettings::backend,
               "\"auto\" is nccl on GPUs and gloo on CPUs; gloo also lets several ranks share a GPU",
               config::one_of({"auto", "gloo", "nccl"}));
   table.field("trace_buf_size", &CommSettings::trace_buf_size,
-              "calls that each rank's flight recorder keeps, some 256 bytes each; 0 keeps none",
+              "calls that each rank's flight recorder keeps, about 256 bytes each; 0 keeps none",
               config::in_range(0, 500000));
   table.field(
       "save_traces_folder", &CommSettings::save_traces_folder,
       "folder under job.dump_folder for the flight records: written when a rank fails, crashes or gets "
       "SIGQUIT, and by titan debug dump; titan debug flight reads them");
   table.field("save_traces_file_prefix", &CommSettings::save_traces_file_prefix,
-              "how their file names begin; the rank and .json follow");
-  table.refused("mode", std::string("default"), "not supported; --print-plan runs one rank of the job without memory");
+              "prefix of their file names; the rank and .json follow");
+  table.refused("mode", std::string("default"), "--print-plan runs one rank of the job without memory");
 }
 
 namespace {
@@ -188,12 +187,11 @@ void describe_tensor_parallel(config::Table<ParallelismSettings>& table) {
   table.field("disable_loss_parallel", &ParallelismSettings::disable_loss_parallel,
               "with tensor parallelism: compute the loss from logits gathered chunk by chunk");
   table.field("enable_async_tensor_parallel", &ParallelismSettings::enable_async_tensor_parallel,
-              "with tensor and sequence parallelism: products run while parts of their sequence travel");
-  table.field(
-      "async_tensor_parallel_transport", &ParallelismSettings::async_tensor_parallel_transport,
-      "how these parts travel: through memory that the GPUs of an axis share over NVLink, by sends and "
-      "receives, or the former where it can be",
-      config::one_of({"auto", "symmetric_memory", "send_receive"}));
+              "with tensor and sequence parallelism: products run while parts of their sequence are sent");
+  table.field("async_tensor_parallel_transport", &ParallelismSettings::async_tensor_parallel_transport,
+              "how these parts are sent: through memory that the GPUs of an axis share over NVLink, by sends "
+              "and receives, or the former where available",
+              config::one_of({"auto", "symmetric_memory", "send_receive"}));
 }
 
 // TorchTitan reads the name without regard to case, and has two more for schedules in a file.
@@ -215,32 +213,31 @@ void describe_pipeline_parallel(config::Table<ParallelismSettings>& table) {
   table.field("pipeline_parallel_degree", &Settings::pipeline_parallel_degree,
               "ranks that share the layers, each with one or several stages of them", config::at_least(1));
   table.field("pipeline_parallel_schedule", &Settings::pipeline_parallel_schedule,
-              "who computes when; the last two names go with a file", schedule_name());
+              "pipeline schedule; the last two names require a schedule file", schedule_name());
   table.field("pipeline_parallel_schedule_csv", &Settings::pipeline_parallel_schedule_csv,
-              "a file with the schedule, a row for each rank; empty: made by its name");
+              "a file with the schedule, a row for each rank; empty: the named schedule");
   table.field("pipeline_parallel_microbatch_size", &Settings::pipeline_parallel_microbatch_size,
               "sequences that travel together; a divisor of training.local_batch_size", config::at_least(1));
-  table.field(
-      "pipeline_parallel_max_live_activations", &Settings::pipeline_parallel_max_live_activations,
-      "forwards that a rank may hold for their backward, counted per stage; a schedule that holds more "
-      "is refused",
-      config::at_least(1));
+  table.field("pipeline_parallel_max_live_activations", &Settings::pipeline_parallel_max_live_activations,
+              "forwards that may wait for their backward on a rank, counted per stage; a schedule with more "
+              "is refused",
+              config::at_least(1));
   table.field("pipeline_parallel_split", &Settings::pipeline_parallel_split,
-              "layers dealt evenly, or stages that take the same time by computed costs",
+              "layers divided evenly, or stages with equal computed times",
               config::one_of({"torchtitan", "balanced"}));
   table.field("pipeline_parallel_split_memory_gib", &Settings::pipeline_parallel_split_memory_gib,
-              "with \"balanced\": what the stages of a rank may take together, by computed sizes",
+              "with \"balanced\": limit on the memory of a rank's stages together, by computed sizes",
               config::above(0));
   table.field("pipeline_parallel_layers_per_stage", &Settings::pipeline_parallel_layers_per_stage,
-              "gives the number of stages; unset: as few for each rank as the schedule takes",
+              "determines the number of stages; unset: as few for each rank as the schedule allows",
               config::at_least(1));
   table.field("pipeline_parallel_first_stage_less_layers",
               &Settings::pipeline_parallel_first_stage_less_layers,
-              "how many layers the embedding counts for where they are dealt", config::at_least(0));
+              "layers that the embedding counts for when layers are divided", config::at_least(0));
   table.field("pipeline_parallel_last_stage_less_layers", &Settings::pipeline_parallel_last_stage_less_layers,
-              "how many layers norm and head count for where they are dealt", config::at_least(0));
+              "layers that norm and head count for when layers are divided", config::at_least(0));
   table.field("module_fqns_per_model_part", &Settings::module_fqns_per_model_part,
-              "the modules of each stage, in place of a split");
+              "the modules of each stage, instead of a split");
   table.refused("pipeline_parallel_expert_parallel_overlap", true,
                 "there are no mixture-of-experts models yet", "expert_parallel_degree");
 }
@@ -293,7 +290,7 @@ void describe(config::Table<ParallelismSettings>& table) {
               "always do in a pipeline");
   table.field(
       "plan", &ParallelismSettings::plan,
-      "registered function that spreads the model out; empty: the model's own; see docs/extending.md");
+      "registered function that parallelizes the model; empty: the model's own; see docs/extending.md");
   describe_tensor_parallel(table);
   table.include("context_parallel_", &ParallelismSettings::context);
   describe_pipeline_parallel(table);
@@ -391,7 +388,7 @@ ReshardAfterForward reshard_policy(const std::string& name) {
 
 namespace {
 
-// Every so many layers, or "op".
+// "op", or a number n for every n-th layer.
 config::Constraint op_or_count() {
   return {"\"op\" or an integer >= 1 in quotes",
           [](const config::Value& value) {
@@ -420,10 +417,11 @@ std::optional<LayersPolicy> policy_of(const ActivationCheckpointSettings& settin
 
 void describe(config::Table<ActivationCheckpointSettings>& table) {
   using Settings = ActivationCheckpointSettings;
-  table.field("mode", &Settings::mode,
-              "what layers do with their activations between forward and backward: keep them, compute them "
-              "again (all or a selection), move them to the host (GPUs only), or what fits into a budget",
-              config::one_of({"none", "full", "selective", "offload", "memory_budget"}));
+  table.field(
+      "mode", &Settings::mode,
+      "what layers do with their activations between forward and backward: keep them, compute them again "
+      "(all or a selection), move them to the host (GPUs only), or keep as many as fit into a budget",
+      config::one_of({"none", "full", "selective", "offload", "memory_budget"}));
   table.field("selective_ac_option", &Settings::selective_ac_option,
               "with mode \"selective\": \"op\" keeps attention, reduce-scatters and every second product of "
               "each layer; a number n recomputes every n-th layer in full",
@@ -436,20 +434,18 @@ void describe(config::Table<ActivationCheckpointSettings>& table) {
   table.field("preserve_rng_state", &Settings::preserve_rng_state,
               "a recomputation draws the random numbers that the forward drew");
   table.field("determinism_check", &Settings::determinism_check,
-              "compare shapes and dtypes of what is computed again with the forward's",
+              "compare shapes and dtypes of recomputed tensors with the forward's",
               config::one_of({"default", "none"}));
-  table.field(
-      "memory_budget", &Settings::memory_budget,
-      "with mode \"memory_budget\": bytes that layers may keep, on the way from full recomputation (0) "
-      "to none (1)",
-      config::in_range(0, 1));
-  table.field(
-      "memory_budget_bytes", &Settings::memory_budget_bytes,
-      "the same in bytes of a rank: for one forward, or for all that a pipeline's schedule has under way "
-      "at a time; overrides memory_budget",
-      config::at_least(0));
+  table.field("memory_budget", &Settings::memory_budget,
+              "with mode \"memory_budget\": bytes that layers may keep, on a scale from full recomputation "
+              "(0) to none (1)",
+              config::in_range(0, 1));
+  table.field("memory_budget_bytes", &Settings::memory_budget_bytes,
+              "the same in bytes per rank, for one forward or for all that a pipeline's schedule has in "
+              "flight; overrides memory_budget",
+              config::at_least(0));
   table.refused("visualize_memory_budget_pareto", false,
-                "the choice that a memory budget leads to is printed as a table");
+                "the choice under a memory budget is printed as a table");
   table.refused(
       "debug", false,
       "there is no trace of operations to compare: a recomputation that differs names the module and "

@@ -1,5 +1,5 @@
-// Random initial values that depend on the seed, the parameter's name and the element's index alone: any shard
-// of any layout draws its own.
+// Random initial values that depend only on the seed, the parameter's name and the element's index, so any
+// shard of any layout can draw its own.
 
 #include "titan/nn/hooks.h"
 
@@ -23,7 +23,7 @@ uint64_t fnv1a_64(std::string_view text) {
   return hash;
 }
 
-// Maps uniform numbers to values in place: normal ones, or low + (high - low) * u.
+// Maps uniform numbers in place to normal ones, or to low + (high - low) * u.
 struct Draw {
   std::optional<NormalDraw> normal;
   double low = 0, range = 1;
@@ -45,7 +45,7 @@ Draw make_draw(const Init& init) {
                   init.low, " and ", init.high, ": expected std > 0 and low < high");
       const double from = normal_distribution((init.low - init.mean) / init.std);
       const double to = normal_distribution((init.high - init.mean) / init.std);
-      TITAN_CHECK(from < to, "no double lies between the probabilities of ", init.low, " and ", init.high,
+      TITAN_CHECK(from < to, "no double is between the probabilities of ", init.low, " and ", init.high,
                   " under a normal of mean ", init.mean, " and std ", init.std);
       return {.normal = NormalDraw{from, to - from, init.mean, init.std, init.low, init.high}};
     }
@@ -56,7 +56,7 @@ Draw make_draw(const Init& init) {
 }
 
 // Rounds to odd (Boldo and Melquiond): inexact results end in an odd bit, so that rounding to fewer bits
-// later gives the same as rounding the exact value.
+// later gives the same result as rounding the exact value.
 float round_to_odd(double value) {
   const float nearest = static_cast<float>(value);
   if (static_cast<double>(nearest) == value) return nearest;
@@ -77,8 +77,8 @@ void round_to(T* to, const double* from, int64_t count) {
   }
 }
 
-// The rows of a box and where each lies in the whole tensor. A row is contiguous there: the last dimension,
-// and those before it as long as the box spans everything after them.
+// The rows of a box and the place of each in the whole tensor. A row is contiguous there: it is the last
+// dimension, joined with those before it as long as the box spans all later dimensions.
 class BoxRows {
  public:
   BoxRows(at::IntArrayRef global_shape, const Box& box) {
@@ -116,7 +116,7 @@ class BoxRows {
   int64_t row_length_ = 1;
 };
 
-// What a box is filled with.
+// The values to fill a box with.
 struct Elements {
   RandomStream stream;
   Draw draw;

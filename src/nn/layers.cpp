@@ -48,7 +48,7 @@ at::Tensor LinearImpl::forward(const at::Tensor& x) {
   if (exchange_ && exchange_split_ == Split::Columns)
     return ops::gathered_linears(x, {sinked_weight()}, {products_}, exchange_)[0];
   if (exchange_) return ops::scattered_linear(x, sinked_weight(), products_, exchange_);
-  // Times zero rather than left out: its gradient must exist on all ranks.
+  // Multiplied by zero, not left out, because its gradient must exist on all ranks.
   const at::Tensor added = !bias.defined() || adds_bias_ ? bias : bias * 0;
   return ops::linear(x, sinked_weight(), added, products_);
 }
@@ -100,7 +100,7 @@ std::string joint_name(std::initializer_list<const Linear*> layers) {
 
 }  // namespace
 
-// A layer with hooks of its own must be called.
+// A layer with its own hooks must be called separately.
 std::vector<at::Tensor> linears(const at::Tensor& x, std::initializer_list<const Linear*> layers) {
   const LinearImpl& first = **(*layers.begin());
   const bool sums = first.exchange_ && first.exchange_split_ == Split::Rows;

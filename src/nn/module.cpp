@@ -21,8 +21,9 @@ void HookHost::check_entered_through_ref() const {
 }
 
 void HookHost::refuse_if_wrapped(const char* operation) const {
-  TITAN_CHECK(!is_wrapped() && !param_owner, operation, "() on module '", fqn_,
-              "' after it was wrapped would replace what the wrapper holds; call it before wrapping");
+  TITAN_CHECK(
+      !is_wrapped() && !param_owner, operation, "() on module '", fqn_,
+      "' after it was wrapped would replace parameters that the wrapper holds; call it before wrapping");
 }
 
 void name_modules(torch::nn::Module& root) {
@@ -35,7 +36,7 @@ std::vector<HookHost*> hook_hosts(torch::nn::Module& root) {
   const auto add = [&](torch::nn::Module& module) {
     if (auto* host = dynamic_cast<HookHost*>(&module)) hosts.push_back(host);
   };
-  add(root);  // which a shared pointer may not own
+  add(root);  // separately, because a shared pointer may not own it
   for (const auto& module : root.modules(/*include_self=*/false)) add(*module);
   return hosts;
 }
@@ -67,7 +68,7 @@ at::Tensor Module::register_init_parameter(const std::string& name, at::IntArray
 
 ptrdiff_t LayerList::note_erased(const std::string& name) {
   const auto found = std::find(names_.begin(), names_.end(), name);
-  TITAN_CHECK(found != names_.end(), "there is no element '", name, "' to erase");
+  TITAN_CHECK(found != names_.end(), "no element '", name, "' to erase");
   const ptrdiff_t position = found - names_.begin();
   if (position == 0) ++first_number_;
   names_.erase(found);
@@ -92,7 +93,7 @@ void append(std::vector<std::string>& to, const std::vector<std::string>& from) 
   to.insert(to.end(), from.begin(), from.end());
 }
 
-// A list's elements, by their names in the model.
+// The names in the model of a list's elements.
 std::vector<std::string> element_names(const std::string& list, const LayerList& elements) {
   std::vector<std::string> names;
   for (const std::string& name : elements.names()) names.push_back(str(list, ".", name));
@@ -111,9 +112,8 @@ size_t position_of_run(const std::vector<std::string>& wanted, const std::vector
   std::vector<std::string> problems;
   for (const std::string& name : wanted) {
     if (std::find(all.begin(), all.end(), name) != all.end()) continue;
-    const auto near = nearest_names(name, all, 1);
-    problems.push_back(str("the model calls no module '", name, "' in its sequence",
-                           near.empty() ? "" : str("; did you mean '", near[0], "'?")));
+    problems.push_back(
+        str("the model calls no module '", name, "' in its sequence", did_you_mean(name, all)));
   }
   if (wanted.empty()) problems.push_back("a stage must have a module");
   if (!problems.empty()) throw ConfigError(std::move(problems));
@@ -121,11 +121,11 @@ size_t position_of_run(const std::vector<std::string>& wanted, const std::vector
   if (found == all.end())
     throw ConfigError(
         str("the modules from '", wanted.front(), "' to '", wanted.back(),
-            "' aren't consecutive in the model: it calls them in another order, or others in between"));
+            "' aren't consecutive in the model, which calls them in another order or others in between"));
   return static_cast<size_t>(found - all.begin());
 }
 
-// A use of a parameter below a module.
+// A parameter's use below a module.
 struct Use {
   at::Tensor parameter;
   std::string name;  // dotted, from the root

@@ -22,7 +22,7 @@ struct BitsOf<EightDoubles> {
 
 namespace {
 
-// Eight counters, in the low halves of 64-bit lanes; the high halves don't matter.
+// Eight counters in the low halves of 64-bit lanes; the high halves are ignored.
 struct EightCounters {
   __m512i c0, c1, c2, c3;
 };
@@ -91,7 +91,7 @@ TITAN_AVX512 void uniforms_by_avx512(double* to, uint64_t first_counter, const P
     keys0[round] = _mm512_set1_epi64(key0);
     keys1[round] = _mm512_set1_epi64(key1);
   }
-  for (int64_t i = 0; i < kDrawCounters; i += 16) {  // twice eight, as each waits for its products
+  for (int64_t i = 0; i < kDrawCounters; i += 16) {  // two sets of eight, to hide the latency of products
     const __m512i low = _mm512_add_epi64(_mm512_set1_epi64(static_cast<int64_t>(first_counter) + i),
                                          _mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0));
     const __m512i high = _mm512_add_epi64(low, _mm512_set1_epi64(8));

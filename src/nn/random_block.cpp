@@ -19,7 +19,7 @@ constexpr int64_t kLaneElements = 2 * kDrawCounters;
 #if defined(__x86_64__)
 #define TITAN_AVX2 __attribute__((target("avx2")))
 
-// Four counters, in the low halves of 64-bit lanes; the high halves don't matter.
+// Four counters in the low halves of 64-bit lanes; the high halves are ignored.
 struct FourCounters {
   __m256i c0, c1, c2, c3;
 };
@@ -56,7 +56,7 @@ TITAN_AVX2 void uniforms_by_avx2(double* to, uint64_t first_counter, const Philo
     keys0[round] = _mm256_set1_epi64x(key0);
     keys1[round] = _mm256_set1_epi64x(key1);
   }
-  for (int64_t i = 0; i < kDrawCounters; i += 8) {  // twice four, as each waits for its products
+  for (int64_t i = 0; i < kDrawCounters; i += 8) {  // two sets of four, to hide the latency of products
     const __m256i low = _mm256_add_epi64(_mm256_set1_epi64x(static_cast<int64_t>(first_counter) + i),
                                          _mm256_set_epi64x(3, 2, 1, 0));
     const __m256i high = _mm256_add_epi64(low, _mm256_set1_epi64x(4));
@@ -76,7 +76,7 @@ TITAN_INLINE double uniform_of(uint32_t high, uint32_t low) {
   return (exact_double<double>((uint64_t{high} << 20) | (low >> 12)) + 0.5) * 0x1p-52;
 }
 
-// Philox for kDrawCounters counters side by side, on any processor.
+// Philox for kDrawCounters counters at a time, on any processor.
 void uniforms_by_loops(double* to, uint64_t first_counter, const PhiloxKey& key, const PhiloxKey& name) {
   uint32_t c0[kDrawCounters], c1[kDrawCounters], c2[kDrawCounters], c3[kDrawCounters];
   for (int64_t i = 0; i < kDrawCounters; ++i) {
@@ -113,7 +113,7 @@ UniformsOfLanes uniforms_of(DrawLanes lanes) {
   return uniforms_by_loops;
 }
 
-// For each set of lanes (a bit per lane): those lanes first, and their number.
+// For each set of lanes (a bit per lane): a permutation that puts those lanes first, and their number.
 struct Compaction {
   uint64_t order[16][4];
   int32_t lanes[16][4];
@@ -144,7 +144,7 @@ TITAN_INLINE Doubles reordered(Doubles v, const uint64_t (&order)[4]) {
 #endif
 }
 
-// Without a branch: half of all vectors have a lane outside, in an unpredictable order.
+// Branchless, because half of all vectors have a lane outside, in an unpredictable order.
 TITAN_INLINE int64_t put_aside(Outside& outside, int64_t count, int32_t first, Doubles p, Doubles q) {
   const auto inside = (q >= -as241::kCenter) & (q <= as241::kCenter);
   const auto bits = ~inside & decltype(inside){1, 2, 4, 8};
@@ -207,7 +207,7 @@ RandomStream::RandomStream(uint64_t seed, uint64_t name_hash)
 
 void RandomStream::uniforms(double* to, int64_t count, uint64_t first_index, DrawLanes lanes) const {
   const UniformsOfLanes uniforms_of_lanes = uniforms_of(lanes);
-  double edge[kLaneElements];  // for a block of lanes that is wanted only in part
+  double edge[kLaneElements];  // for a block of lanes of which only a part is needed
   while (count > 0) {
     const int64_t skipped = static_cast<int64_t>(first_index % 2);
     const int64_t taken = std::min(count, kLaneElements - skipped);

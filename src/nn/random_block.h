@@ -14,7 +14,7 @@
 
 namespace titan::nn {
 
-/// Instruction sets by which the same bits can be computed.
+/// Instruction sets; all compute the same bits.
 enum class DrawLanes { Portable, Avx2, Avx512 };
 /// The widest one of this processor.
 DrawLanes best_draw_lanes();
@@ -27,17 +27,17 @@ DrawLanes best_draw_lanes();
 class RandomStream {
  public:
   RandomStream(uint64_t seed, uint64_t name_hash);
-  /// The uniforms of elements first_index, first_index + 1, ...
+  /// Writes the uniforms of elements first_index, first_index + 1, ...
   void uniforms(double* to, int64_t count, uint64_t first_index, DrawLanes lanes = best_draw_lanes()) const;
 
  private:
   std::array<uint32_t, 2> key_, name_;
 };
 
-/// A normal number from a uniform one: mean + std * inverse_normal(offset + scale * u), clamped to [low,
-/// high].
+/// Makes a normal number from a uniform one: mean + std * inverse_normal(offset + scale * u), clamped to
+/// [low, high].
 struct NormalDraw {
-  double offset = 0, scale = 1;  // of the probability
+  double offset = 0, scale = 1;  // map u to a probability
   double mean = 0, std = 1;
   double low = -std::numeric_limits<double>::infinity(), high = std::numeric_limits<double>::infinity();
 };
@@ -48,16 +48,16 @@ void draw_normals(double* values, int64_t count, const NormalDraw& draw, DrawLan
 /// Rounds to nearest.
 void round_to_floats(float* to, const double* from, int64_t count);
 
-// Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011): a
-// function from (key, counter) to 128 random bits, so that the n-th number needs none of the n-1 before it.
+// Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011) is a
+// function from (key, counter) to 128 random bits, so the n-th number doesn't depend on the n-1 before it.
 
 inline constexpr int kPhiloxRounds = 10;
 inline constexpr uint32_t kPhiloxMul0 = 0xD2511F53, kPhiloxMul1 = 0xCD9E8D57;
 inline constexpr uint32_t kPhiloxWeyl0 = 0x9E3779B9, kPhiloxWeyl1 = 0xBB67AE85;
 
-// The inverse of the normal distribution function with the same bits on every machine: +, -, *, / and sqrt of
-// IEEE doubles in a fixed order, without libm, whose logarithms differ between versions. V is a double or a
-// vector of them: the same operations in the same order, so the same bits.
+// The inverse of the normal distribution function, with the same bits on every machine. It uses only +, -, *,
+// / and sqrt of IEEE doubles in a fixed order, and not libm, whose logarithms differ between versions. V is a
+// double or a vector of doubles, with the same operations in the same order.
 
 using ops::simd::Doubles;
 using Quads = uint64_t __attribute__((vector_size(32)));
@@ -137,8 +137,8 @@ inline constexpr double kTailBottom[] = {1.0000000000000000000e+0,  5.9983220655
                                          1.36929880922735805310e-1, 1.48753612908506148525e-2,
                                          7.86869131145613259100e-4, 1.84631831751005468180e-5,
                                          1.42151175831644588870e-7, 2.04426310338993978564e-15};
-inline constexpr double kCenter = 0.425;  ///< |p - 1/2| up to which the center's function holds
-inline constexpr double kFlank = 5.0;     ///< r up to which the flank's does
+inline constexpr double kCenter = 0.425;  ///< largest |p - 1/2| for the center's function
+inline constexpr double kFlank = 5.0;     ///< largest r for the flank's function
 
 /// z for q = p - 1/2 within the center.
 template <class V>
@@ -155,7 +155,7 @@ inline double tail(double r) { return horner(kTailTop, r - 5.0) / horner(kTailBo
 
 }  // namespace as241
 
-/// z with Phi(z) = p, for 0 < p < 1: about 1 part in 1e16.
+/// z with Phi(z) = p, for 0 < p < 1, with a relative error of about 1e-16.
 inline double inverse_normal(double p) {
   const double q = p - 0.5;
   if (q >= -as241::kCenter && q <= as241::kCenter) return as241::center(q);
@@ -171,7 +171,7 @@ inline double normal_distribution(double z) {
   constexpr double kSmallest = 0x1p-1022;
   if (z < inverse_normal(kSmallest)) return 0.0;
   uint64_t low = std::bit_cast<uint64_t>(kSmallest),
-           high = std::bit_cast<uint64_t>(0.5);  // doubles order as their bits do
+           high = std::bit_cast<uint64_t>(0.5);  // doubles have the same order as their bits
   while (low < high) {
     const uint64_t middle = low + (high - low) / 2;
     if (inverse_normal(std::bit_cast<double>(middle)) < z) {
@@ -185,13 +185,13 @@ inline double normal_distribution(double z) {
 
 using PhiloxKey = std::array<uint32_t, 2>;
 
-/// Philox counters that one call uses, each for two elements.
+/// The number of Philox counters in one call, each for two elements.
 inline constexpr int64_t kDrawCounters = 64;
 
-/// The few elements outside the center, which the first pass sets aside.
+/// The few elements outside the center, which the first pass collects.
 struct Outside {
   static constexpr int64_t kCapacity = 256, kWidest = 8;
-  double p[kCapacity + kWidest];  // probabilities, then values; and room for a partial vector
+  double p[kCapacity + kWidest];  // probabilities, then values, with space for a partial vector
   double r[kCapacity + kWidest];  // the formulas' arguments
   int32_t where[kCapacity + kWidest];
 };

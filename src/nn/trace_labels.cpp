@@ -1,10 +1,10 @@
 // [Note: ranges of a trace]
-// A range opens in a module's pre_forward and closes in its post_forward; in between it is kept on a stack of
-// the thread. A forward that ends by an exception leaves its range there; the enclosing module, or a
-// TraceLabelScope, closes it with its own.
+// A range opens in a module's pre_forward and closes in its post_forward; in between it is on a per-thread
+// stack. A forward that ends with an exception leaves its range on the stack; the enclosing module, or a
+// TraceLabelScope, closes it together with its own.
 //
-// A layer's backward begins when the gradient of its output arrives and ends with that of its input; hooks on
-// the tensors see both. Layers run one after the other, so one range at a time is open.
+// A layer's backward begins when the gradient of its output arrives and ends when that of its input does, as
+// seen by hooks on the tensors. Layers run one after the other, so only one range is open at a time.
 
 #include "nn/trace_labels.h"
 
@@ -69,10 +69,10 @@ at::Tensor* differentiable(const TensorRefs& tensors) {
   return found == tensors.end() ? nullptr : *found;
 }
 
-/// A label hook that opens ranges of the profiler around `inner`, the slot's own hook.
+/// A label hook that opens the profiler's ranges around `inner`, the hook that was in the slot before.
 class TraceHook final : public CallHook {
  public:
-  /// `backward`: null unless this module's backward is a range too.
+  /// `backward`: null unless this module's backward gets a range, too.
   TraceHook(std::shared_ptr<CallHook> inner, std::shared_ptr<BackwardRanges> backward)
       : inner_(std::move(inner)), backward_(std::move(backward)) {}
 
@@ -127,7 +127,7 @@ TraceLabels::TraceLabels(const AnyRef& root) : backward_(std::make_shared<Backwa
   for (const auto& module : root.module().modules(/*include_self=*/false)) label(module);
 }
 
-// Later labels of a module stay: they have this one's hook inside.
+// Labels that were added to a module later stay, because they contain this one's hook.
 TraceLabels::~TraceLabels() {
   if (!backward_) return;
   backward_->close();

@@ -13,12 +13,12 @@ class BackwardRanges;
 /// Whether a trace is the only user of a module's label slot.
 bool only_traces(const std::shared_ptr<CallHook>& label_hook);
 
-/// Labels a model's modules in traces as long as the object exists: each call of a hookable module below
-/// `root` is a range under the module's dotted name, "layers.3.attention". A model's layers
-/// (nn::LayerSequence) have one for their backward too, "layers.3 backward". Linear layers whose products are
-/// computed together share one, "layers.3.attention.wq+wk+wv". Nothing else changes, neither what is computed
-/// nor its order. The hook sits in the modules' label slots, around one that is there already. Don't create
-/// or destroy it while a forward runs.
+/// Labels a model's modules in traces as long as the object exists. Each call of a hookable module below
+/// `root` is a range with the module's dotted name, "layers.3.attention". A model's layers
+/// (nn::LayerSequence) also have a range for their backward, "layers.3 backward". Linear layers whose
+/// products are computed together share one, "layers.3.attention.wq+wk+wv". The computation and its order
+/// don't change. The hook is in the modules' label slots, around an existing hook. Don't create or destroy
+/// the object while a forward runs.
 class TraceLabels {
  public:
   explicit TraceLabels(const AnyRef& root);
@@ -31,8 +31,8 @@ class TraceLabels {
   std::shared_ptr<BackwardRanges> backward_;                 // null: moved from
 };
 
-/// At its end, closes the ranges that modules opened on this thread in the scope and left open: for callers
-/// that end a module's forward by an exception and carry on.
+/// At its end, closes the ranges that modules opened on this thread during the scope and left open. It is for
+/// callers that end a module's forward with an exception and continue.
 class TraceLabelScope {
  public:
   TraceLabelScope();

@@ -9,6 +9,7 @@
 #include <ctime>
 
 #include "core/hash.h"
+#include "core/process.h"
 #include "observe/metrics_format.h"
 #include "observe/structured_log.h"
 #include "titan/core/log.h"
@@ -181,18 +182,17 @@ std::string summary_value(const std::string& tag, double value) {
   return message;
 }
 
-// TFRecord's masking, so that a checksum of data that itself holds checksums stays strong.
+// TFRecord's masking, so that a checksum of data that itself contains checksums stays strong.
 uint32_t masked_crc(std::string_view bytes) {
   uint32_t crc = crc32c(bytes);
   return ((crc >> 15) | (crc << 17)) + 0xa282ead8u;
 }
 
 std::filesystem::path new_event_file(const std::filesystem::path& folder) {
-  char host[256] = "localhost";
-  ::gethostname(host, sizeof host - 1);
-  // The name that TensorBoard looks for: "tfevents", a time, a host; the process id keeps two runs of a
-  // second apart.
-  return folder / str("events.out.tfevents.", static_cast<int64_t>(now_s()), ".", host, ".", ::getpid());
+  // The name that TensorBoard looks for: "tfevents", a time, a host. The process id distinguishes two runs
+  // that start in the same second.
+  return folder /
+         str("events.out.tfevents.", static_cast<int64_t>(now_s()), ".", host_name(), ".", ::getpid());
 }
 
 }  // namespace
@@ -331,7 +331,7 @@ class TensorBoardSink final : public MetricsSink {
  private:
   using Scalars = std::vector<std::pair<std::string, double>>;
 
-  // Named by the minute. Every start and every rewind has a folder of its own, so that TensorBoard shows
+  // Named by the minute. Every start and every rewind has a separate folder, so that TensorBoard shows
   // repeated steps side by side.
   std::filesystem::path fresh_folder() const {
     const std::time_t now = std::time(nullptr);

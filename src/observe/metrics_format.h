@@ -1,7 +1,7 @@
 #pragma once
 
-// The forms that metrics are written in: TorchTitan's console line, a JSON object per row, and TensorBoard's event
-// files, which are TFRecords (length and data, each with a masked CRC-32C) of `tensorflow.Event` messages.
+// The formats of metrics: TorchTitan's console line, a JSON object per row, and TensorBoard's event files,
+// which are TFRecords (length and data, each with a masked CRC-32C) of `tensorflow.Event` messages.
 // https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/util/event.proto
 
 #include <algorithm>
@@ -18,7 +18,7 @@
 
 namespace titan::train {
 
-/// What printf writes, up to 127 characters.
+/// Formats as printf does, up to 127 characters.
 template <class... Args>
 std::string formatted(const char* format, Args... args) {
   char text[128];
@@ -37,12 +37,12 @@ std::string json_line(const ValidationMetrics& metrics);
 /// "  42% 0:01:15 left"
 std::string progress(int64_t step, int64_t total_steps, double seconds_left);
 
-/// Estimates the time left from the pace of the steps after the first one, which pays for start-up.
+/// Estimates the time left from the pace of the steps after the first one, which includes start-up.
 class RemainingTime {
  public:
   explicit RemainingTime(int64_t total_steps) : total_steps_(total_steps) {}
 
-  /// `step` ended at `now_s`, of any clock. None at the first call.
+  /// `step` ended at `now_s`, a time of any clock. nullopt at the first call.
   std::optional<double> seconds_left(int64_t step, double now_s);
 
  private:
@@ -51,7 +51,7 @@ class RemainingTime {
   double first_s_ = 0;
 };
 
-/// Appends scalars to one event file in `folder`. Throws Error that names the file when it can't be written.
+/// Appends scalars to one event file in `folder`. Throws Error that names the file if it can't be written.
 class EventFileWriter {
  public:
   explicit EventFileWriter(const std::filesystem::path& folder);

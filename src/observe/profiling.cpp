@@ -31,21 +31,20 @@ namespace titan::train {
 
 void describe(config::Table<ProfilingSettings>& table) {
   table.field("enable_profiling", &ProfilingSettings::enable_profiling,
-              "write traces of steps, of each rank, for Perfetto and chrome://tracing");
+              "write traces of each rank's steps, for Perfetto and chrome://tracing");
   table.field("save_traces_folder", &ProfilingSettings::save_traces_folder,
               "folder of the traces under dump_folder: iteration_{step}/rank{r}_trace.json.gz");
   table.field("profile_freq", &ProfilingSettings::profile_freq,
-              "steps from one trace to the next, and from one memory snapshot to the next",
-              config::at_least(1));
+              "steps between traces, and between memory snapshots", config::at_least(1));
   table.field("profiler_active", &ProfilingSettings::profiler_active,
-              "steps in a trace, the last of each profile_freq", config::at_least(1));
+              "steps in a trace: the last ones of every profile_freq", config::at_least(1));
   table.field("profiler_warmup", &ProfilingSettings::profiler_warmup,
-              "steps before them in which the profiler is set up, so that its start isn't in the trace",
+              "warm-up steps before them, so that the profiler's start isn't in the trace",
               config::at_least(0));
   table.field(
       "enable_memory_snapshot", &ProfilingSettings::enable_memory_snapshot,
-      "record each allocation with its call stack, and write what PyTorch's memory viewer loads; on a "
-      "CPU of blocks of 1 MiB and more");
+      "record each allocation with its call stack, and write snapshots for PyTorch's memory viewer; on a "
+      "CPU, only blocks of 1 MiB and more");
   table.field("save_memory_snapshot_folder", &ProfilingSettings::save_memory_snapshot_folder,
               "folder of the snapshots under dump_folder: iteration_{step}/rank{r}_memory_snapshot.pickle");
 }
@@ -86,8 +85,8 @@ class PlainFile {
 };
 
 // Kineto numbers streams as the driver does, and nothing maps those numbers to names. So at the start of a
-// trace each named stream gets a tiny kernel under a range with its name, and the place of that range in the
-// trace tells the stream's number.
+// trace, each named stream gets a tiny kernel under a range with its name, and the trace shows the range
+// beside the stream's number.
 constexpr std::string_view kMark = "stream: ";
 constexpr std::string_view kMarkedRange = R"("cat": "gpu_user_annotation", "name": "stream: )";
 constexpr std::string_view kThread = R"("tid": )";
@@ -189,9 +188,9 @@ void StepProfiler::start() {
   mark_streams(options_.device);
 }
 
-// Runs at the end of a phase, where nothing may be thrown: a device error that shows here shows again at the
-// next step's first operation, which reports it to peers and the flight record. The device may still be busy
-// with the window's steps.
+// Runs at the end of a phase, where nothing may be thrown. A device error that appears here appears again in
+// the next step's first operation, which reports it to peers and the flight record. The device may still be
+// busy with the window's steps.
 void StepProfiler::stop(int64_t step) {
   const StructuredSpan span(options_.log, "profiler_save", "titan::train::StepProfiler");
   if (watchdog_) watchdog_->begin(Phase::Save, step);

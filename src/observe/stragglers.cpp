@@ -20,7 +20,7 @@ namespace {
 
 // Standard deviation / median absolute deviation of a normal distribution.
 constexpr double kSigmaOfMad = 1.4826;
-constexpr double kLeastSigma = 0.02;  // times the median: clocks and kernels aren't finer
+constexpr double kLeastSigma = 0.02;  // times the median: clocks and kernels aren't more exact
 
 double median_of(std::vector<double> values) {
   const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
@@ -42,9 +42,9 @@ double sigma_of(const std::vector<double>& values, double median) {
   return std::max(kSigmaOfMad * median_of(std::move(distances)), kLeastSigma * median);
 }
 
-constexpr int64_t kFigures = 4;       // exchanged per rank
-constexpr double kLeastShare = 0.01;  // of a step that a straggler costs
-// The host runs at most one step ahead of its device: data that is a little late holds nobody up.
+constexpr int64_t kFigures = 4;       // numbers exchanged per rank
+constexpr double kLeastShare = 0.01;  // share of a step that a straggler must cost
+// The host runs at most one step ahead of its device, so data that is a little late holds nobody up.
 constexpr double kLeastDataShare = 0.1;
 
 }  // namespace
@@ -52,7 +52,7 @@ constexpr double kLeastDataShare = 0.1;
 void describe(config::Table<StragglerSettings>& table) {
   table.field("enable", &StragglerSettings::enable,
               "compare the ranks' own times (without waits for each other) at each logged step, and name the "
-              "slowest when it is far off");
+              "slowest if it is far off");
   table.field("sigma", &StragglerSettings::sigma,
               "far off: this many standard deviations above the median of the other ranks", config::above(0));
   table.field("ratio", &StragglerSettings::ratio, "and this many times the median", config::at_least(1));
@@ -116,7 +116,7 @@ void StragglerWatch::end(Phase phase, int64_t /*step*/, bool /*failed*/) {
   wait_ns_ += waited;
 }
 
-// Only some steps do more after the optimizer.
+// The step's time ends with the optimizer, because only some steps do more.
 void StragglerWatch::end_step() {
   if (const int64_t start = std::exchange(step_start_ns_, 0); start > 0) step_ns_ += steady_now_ns() - start;
 }

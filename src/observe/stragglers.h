@@ -1,11 +1,12 @@
 #pragma once
 
 // [Note: stragglers]
-// In lockstep every rank takes equally long for a step, however slow one of them is. What tells them apart is
-// a rank's own time: that of data, forward, backward and optimizer, minus the time it was blocked waiting for
-// peers. A slow rank has a long own time and short waits; for the others it is the other way round.
+// In lockstep, every rank takes equally long for a step, however slow one of them is. A rank's own time shows
+// the difference: the time of data, forward, backward and optimizer, minus the time for which it was blocked
+// waiting for peers. A slow rank has a long own time and short waits; for the others it is the other way
+// round.
 //
-// Times are the host's. With NCCL a collective doesn't block the host, so what a GPU computes can't be
+// Times are the host's. With NCCL a collective doesn't block the host, so a GPU's computation can't be
 // measured this way: there the own time is only that of the data, which the host does wait for.
 
 #include <cstdint>
@@ -25,13 +26,13 @@ class StructuredLog;
 struct StragglerSettings {
   bool enable = true;
   double sigma = 3;       ///< standard deviations above the median of the others
-  double ratio = 1.2;     ///< and times that median
+  double ratio = 1.2;     ///< and multiples of that median
   int64_t intervals = 2;  ///< consecutive intervals of metrics.log_freq
 };
 
 void describe(config::Table<StragglerSettings>& table);
 
-/// Means per step, of one rank over one interval.
+/// One rank's means per step over one interval.
 struct RankPace {
   double own_s = 0;
   double wait_s = 0;
@@ -43,7 +44,7 @@ struct Straggler {
   int rank = 0;
   RankPace pace;
   double median_s = 0;   ///< own time of the other ranks of its stage
-  double deviation = 0;  ///< in standard deviations of theirs
+  double deviation = 0;  ///< in their standard deviations
 };
 
 /// Returns the rank that is slower than the other ranks of its stage by the most, if by more than the
@@ -53,7 +54,7 @@ std::optional<Straggler> find_straggler(const std::vector<RankPace>& ranks, cons
                                         double least_share = 0.01);
 
 /// Compares the ranks at each logged step, by one all-gather of four numbers. Rank 0 logs when a rank becomes
-/// the straggler and when it has recovered. The first interval pays for lazy set-up and is ignored.
+/// the straggler and when it has recovered. The first interval includes lazy set-up and is ignored.
 class StragglerWatch : public RunObserver {
  public:
   /// Collective over the world. `log` may be null; it receives each rank's own_s and wait_s.
@@ -79,10 +80,10 @@ class StragglerWatch : public RunObserver {
   StragglerSettings settings_;
   StructuredLog* log_;
   std::vector<std::string> hosts_;  // by rank
-  bool data_only_;                  // own time is only that of the data
+  bool data_only_;                  // own time is only the data's
   int64_t steps_ = 0, own_ns_ = 0, wait_ns_ = 0, step_ns_ = 0;
   int64_t step_start_ns_ = 0, phase_start_ns_ = 0, phase_waited_ns_ = 0;
-  std::optional<int64_t> fetched_waited_ns_;  // from a step's data until its forward begins
+  std::optional<int64_t> fetched_waited_ns_;  // set between a step's data and its forward
   bool warmed_up_ = false;
   std::vector<RankPace> paces_;
   int candidate_ = -1;

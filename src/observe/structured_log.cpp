@@ -51,8 +51,8 @@ struct StructuredEvent {
   const char* caller = "";
   int64_t steady_ns = 0;
   int64_t step = 0;
-  int64_t relative_step = 0;                                ///< of this process, from 1; 0 before its first
-  double value = std::numeric_limits<double>::quiet_NaN();  ///< NaN: none; of an end: milliseconds
+  int64_t relative_step = 0;  ///< this process's step, from 1; 0 before the first
+  double value = std::numeric_limits<double>::quiet_NaN();  ///< NaN: none; for an end: milliseconds
   pid_t thread = 0;
   uint8_t step_tags = 0;  ///< kSavesTag | kValidatesTag
   EventKind kind = EventKind::Instant;
@@ -61,7 +61,7 @@ struct StructuredEvent {
 constexpr uint8_t kSavesTag = 1;
 constexpr uint8_t kValidatesTag = 2;
 
-/// Appends `key` and the number, which `format` may limit to so many digits.
+/// Appends `key` and the number; `format` may limit its digits.
 template <class Number, class... Format>
 void append_number(std::string& text, const char* key, Number value, Format... format) {
   std::array<char, 48> digits{};
@@ -75,7 +75,7 @@ void append_milliseconds(std::string& text, const char* key, double value) {
   append_number(text, key, value, std::chars_format::fixed, 3);
 }
 
-/// `format` takes the date down to the second; the microseconds follow in six digits.
+/// `format` is for the date down to the second; the microseconds follow in six digits.
 std::string utc_text(int64_t wall_us, const char* format) {
   const std::time_t seconds = wall_us / 1'000'000;
   std::tm parts = {};
@@ -252,8 +252,8 @@ std::string structured_stem(int rank) {
 
 namespace {
 
-/// Keeps the logs of the newest `kept` processes of a rank, so that a job that fails again and again doesn't
-/// fill its folder. Files that can't be removed stay.
+/// Keeps the logs of the newest `kept` processes of a rank, so that a job that fails repeatedly doesn't fill
+/// its folder. Files that can't be removed stay.
 void remove_old_logs(const std::filesystem::path& folder, int rank, size_t kept) {
   const std::string prefix = str("train.global_rank_", rank, ".");
   std::map<std::string, std::vector<std::filesystem::path>> processes;  // by stem, which sorts by time
@@ -294,10 +294,11 @@ void describe(config::Table<StructuredLogSettings>& table) {
               "each rank writes what it does over time, one JSON object per event");
   table.field("folder", &StructuredLogSettings::folder, "folder of these files, under job.dump_folder");
   table.field("max_mib", &StructuredLogSettings::max_mib,
-              "most MiB of one process's events; beyond that the older half is dropped", config::at_least(1));
-  table.field("keep_latest_k", &StructuredLogSettings::keep_latest_k,
-              "how many processes of each rank keep their logs, the newest ones (a restart is a new process)",
-              config::at_least(1));
+              "MiB kept of one process's events; beyond that the older half is dropped", config::at_least(1));
+  table.field(
+      "keep_latest_k", &StructuredLogSettings::keep_latest_k,
+      "number of processes of each rank whose logs are kept, the newest ones (a restart is a new process)",
+      config::at_least(1));
 }
 
 struct StructuredLog::Impl {
@@ -317,10 +318,10 @@ struct StructuredLog::Impl {
     writer.join();
   }
 
-  // What follows is called under the lock.
+  // The functions up to end_post_data() are called under the lock.
 
-  // Remembers the last thread: the system call costs more than the rest of an event, and nearly all events come
-  // from the training thread.
+  // Remembers the last thread: the system call costs more than the rest of an event, and nearly all events
+  // come from the training thread.
   pid_t calling_thread() {
     if (const auto id = std::this_thread::get_id(); id != last_thread_id) {
       last_thread_id = id;
@@ -365,7 +366,7 @@ struct StructuredLog::Impl {
       push_end(kPostData, kTrainer, began, now);
   }
 
-  // What follows is called by the writer thread.
+  // The functions below are called by the writer thread.
 
   bool is_due() const { return ending || flushes_done < flushes_wanted || queue.size() >= kWriteEvents; }
   void write_until_ended() {
@@ -386,7 +387,7 @@ struct StructuredLog::Impl {
     }
   }
 
-  // The run doesn't depend on its log: a full disk only costs the events that come meanwhile.
+  // The run doesn't depend on its log: a full disk costs only the events of that time.
   void write(const std::vector<StructuredEvent>& events, int64_t lost) {
     lost_events += lost;
     if (events.empty() && file.is_open() && lost_events == 0) return;

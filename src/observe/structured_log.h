@@ -1,13 +1,13 @@
 #pragma once
 
-// The structured log: what each rank did over time, for tools. A JSON object per line, for a span's start or
-// end or for an instant, in
+// The structured log: each rank's activity over time, for tools. Each line is a JSON object, for a span's
+// start or end or for an instant, in
 //   {dump_folder}/structured_logs/train.global_rank_<r>.<YYYYmmdd-HHMMSS-microseconds>-<6 characters>.jsonl
-// (UTC), with TorchTitan's fields and names (docs/observability.md). One file per process; `titan debug events`
-// merges those of all ranks into one trace, and `titan report` and `titan top` read them.
+// (UTC), with TorchTitan's fields and names (docs/observability.md). One file per process; `titan debug
+// events` merges those of all ranks into one trace, and `titan report` and `titan top` read them.
 //
 // The training thread puts events of fixed size into a queue, under a lock that is held for nanoseconds.
-// A thread of the log's own writes the queue out every second and whenever 64 KiB are waiting.
+// The log's thread writes the queue out every second and whenever 64 KiB are waiting.
 
 #include <chrono>
 #include <cstdint>
@@ -51,8 +51,8 @@ class StructuredLog : public RunObserver {
     std::string environment = "{}";           ///< for the first line: process_environment_json()
   };
 
-  /// Touches no file: the log's thread creates folder and file. When it can't write, it warns, drops and
-  /// counts the events, and tries again every minute.
+  /// Touches no file: the log's thread creates folder and file. If it can't write, it warns, drops and counts
+  /// the events, and tries again every minute.
   explicit StructuredLog(Options options);
   /// Writes what is queued.
   ~StructuredLog() override;
@@ -66,7 +66,7 @@ class StructuredLog : public RunObserver {
   void instant(const char* name, std::optional<double> value = {}, const char* caller = "");
   void start_span(const char* name, const char* caller = "");
   void end_span(const char* name, bool failed, const char* caller = "");
-  /// Adds a span "startup" of `seconds` that ends now: the process before this object existed.
+  /// Adds a span "startup" of `seconds` that ends now, for the time before this object existed.
   void startup(double seconds);
 
   /// Returns when every event so far has been given to the operating system or reported as lost.
@@ -78,7 +78,7 @@ class StructuredLog : public RunObserver {
   std::unique_ptr<Impl> impl_;
 };
 
-/// A span for a scope; does nothing when `log` is null.
+/// A span for a scope; does nothing if `log` is null.
 class StructuredSpan {
  public:
   StructuredSpan(StructuredLog* log, const char* name, const char* caller = "")
@@ -112,7 +112,7 @@ class StructuredFile {
   bool is_full() const { return is_open() && written_ >= max_bytes_ / 2; }
   /// Opens the first file, or the next one. Throws Error.
   void open(const std::string& head);
-  /// After an error: close, then reopen() to append. The file may end within a line.
+  /// After an error, close, then reopen() to append. The file may end within a line.
   void close() { file_.reset(); }
   void reopen(const std::string& head);
   /// Throws Error.

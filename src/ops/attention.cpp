@@ -42,28 +42,28 @@ using Qkv = QueriesKeysValues;
 
 constexpr double kNoDropout = 0.0;
 
-// What scaled_dot_product_attention would choose, except for its last resort, the whole matrix of scores:
-// here SDPBackend::math means tiles of it.
+// Chooses as scaled_dot_product_attention does, except that SDPBackend::math means tiles of the matrix of
+// scores here, not the whole matrix.
 SDPBackend choose(const Qkv& in, bool causal) {
   const bool grouped = in.q.size(1) != in.k.size(1);
   const auto choice = static_cast<SDPBackend>(
       at::_fused_sdp_choice(in.q, in.k, in.v, /*attn_mask=*/{}, kNoDropout, causal, /*scale=*/{}, grouped));
-  // It pads heads for flash, which supports only multiples of 8 features.
+  // LibTorch pads heads for flash, which supports only multiples of 8 features.
   if (choice == SDPBackend::flash_attention && in.q.size(3) % 8 != 0) return SDPBackend::math;
   if (choice == SDPBackend::flash_attention || choice == SDPBackend::cudnn_attention) return choice;
-  // It doesn't choose the efficient kernel for grouped heads, which that doesn't support; here each head of a
-  // group is a call of its own.
+  // LibTorch doesn't choose the efficient kernel for grouped heads, because the kernel doesn't support them.
+  // Here each head of a group is a separate call.
   const bool takes_groups = grouped && in.q.scalar_type() == at::kFloat && in.q.size(3) % 4 == 0;
   return choice == SDPBackend::efficient_attention || takes_groups ? SDPBackend::efficient_attention
                                                                    : SDPBackend::math;
 }
 
-// State of a dropout that isn't used.
+// The unused dropout state.
 Tensor no_seed(const Tensor& like) { return at::zeros({}, like.options().dtype(at::kLong)); }
-// The same for a kernel that wants one state.
+// One-tensor form of the unused dropout state.
 Tensor no_state(const Tensor& like) { return at::zeros({2}, like.options().dtype(at::kUInt64)); }
 
-// ---- the CPU's
+// ---- LibTorch's flash kernel on a CPU
 
 KernelResult flash_on_cpu(const Qkv& any, bool causal) {
   const Qkv in = with_adjacent_features(any);
@@ -113,11 +113,11 @@ Qkv cudnn_backward(const Tensor& grad, const Qkv& in, const KernelResult& result
 
 // ---- memory-efficient
 
-// Its log-sum-exp has a multiple of this many rows.
+// The kernel's log-sum-exp has a multiple of this many rows.
 constexpr int64_t kEfficientAlignment = 32;
 
-// Query heads g, G + g, ... read the key heads 0, 1, ...: with groups of G, one call for each g and no copies
-// of keys.
+// With groups of G, query heads g, G + g, ... read the key heads 0, 1, ..., so there is one call for each g
+// and no copy of the keys.
 Tensor heads_of_group(const Tensor& x, int64_t g, int64_t group) {
   return group == 1 ? x : x.unflatten(1, {-1, group}).select(2, g);
 }
@@ -156,17 +156,17 @@ Qkv efficient_backward(const Tensor& grad, const Qkv& in, const KernelResult& re
 
 // ---- parts of the keys
 
-// into += part, as results of one softmax over the keys of both. Sequence first.
+// Merges `part` into `into`, as one softmax over the keys of both. Sequence first.
 void merge_attention(Tensor& into_BSHD, Tensor& into_log_sum_exp_BHS, const KernelResult& part) {
   const Tensor sums = part.log_sum_exp.to(into_log_sum_exp_BHS.scalar_type());
-  // The part's share of the sum; all of it where there was nothing (-inf).
+  // The part's share of the sum, which is 1 if there were no keys before (-inf).
   const Tensor weight = at::sigmoid(sums - into_log_sum_exp_BHS).transpose(1, 2).unsqueeze(-1);
   into_BSHD.lerp_(part.out.to(into_BSHD.scalar_type()), weight);
   at::logaddexp_out(into_log_sum_exp_BHS, into_log_sum_exp_BHS, sums);
 }
 
-// The kernels support no mask and the causal one. Where queries see `first_query` keys more than a diagonal
-// shows, these are a part without a mask, and the rest is a causal one.
+// LibTorch's kernels support a causal mask or none. If queries see `first_query` keys before the diagonal,
+// these keys are a part without a mask, and the rest is a causal part.
 struct KeyRange {
   int64_t first, count;
   bool causal;
@@ -176,7 +176,8 @@ c10::SmallVector<KeyRange, 2> key_ranges(int64_t num_queries, int64_t num_keys, 
   if (first_query >= num_keys - 1) return {{0, num_keys, false}};
   c10::SmallVector<KeyRange, 2> ranges;
   if (first_query > 0) ranges.push_back({0, first_query, false});
-  // Keys that no query sees are left out: kernels disagree on where to put a diagonal that isn't square.
+  // Keys that no query sees are left out, because kernels disagree about the diagonal of a matrix that isn't
+  // square.
   const int64_t on_diagonal = std::min(num_queries, num_keys - first_query);
   TITAN_CHECK(on_diagonal == num_queries, "attention in parts: ", num_queries, " queries from position ",
               first_query, " on see a diagonal of only ", on_diagonal,
@@ -185,11 +186,11 @@ c10::SmallVector<KeyRange, 2> key_ranges(int64_t num_queries, int64_t num_keys, 
   return ranges;
 }
 
-// ---- tiles: B batch, K key heads, G query heads that share one, S queries, T keys of a tile, D features
+// ---- tiles: B batch, K key heads, G query heads per key head, S queries, T keys of a tile, D features
 
 constexpr int64_t kTile = 256;
 
-// What all tiles share: the scaled queries.
+// The scaled queries, which all tiles share.
 struct TiledQueries {
   int64_t group;
   Tensor q_BKGSD;
@@ -199,7 +200,7 @@ struct TiledQueries {
       : group(in.q.size(1) / in.k.size(1)),
         q_BKGSD(grouped(in.q) / std::sqrt(static_cast<double>(in.q.size(3)))),
         wide(composite::accumulate_type(in.q)) {}
-  /// x [B, H, S, ...] in at least fp32.
+  /// Groups the heads of x [B, H, S, ...], in at least fp32.
   Tensor grouped(const Tensor& x) const {
     return x.to(composite::accumulate_type(x)).unflatten(1, {-1, group});
   }
@@ -213,7 +214,7 @@ struct Tile {
   Tensor keys(const Tensor& x, at::ScalarType dtype) const {
     return x.narrow(2, first, count).to(dtype).unsqueeze(2);  // [B, K, 1, T, D]
   }
-  /// From x [B, K, G, S, ...].
+  /// The tile's queries of x [B, K, G, S, ...].
   Tensor queries(const Tensor& x) const { return x.narrow(3, first_query, x.size(3) - first_query); }
 
   Tensor scores(const TiledQueries& of, const Tensor& keys_BK1TD) const {
@@ -341,7 +342,7 @@ std::tuple<Tensor, Tensor, Tensor> causal_attention_backward_by_libtorch(const T
 
 namespace {
 
-// q, k, v and out are [B, S, H, D]; log_sum_exp is the implementation's own.
+// q, k, v and out are [B, S, H, D]; the form of log_sum_exp depends on the kernel.
 struct CausalAttentionBackward final : BackwardNode {
   SavedVariable q, k, v, out, log_sum_exp;
 

@@ -1,7 +1,7 @@
 #pragma once
 
-// Attention through LibTorch's kernels that return and take the log-sum-exp, and from its matrix products
-// where it has no such kernel.
+// Attention by those of LibTorch's kernels that return and take the log-sum-exp, or by its matrix products if
+// there is no such kernel.
 
 #include <tuple>
 
@@ -15,7 +15,7 @@ inline QueriesKeysValues heads_first(const QueriesKeysValues& in) {
   return {heads_first(in.q), heads_first(in.k), heads_first(in.v)};
 }
 
-/// CPU kernels, LibTorch's without a check, expect the features of a head to be adjacent.
+/// CPU kernels expect the features of a head to be adjacent; LibTorch's don't check it.
 inline at::Tensor with_adjacent_features(const at::Tensor& x) {
   return x.stride(-1) == 1 ? x : x.contiguous();
 }
@@ -30,21 +30,22 @@ struct KernelResult {
   at::Tensor out, log_sum_exp;
 };
 
-/// Over all keys, or `causal`: query i sees the keys 0..i.
+/// Attention over all keys, or if `causal`, of query i over the keys 0..i.
 KernelResult run_attention_kernel(const QueriesKeysValues& in, bool causal);
-/// `result` may be over more keys than these.
+/// `result` may include more keys than `in`.
 QueriesKeysValues run_attention_kernel_backward(const at::Tensor& grad, const QueriesKeysValues& in,
                                                 const KernelResult& result, bool causal);
 
-/// The same from LibTorch's matrix products, a tile of keys at a time, for what no fused kernel supports:
-/// float64 on a GPU, heads of odd sizes.
+/// The same by LibTorch's matrix products, a tile of keys at a time, for inputs that no fused kernel
+/// supports: float64 on a GPU, and unusual head sizes.
 KernelResult tiled_attention(const QueriesKeysValues& in, bool causal);
 QueriesKeysValues tiled_attention_backward(const at::Tensor& grad, const QueriesKeysValues& in,
                                            const KernelResult& result, bool causal);
 
-// Sequence first again, as everywhere else.
+// Sequence first, as everywhere else.
 
-/// The operators titan::causal_attention, titan::attend_ and their backwards (operators.cpp) by these kernels.
+/// The operators titan::causal_attention, titan::attend_ and their backwards (operators.cpp), by these
+/// kernels.
 std::tuple<at::Tensor, at::Tensor> causal_attention_by_libtorch(const at::Tensor& q, const at::Tensor& k,
                                                                 const at::Tensor& v);
 std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward_by_libtorch(
@@ -57,7 +58,7 @@ void attend_backward_by_libtorch(at::Tensor& grad_q, at::Tensor& grad_k, at::Ten
                                  const at::Tensor& v, const at::Tensor& out, const at::Tensor& log_sum_exp,
                                  int64_t first_query);
 
-/// Causal attention by titan::causal_attention, as a node whose results checkpointing may keep.
+/// Causal attention by titan::causal_attention, as a node whose results activation checkpointing may keep.
 at::Tensor kernel_attention(const QueriesKeysValues& in);
 
 }  // namespace titan::ops

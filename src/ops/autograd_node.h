@@ -1,8 +1,8 @@
 #pragma once
 
-// What our operations share towards the autograd engine: hand-written nodes, and the inputs that they keep
-// for the backward. Nodes rather than torch::autograd::Function, as they hold sinks and products and cost a
-// third of its host time.
+// Our operations' interface to the autograd engine: hand-written nodes, and the inputs that they keep for the
+// backward. We use nodes instead of torch::autograd::Function because nodes can hold sinks and products and
+// take a third of its host time.
 
 #include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/function.h>
@@ -39,8 +39,8 @@ class BackwardNode : public torch::autograd::Node {
   virtual variable_list backward(const at::Tensor& grad) = 0;
 };
 
-/// The node of an operation on `inputs`; its results are their gradients, in this order. set_history(output,
-/// node) attaches it to the output.
+/// Makes the node of an operation on `inputs`. Its results are their gradients, in this order. Attach it to
+/// the output by set_history(output, node).
 template <class NodeType, class... Inputs>
 std::shared_ptr<NodeType> make_node(const Inputs&... inputs) {
   auto node = std::shared_ptr<NodeType>(new NodeType(), torch::autograd::deleteNode);
@@ -56,9 +56,10 @@ std::shared_ptr<NodeType> record(const at::Tensor& output, const Inputs&... inpu
   return node;
 }
 
-/// Replaces those of `tensors` that require gradients by the outputs of `node`, whose backward passes their
-/// gradients on, when all of them are there. False if none requires a gradient.
-inline bool insert_identity(const std::shared_ptr<torch::autograd::Node>& node, at::ArrayRef<at::Tensor*> tensors) {
+/// Replaces the `tensors` that require gradients by outputs of `node`, whose backward passes on their
+/// gradients once all of them have arrived. Returns false if none requires a gradient.
+inline bool insert_identity(const std::shared_ptr<torch::autograd::Node>& node,
+                            at::ArrayRef<at::Tensor*> tensors) {
   std::vector<at::Tensor*> with_gradient;
   for (at::Tensor* tensor : tensors)
     if (tensor->requires_grad()) with_gradient.push_back(tensor);
@@ -88,8 +89,8 @@ inline Operand as_rows(Operand operand) {
   return operand;
 }
 
-/// The form of an input that `products` keep. Where saved tensors are dropped, the casts that this would make
-/// are on the meta device ([Note: dropped tensors]).
+/// The form of an input that `products` keep. If saved tensors are dropped, casts are made on the meta device
+/// ([Note: dropped tensors]).
 inline Operand kept_of(const Operand& input, const Products& products) {
   BelowAutograd guard;
   if (!saved_tensors_are_dropped()) return products.kept(input);
@@ -111,14 +112,15 @@ inline Operand kept_of(const Operand& input, const Products& products) {
 
 /// [Note: recomputed outputs]
 /// A product's weight gradient needs the product's input, and an elementwise operation before it needs its
-/// own inputs: to keep that operation's output as well would spend memory on something that costs one pass
-/// over its inputs. (SwiGLU's output is a sixth of what a Llama block keeps.) So the product keeps the
-/// operation's node instead, which it holds anyway, and asks it for the output again. It gets the same bits,
-/// and the node still has its inputs, as its backward waits for the product's.
+/// own inputs. Keeping that operation's output, too, would waste memory, because recomputing it takes one
+/// pass over its inputs. (SwiGLU's output is a sixth of the tensors that a Llama block keeps.) So the product
+/// keeps the operation's node instead, which the graph holds anyway, and asks it to recompute the output. The
+/// result has the same bits. The node still has its inputs then, because its backward waits for the
+/// product's.
 class RecomputingNode : public BackwardNode {
  public:
-  /// The output once more, from what the node saved. The node holds on to the unpacked inputs until its own
-  /// backward: under activation checkpointing, unpacking twice would compute them twice.
+  /// Computes the output again from the saved inputs. The node keeps the unpacked inputs until its own
+  /// backward, because with activation checkpointing, unpacking twice would compute them twice.
   virtual at::Tensor recompute() = 0;
 };
 
@@ -126,15 +128,15 @@ class RecomputingNode : public BackwardNode {
 class SavedInput {
  public:
   SavedInput() = default;
-  /// Saves the values.
+  /// Saves the input's values.
   explicit SavedInput(const at::Tensor& input)
       : maker_(std::dynamic_pointer_cast<RecomputingNode>(input.grad_fn())), dtype_(input.scalar_type()) {
     if (!maker_) values_ = save_input(input);
   }
   /// Saves the forms of an input that no node can recompute.
   explicit SavedInput(const Operand& kept) : dtype_(kept.dtype) { save_forms(kept, kept.values); }
-  /// Saves what `products` keep of `input`, which the forward multiplied as `operand`. For an input that will
-  /// be recomputed that is only the scale, if the whole matrix has one.
+  /// Saves the form of `input` that `products` keep; the forward multiplied it as `operand`. For an input
+  /// that will be recomputed, only the scale is saved, if the whole matrix has one.
   SavedInput(const at::Tensor& input, const Operand& operand, const Products& products)
       : maker_(std::dynamic_pointer_cast<RecomputingNode>(input.grad_fn())), dtype_(operand.dtype) {
     if (!maker_) {
@@ -144,7 +146,7 @@ class SavedInput {
     }
   }
 
-  /// With `values` in the input's shape.
+  /// The operand, with `values` in the input's shape.
   Operand unpack() const {
     Operand operand;
     if (maker_) {
@@ -167,7 +169,7 @@ class SavedInput {
   }
 
  private:
-  // Activation checkpointing asks for each tensor separately.
+  // Separate variables, because activation checkpointing handles each tensor separately.
   struct Scaled {
     Scaled() = default;
     explicit Scaled(const ScaledMatrix& matrix) {
@@ -190,7 +192,7 @@ class SavedInput {
   }
 
   std::shared_ptr<RecomputingNode> maker_;
-  SavedVariable scale_;  // of what `maker_` computes
+  SavedVariable scale_;  // scale of the output of `maker_`
   SavedVariable values_;
   Scaled along_rows_, down_columns_;
   at::ScalarType dtype_ = at::kFloat;

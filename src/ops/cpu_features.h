@@ -2,11 +2,11 @@
 
 namespace titan::ops {
 
-/// The processor's properties that the choice of kernels depends on.
+/// The properties of the processor that determine the choice of kernels.
 struct CpuFeatures {
   bool amd = false;
   bool avx2 = false;
-  bool avx512 = false;               ///< foundation, byte/word, doubleword/quadword and short vectors
+  bool avx512 = false;               ///< AVX-512 F, BW, DQ and VL
   bool fast_16bit_products = false;  ///< LibTorch has a vector kernel for bf16 products here
 };
 
@@ -19,7 +19,7 @@ inline const CpuFeatures& cpu_features() {
     found.avx2 = __builtin_cpu_supports("avx2");
     found.avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    found.fast_16bit_products = found.avx512;  // what oneDNN's bf16 product requires
+    found.fast_16bit_products = found.avx512;  // oneDNN's bf16 product requires AVX-512
     return found;
 #else
     return CpuFeatures{.fast_16bit_products = true};

@@ -14,10 +14,10 @@ namespace {
 
 // ---- embedding
 
-// The rows of the weight that tokens look up, and the backward's inputs.
+// The weight's rows that tokens look up, and the backward's inputs.
 struct Lookup {
-  at::Tensor rows;     // int64, as the tokens
-  at::Tensor foreign;  // where another part has the row, and 0 stands in its place; undefined: nowhere
+  at::Tensor rows;     // int64, with the tokens' shape
+  at::Tensor foreign;  // true if another part has the row, and `rows` is 0; undefined: false everywhere
   int64_t num_rows = 0;
 
   Lookup(const at::Tensor& tokens, const VocabularyPart& part, int64_t num_rows)
@@ -56,7 +56,7 @@ struct EmbeddingBackward final : BackwardNode {
   std::shared_ptr<GradSink> weight_sink;
 
   variable_list backward(const at::Tensor& grad) override {
-    TITAN_CHECK(lookup, "embedding: a second backward through the same graph");
+    TITAN_CHECK(lookup, "embedding: second backward through the same graph");
     if (!weight_sink) return {lookup->weight_gradient(grad).to(dtype)};
     weight_sink->accept({.compute = [grad, lookup = *lookup] { return lookup.weight_gradient(grad); },
                          .reads = {grad, lookup->rows, lookup->foreign}});
@@ -81,7 +81,7 @@ struct RmsNormBackward final : BackwardNode {
     if (task_should_compute_output(X)) grads[X] = std::move(grad_x);
     if (!task_should_compute_output(Weight)) return grads;
     if (weight_sink) {
-      // A vector that is computed already; it waits where the gradients of weights wait.
+      // Computed already, but passed as a DueGradient so that it is delayed like other weight gradients.
       weight_sink->accept({.compute = [sum = grad_weight] { return sum; }, .reads = {grad_weight}});
     } else {
       grads[Weight] = grad_weight.to(scales.scalar_type());

@@ -1,6 +1,6 @@
 #pragma once
 
-// What nodes of linear layers share: the input that several layers may read, in the forward and kept for the
+// Base of linear layers' nodes: an input that several layers may share, in the forward and kept for the
 // backward, and the backward itself.
 
 #include <algorithm>
@@ -14,23 +14,23 @@ namespace titan::ops {
 using ProductsOfEach = std::vector<SharedProducts>;
 
 /// [Note: an input of several layers]
-/// Layers whose products join share the scale and each cast of their input. For the backward the one form
-/// that their weights' gradients multiply is kept. Where layers don't join (one stays in high precision, or
-/// each has a delayed scale of its own), a form for each would take more memory than the input itself. So the
-/// input is kept, once, with the scale of each form that has one for the whole matrix; the backward casts
-/// again, once for all layers that share the cast.
+/// Layers whose products join share the scale and each cast of their input. For the backward, only the form
+/// that their weights' gradients multiply is kept. If layers don't join (one stays in high precision, or each
+/// has its own delayed scale), a form for each would take more memory than the input itself. So the input is
+/// kept once, with the scale of each form that has one scale for the whole matrix. The backward casts again,
+/// once for all layers that share the cast.
 
-/// The input in a forward. Its rows [N, I] come with each call, as they may still be in flight at first.
+/// The input in a forward. Its rows [N, I] are passed in each call, because some may arrive later.
 class JointInput {
  public:
-  /// `keeps`: for each layer, whether a backward will want its weight's gradient.
+  /// `keeps`: for each layer, whether a backward will need its weight's gradient.
   JointInput(const ProductsOfEach& products, const std::vector<bool>& keeps);
 
   /// Whether one form serves all layers.
   bool alike() const;
-  /// For layer i, with the scale that its casts share.
+  /// The input for layer i, with the scale that its casts share.
   const Operand& scaled(size_t i, const Operand& rows);
-  /// As layer i multiplies it.
+  /// The input in the form that layer i multiplies.
   const Operand& cast(size_t i, const Operand& rows);
 
  private:
@@ -42,20 +42,21 @@ class JointInput {
   };
   const ProductsOfEach& products_;
   std::vector<size_t> leaders_;  // for each layer, the first one whose casts it shares
-  std::vector<Form> forms_;      // those of leaders
+  std::vector<Form> forms_;      // used only for leaders
   bool trains_;
 };
 
 /// The input between forward and backward, and in the backward.
 class KeptJointInput {
  public:
-  /// `x`: the rows as autograd knows them; undefined where the operation made the rows itself.
+  /// `x`: the rows as autograd's tensor; undefined if the operation computed the rows itself.
   void save(const at::Tensor& x, const Operand& rows, JointInput& input);
   void reset_data();
 
-  /// Everything that was saved, at once: with checkpointing this may run the layer again.
+  /// Unpacks all saved tensors together, because with checkpointing this may run the layer again.
   void unpack();
-  /// As the gradient of layer i's weight multiplies it; between unpack() and forget_unpacked().
+  /// The form that the gradient of layer i's weight multiplies. Call it between unpack() and
+  /// forget_unpacked().
   const Operand& of(size_t i, const ProductsOfEach& products);
   void forget_unpacked() { unpacked_.reset(); }
 
@@ -63,16 +64,16 @@ class KeptJointInput {
   struct Unpacked {
     Operand rows;
     std::vector<at::Tensor> scales;
-    std::vector<std::optional<Operand>> forms;  // those of leaders
+    std::vector<std::optional<Operand>> forms;  // used only for leaders
   };
   std::vector<size_t> leaders_;
   SavedInput saved_;
-  std::vector<SavedVariable> scales_;  // those of leaders, where the input itself is kept for several
+  std::vector<SavedVariable> scales_;  // used only for leaders, if the input itself is kept for several
   std::optional<Unpacked> unpacked_;
 };
 
-/// Hands a weight's gradient to its sink, or returns it. A sink may defer it, so it gets only what the
-/// product reads.
+/// Passes a weight's gradient to its sink, or returns it if there is none. A sink may defer it, so it gets
+/// only the operands that the product reads.
 inline at::Tensor weight_gradient(const SharedProducts& products, const std::shared_ptr<GradSink>& sink,
                                   Operand grad_NO, const Operand& x_NI) {
   if (!sink) return products->grad_weight(grad_NO, x_NI);
@@ -81,7 +82,7 @@ inline at::Tensor weight_gradient(const SharedProducts& products, const std::sha
   return {};
 }
 
-/// The weight of a product: from its source, or the tensor itself.
+/// The weight of a product, from its source or the tensor itself.
 inline Operand operand_of(const SinkedWeight& weight) {
   return weight.source ? weight.source->weight() : Operand(weight.weight);
 }
@@ -133,14 +134,14 @@ class JointNode : public torch::autograd::Node {
     for (size_t i = 0; i < weights.size(); ++i)
       if (wants_weight(i, grads)) x.unpack();
   }
-  /// Layer i's, into results[i + 1].
+  /// Puts the gradient of layer i's weight into results[i + 1].
   void add_weight_gradient(size_t i, const Operand& grad, variable_list& results) {
     x.unpack();
     results[i + 1] = weight_gradient(products[i], weights[i].sink, grad, x.of(i, products));
   }
 
-  /// Both products of one output after the other, so that only one output's casts exist at a time. Returns
-  /// x's gradient [N, I] if it is wanted; the weights' go into results[1...].
+  /// Computes both products of one output after the other, so that only one output's casts exist at a time.
+  /// Returns x's gradient [N, I] if it is needed; the weights' gradients go into results[1...].
   at::Tensor both_gradients(const variable_list& grads, variable_list& results) {
     at::Tensor sum;
     for (size_t i = 0; i < weights.size(); ++i) {
@@ -156,7 +157,7 @@ class JointNode : public torch::autograd::Node {
   }
 };
 
-/// Null when nothing requires a gradient. `bias`: one more input, or undefined.
+/// Null if nothing requires a gradient. `bias` is one more input, or undefined.
 template <class NodeType>
 std::shared_ptr<NodeType> make_joint_node(const at::Tensor& x, const std::vector<SinkedWeight>& weights,
                                           const ProductsOfEach& products, const at::Tensor& bias = {}) {
@@ -176,7 +177,7 @@ std::shared_ptr<NodeType> make_joint_node(const at::Tensor& x, const std::vector
   return node;
 }
 
-/// For each weight, whether a backward through `node` (null: there is none) will want its gradient.
+/// For each weight, whether a backward through `node` (null: no backward) will need its gradient.
 inline std::vector<bool> keeps_of(const std::shared_ptr<JointNode>& node,
                                   const std::vector<SinkedWeight>& weights) {
   std::vector<bool> keeps;
@@ -194,7 +195,7 @@ inline std::vector<int64_t> with_features(at::IntArrayRef sizes, int64_t feature
   return result;
 }
 
-/// `num_dims`: of x; 0: any number.
+/// `num_dims`: number of dimensions of x; 0: any number.
 inline void check_linear_shapes(const char* op, const at::Tensor& x, const at::Tensor& weight,
                                 int64_t num_dims = 0) {
   TITAN_CHECK(weight.dim() == 2 && x.dim() >= 1 && (num_dims == 0 || x.dim() == num_dims) &&

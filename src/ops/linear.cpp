@@ -15,11 +15,11 @@ namespace titan::ops {
 namespace {
 
 // [Note: products on a CPU]
-// LibTorch's at::mm goes to MKL in fp32. On AMD processors with AVX-512, oneDNN is up to twice as fast in all
-// three products; with AVX2 alone it is faster in two, and MKL in the weight's gradient, which MKL also adds
-// in place. 16-bit products have a vector kernel (oneDNN's) only with AVX-512: elsewhere at::mm runs plain
-// loops, ten times slower than widening to fp32. A call of oneDNN costs 25 us before it multiplies, which
-// pays off from a certain size on.
+// In fp32, LibTorch's at::mm calls MKL. On AMD processors with AVX-512, oneDNN is up to twice as fast in all
+// three products. With AVX2 only, oneDNN is faster in two, and MKL in the weight's gradient, which MKL also
+// adds in place. 16-bit products have a vector kernel (oneDNN's) only with AVX-512: elsewhere at::mm runs
+// plain loops, ten times slower than widening to fp32. A call of oneDNN takes 25 us before it multiplies, so
+// it is used from a certain size on.
 
 constexpr int64_t kSmallProduct = int64_t{1} << 23;  // multiplications; 0.2 ms on a core with AVX2
 
@@ -238,7 +238,7 @@ void KeptJointInput::save(const at::Tensor& x, const Operand& rows, JointInput& 
   scales_.resize(leaders_.size());
   for (const size_t leader : kept) {
     const at::Tensor& scale = input.scaled(leader, rows).along_rows.scale;
-    if (scale.defined() && scale.dim() == 0) scales_[leader] = save_input(scale);  // of the whole matrix
+    if (scale.defined() && scale.dim() == 0) scales_[leader] = save_input(scale);  // the whole matrix's scale
   }
 }
 

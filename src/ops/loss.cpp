@@ -23,14 +23,14 @@ constexpr const char* kPhase = "tp::vocabulary";
 
 struct LinearCrossEntropyBackward final : BackwardNode {
   enum Input : size_t { Hidden, Weight };
-  at::Tensor grad_hidden, grad_weight;  // of the sum of token losses
+  at::Tensor grad_hidden, grad_weight;  // gradients of the sum of token losses
   at::ScalarType weight_dtype = at::kFloat;
   double scale = 0;  // one over the number of tokens
   std::shared_ptr<GradSink> weight_sink;
 
   variable_list backward(const at::Tensor& grad) override {
     TITAN_CHECK(grad_hidden.defined() || grad_weight.defined(),
-                "linear_cross_entropy: a second backward through the same loss");
+                "linear_cross_entropy: second backward through the same loss");
     const at::Tensor factor = grad * scale;  // stays on the device: reading it would make the host wait
     variable_list grads(2);
     if (task_should_compute_output(Hidden)) grads[Hidden] = scaled(take(grad_hidden), factor);
@@ -47,7 +47,7 @@ struct LinearCrossEntropyBackward final : BackwardNode {
     if (tensor.element_size() > 2 || tensor.is_cpu()) return tensor.mul_(factor);
     return tensor.to(factor.scalar_type()).mul_(factor).to(tensor.scalar_type());
   }
-  // Scaled in place and handed on, which saves a large buffer. So the graph can be walked only once.
+  // Scaling in place saves a large buffer, but allows only one backward.
   static at::Tensor take(at::Tensor& tensor) { return std::exchange(tensor, at::Tensor()); }
   void release_variables() override {
     grad_hidden.reset();
@@ -56,18 +56,18 @@ struct LinearCrossEntropyBackward final : BackwardNode {
   std::string name() const override { return "titan::linear_cross_entropy backward"; }
 };
 
-// Over the first dimension; LibTorch's own logsumexp has no meta kernel. Some part has a token, so the
-// largest number is finite.
+// Over the first dimension; LibTorch's logsumexp has no meta kernel. At least one part has tokens, so the
+// maximum is finite.
 at::Tensor log_sum_exp(const at::Tensor& x) {
   const at::Tensor largest = x.amax(0);
   return (x - largest).exp().sum(0).log() + largest;
 }
 
-// Runs the chunks; gradients are those of the sum.
+// Runs the chunks; gradients are those of the sum of token losses.
 struct ChunkLoop {
   const LossOptions& options;
   at::Tensor hidden_ND, weight_VD, labels_N;
-  at::Tensor grad_hidden_ND, grad_weight_VD;  // undefined where they aren't wanted
+  at::Tensor grad_hidden_ND, grad_weight_VD;  // undefined if they aren't needed
   at::Tensor loss_sum;                        // double
 
   const VocabularyPart& part() const { return options.part; }
@@ -98,7 +98,7 @@ struct ChunkLoop {
     if (grad_weight_VD.defined()) products.add_grad_weight(grad_weight_VD, logits, hidden);
   }
 
-  // Each of these sums the chunk's losses and replaces the logits by their gradient.
+  // The following functions return the sum of the chunk's losses and replace the logits by their gradient.
 
   at::Tensor loss_of_whole_(at::Tensor& logits, const at::Tensor& labels) const {
     static const auto fused = find_operator<decltype(composite::cross_entropy_)>("titan::cross_entropy_");
@@ -120,8 +120,8 @@ struct ChunkLoop {
     return loss;
   }
 
-  // [N, rows of this part] to [N, vocabulary]; the last parts may be shorter, so they are padded for the
-  // gather.
+  // Gathers [N, rows of this part] to [N, vocabulary]. The last parts may be shorter, so they are padded for
+  // the gather.
   at::Tensor gathered(const at::Tensor& logits) const {
     const int64_t width = padded_rows(), tokens = logits.size(0);
     const at::Tensor mine = at::constant_pad_nd(logits, {0, width - logits.size(1)}).contiguous();
@@ -130,7 +130,7 @@ struct ChunkLoop {
     return all.transpose(0, 1).reshape({tokens, -1}).narrow(1, 0, part().size).contiguous();
   }
 
-  // [2, N], or [3, N] with the sum of the logits where the loss needs their mean.
+  // [2, N], or [3, N] with the sum of the logits if the loss needs their mean.
   at::Tensor own_statistics(const at::Tensor& logits, const at::Tensor& labels, int64_t first) const {
     static const auto op = find_operator<decltype(composite::vocabulary_stats)>("titan::vocabulary_stats");
     const at::Tensor statistics = op.call(logits, labels, first);
@@ -163,14 +163,14 @@ struct ChunkLoop {
   }
 };
 
-// The fused kernel checks labels itself. The others can't: each rank sees only a part of the vocabulary.
+// The fused kernel checks labels itself. The others can't, because each rank has only a part of the
+// vocabulary.
 void check_labels(const at::Tensor& labels, int64_t vocab_size, const LossOptions& options) {
   if ((!options.part.parts && !options.loss) || labels.is_meta() || labels.numel() == 0) return;
   const at::Tensor wrong = (labels.lt(0) | labels.ge(vocab_size)) & labels.ne(kIgnoredLabel);
   if (!labels.is_cpu()) return at::_assert_async(wrong.any().logical_not());  // the host doesn't wait
   TITAN_CHECK(!wrong.any().item<bool>(), "label ", labels.masked_select(wrong)[0].item<int64_t>(),
-              " isn't in a vocabulary of ", vocab_size, "; ", kIgnoredLabel,
-              " marks tokens that don't count");
+              " isn't in a vocabulary of ", vocab_size, "; ", kIgnoredLabel, " marks ignored tokens");
 }
 
 void check_arguments(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& labels,

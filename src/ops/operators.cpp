@@ -33,7 +33,7 @@ namespace {
 
 Tensor widened(const Tensor& tensor) { return tensor.to(accumulate_type(tensor)); }
 
-// The column of each label among `size` columns from `first` on; 0 where another part has it.
+// The column of each label among `size` columns from `first` on; 0 if another part has it.
 struct Columns {
   Tensor index, foreign;  // [N]
   Columns(const Tensor& labels, int64_t first, int64_t size) : index(labels - first) {
@@ -134,8 +134,8 @@ Tensor embedding_backward(const Tensor& grad, const Tensor& tokens, int64_t num_
 namespace {
 
 // ---- the operators
-// LibTorch's dispatcher, and so profiles, know our operations by these names. CPU kernels register themselves
-// in src/ops/cpu, CUDA ones in the plugin. None is differentiable by itself: the functions of
+// LibTorch's dispatcher, and so its profiles, know our operations by these names. CPU kernels register
+// themselves in src/ops/cpu, CUDA kernels in the plugin. None of these is differentiable; the functions of
 // include/titan/ops are.
 
 TORCH_LIBRARY(titan, m) {
@@ -160,11 +160,11 @@ TORCH_LIBRARY(titan, m) {
       "Tensor k, Tensor v, Tensor out, Tensor log_sum_exp, int first_query) -> ()");
   // Sum of the token losses (double). With with_grad, the logits are replaced by their gradient.
   m.def("cross_entropy_(Tensor(a!) logits, Tensor labels, bool with_grad) -> Tensor");
-  // For logits [N, rows of a part]: each token's log-sum-exp and target logit (0 where another part has the
-  // target): double [2, N].
+  // For logits [N, rows of a part]: each token's log-sum-exp and target logit (0 if another part has the
+  // target), double [2, N].
   m.def("vocabulary_stats(Tensor logits, Tensor labels, int first) -> Tensor");
   // Replaces logits by their gradient, zeros at ignored labels. log_sum: double [N], over all parts. factors:
-  // double [3, N], of softmax, of the label's one-hot and of the constant 1; default: 1, -1, 0.
+  // double [3, N], on softmax, on the label's one-hot and on the constant 1; default: 1, -1, 0.
   m.def(
       "vocabulary_grad_(Tensor(a!) logits, Tensor labels, int first, Tensor log_sum, Tensor? factors=None) "
       "-> "
@@ -233,7 +233,7 @@ TORCH_LIBRARY_IMPL(titan, Meta, m) {
 }
 
 // ---- LibTorch's missing meta kernels
-// PyTorch implements these in Python: without them a dry run of a model would stop at its embedding. Memory
+// PyTorch implements these in Python. Without them, a dry run of a model would stop at its embedding. Memory
 // layouts are those of the CPU kernels.
 
 // Heads before the sequence in the sizes, after it in memory.
@@ -241,7 +241,7 @@ Tensor heads_first(at::IntArrayRef sizes, const at::TensorOptions& options) {
   return at::empty({sizes[0], sizes[2], sizes[1], sizes[3]}, options).transpose(1, 2);
 }
 
-// Writes in place, and there is nothing to write.
+// Writes only in place, so on the meta device it does nothing.
 void fused_adam(at::TensorList /*self*/, at::TensorList /*grads*/, at::TensorList /*exp_avgs*/,
                 at::TensorList /*exp_avg_sqs*/, at::TensorList /*max_exp_avg_sqs*/,
                 at::TensorList /*state_steps*/, double /*lr*/, double /*beta1*/, double /*beta2*/,

@@ -1,9 +1,9 @@
 #pragma once
 
-// Our operators: how to call one through LibTorch's dispatcher, and their composites, which are written in
-// LibTorch's operations. Composites run on devices and dtypes without a kernel of their own, and kernels are
-// tested against them. Arguments and results are those of the schemas in operators.cpp. CPU kernels choose
-// their template argument by a tensor's dtype.
+// Our operators: calling one through LibTorch's dispatcher, and their composites, which are built from
+// LibTorch's operations. Composites run on devices and dtypes without a kernel, and kernels are tested
+// against them. Arguments and results are those of the schemas in operators.cpp. CPU kernels choose their
+// template argument by a tensor's dtype.
 
 #include <optional>
 #include <tuple>
@@ -16,7 +16,7 @@
 
 namespace titan::ops {
 
-/// A handle on one of our operators; callers look it up once and keep it.
+/// A handle to one of our operators. Callers look it up once and keep it.
 template <class Signature>
 c10::TypedOperatorHandle<Signature> find_operator(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
@@ -38,7 +38,7 @@ void vocabulary_grad_(at::Tensor& logits, const at::Tensor& labels, int64_t firs
                       const std::optional<at::Tensor>& factors);
 at::Tensor embedding_backward(const at::Tensor& grad, const at::Tensor& tokens, int64_t num_embeddings);
 
-/// fp32, or float64 for float64.
+/// fp32, or float64 for a float64 tensor.
 inline at::ScalarType accumulate_type(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
@@ -47,7 +47,7 @@ inline at::ScalarType accumulate_type(const at::Tensor& tensor) {
 
 namespace cpu {
 
-/// Whether all tensors have the same dtype, one that CPU kernels exist for.
+/// Whether all tensors have the same dtype and CPU kernels support it.
 template <class... Tensors>
 bool have_kernel(const at::Tensor& first, const Tensors&... others) {
   const at::ScalarType dtype = first.scalar_type();
@@ -55,7 +55,8 @@ bool have_kernel(const at::Tensor& first, const Tensors&... others) {
   return known && ((others.scalar_type() == dtype) && ...);
 }
 
-/// Calls kernel(static_cast<T*>(nullptr)) with T of the tensor's dtype, one that have_kernel() accepts.
+/// Calls kernel(static_cast<T*>(nullptr)), where T is the tensor's dtype. have_kernel() must have accepted
+/// it.
 template <class Kernel>
 void dispatch(const at::Tensor& tensor, Kernel&& kernel) {
   switch (tensor.scalar_type()) {

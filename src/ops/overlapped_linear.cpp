@@ -1,5 +1,5 @@
-// Linear layers whose sequence is split over ranks ([Note: parts of rows] in titan/ops/linear.h). The rows
-// of an operand arrive part by part, and products multiply each as it comes; sums leave the same way.
+// Linear layers whose sequence is split over ranks ([Note: parts of rows] in titan/ops/linear.h). The rows of
+// an operand arrive part by part, and products multiply each part as it arrives. Sums are sent the same way.
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -9,12 +9,12 @@
 namespace titan::ops {
 
 at::Tensor SequenceExchange::gather_whole(const at::Tensor& /*part*/) const {
-  TITAN_INTERNAL_ASSERT(false, "an exchange of parts was asked for the whole");
+  TITAN_INTERNAL_ASSERT(false, "an exchange of parts was asked for the whole sequence");
   return {};
 }
 
 at::Tensor SequenceExchange::scatter_whole(const at::Tensor& /*summand*/) const {
-  TITAN_INTERNAL_ASSERT(false, "an exchange of parts was asked for the whole");
+  TITAN_INTERNAL_ASSERT(false, "an exchange of parts was asked for the whole sequence");
   return {};
 }
 
@@ -33,7 +33,7 @@ at::Tensor part_of_sequence(const at::Tensor& whole, int rank, int count) {
   return whole.narrow(1, rank * length, length);
 }
 
-// The same of rows [B * S, F].
+// Rank r's part of rows [B * S, F].
 at::Tensor rows_of_part(const at::Tensor& rows, int64_t batch, int rank, int count) {
   if (!rows.defined()) return {};
   const at::Tensor whole = as_bytes(rows.contiguous()).view({batch, rows.size(0) / batch, rows.size(1)});
@@ -51,16 +51,16 @@ Operand part_of_sequence(const Operand& whole, int64_t batch, int rank, int coun
   return part;
 }
 
-// One product of a pass.
+// Computes one product of a pass.
 at::Tensor product(const Products& products, Pass pass, const Operand& rows, const Operand& weight) {
   return pass == Pass::Forward ? products.forward(rows, weight) : products.grad_input(rows, weight);
 }
 
-// An operand of which each rank has some rows, while they are gathered.
+// Gathers an operand's rows, some of which are on each rank.
 class PulledGather {
  public:
-  /// part: [B, S/N, F]; `rows`: the same as Products::part made it. With a scale for the whole, the cast is
-  /// sent in place of the values.
+  /// part: [B, S/N, F]; `rows`: the result of Products::part for it. With a scale for the whole, the cast is
+  /// sent instead of the values.
   PulledGather(const SequenceExchange& exchange, const Operand& rows, const at::Tensor& part)
       : count_(exchange.count()), sizes_(part.sizes().vec()), dtype_(rows.dtype), sent_as_(rows.dtype) {
     at::Tensor sent = rows.values;
@@ -80,11 +80,11 @@ class PulledGather {
   }
 
   bool complete() const { return !gather_; }
-  /// Whether parts are still to come and these products may take them one by one.
+  /// Whether some parts haven't arrived yet and these products can multiply parts one by one.
   bool multiplies_parts(const Products& products, Pass pass) const {
     return gather_ && (scale_.defined() || products.multiplies_rows_apart(pass));
   }
-  /// [B, S, features]: each part times `weight` as it arrives.
+  /// The product [B, S, features]: each part is multiplied by `weight` as it arrives.
   at::Tensor multiply_parts(const Products& products, Pass pass, const Operand& weight, int64_t features) {
     const auto device = (scale_.defined() ? scale_ : arrived_).options();
     at::Tensor result = at::empty(with_features(sizes_, features), device.dtype(dtype_));
@@ -95,7 +95,7 @@ class PulledGather {
     });
     return result;
   }
-  /// Rows [B * S, F], once all have come.
+  /// Waits for all parts. Returns rows [B * S, F].
   const Operand& whole() {
     if (gather_) take_parts([](int, const at::Tensor&) {});
     return whole_;
@@ -124,7 +124,7 @@ class PulledGather {
   }
 
   int count_;
-  Sizes sizes_;  // of the whole
+  Sizes sizes_;  // whole sizes
   at::ScalarType dtype_, sent_as_;
   at::Tensor scale_;  // undefined: the values are sent
   std::unique_ptr<SequenceExchange::Gather> gather_;
@@ -138,7 +138,8 @@ struct Summand {
   Operand weight;
 };
 
-// The sum over ranks of the sum of products, scattered. `meanwhile` runs once all parts are in flight.
+// Sums products over the summands and over ranks, and scatters the result. `meanwhile` runs once all parts
+// are being sent.
 template <class Meanwhile>
 at::Tensor multiply_and_scatter(const SequenceExchange& exchange, Pass pass, std::vector<Summand> summands,
                                 const Sizes& sizes, const Meanwhile& meanwhile) {
@@ -161,7 +162,7 @@ at::Tensor multiply_and_scatter(const SequenceExchange& exchange, Pass pass, std
 
 struct GatheredLinearsBackward final : JointNode {
   std::shared_ptr<const SequenceExchange> exchange;
-  Sizes whole_sizes;  // of x
+  Sizes whole_sizes;  // sizes of x on all ranks together
 
   void backward(const variable_list& grads, variable_list& results) override {
     const bool wants_x = task_should_compute_output(0);
@@ -170,7 +171,7 @@ struct GatheredLinearsBackward final : JointNode {
       if (wants_x) results[0] = exchange->scatter_whole(grad_x.view(whole_sizes));
       return;
     }
-    unpack_x(grads);  // before anything is in flight: with checkpointing this may run the layer again
+    unpack_x(grads);  // before any exchange: with checkpointing this may run the layer again
     std::vector<Operand> operands(weights.size());
     std::vector<Summand> summands;
     for (size_t i = 0; i < weights.size(); ++i) {
@@ -198,14 +199,14 @@ struct ScatteredLinearBackward final : BackwardNode {
   variable_list backward(const at::Tensor& grad) override {
     variable_list results(2);
     const bool wants_x = task_should_compute_output(X), wants_weight = task_should_compute_output(Weight);
-    // First: with checkpointing this may run the layer again, whose exchanges must end before this one
+    // Unpack first: with checkpointing this may run the layer again, whose exchanges must end before this one
     // begins.
     const Operand weight_OI = wants_x ? weight.unpack() : Operand();
     const Operand x_NI = wants_weight ? as_rows(x.unpack()) : Operand();
     PulledGather gather(*exchange, products->part(as_rows(grad), Pass::Backward, /*trains=*/true), grad);
     const bool by_parts = wants_x && gather.multiplies_parts(*products, Pass::Backward);
     if (by_parts) results[X] = gather.multiply_parts(*products, Pass::Backward, weight_OI, features);
-    // In any case: what the peers sent must be received.
+    // Always gather, because data that the peers sent must be received.
     const Operand whole = products->grad(gather.whole(), wants_x && !by_parts, wants_weight);
     if (wants_x && !by_parts) {
       Sizes sizes = with_features(grad.sizes(), features);
@@ -222,7 +223,7 @@ struct ScatteredLinearBackward final : BackwardNode {
   std::string name() const override { return "titan::scattered_linear backward"; }
 };
 
-// The products of layers over one gathered input.
+// Products of layers that share one gathered input.
 class GatheredProducts {
  public:
   GatheredProducts(const at::Tensor& x, const ProductsOfEach& products, const std::vector<bool>& keeps,
@@ -240,9 +241,9 @@ class GatheredProducts {
     return products_[i]->forward(input_.cast(i, gather_.whole()), operand_of(weight)).view(sizes);
   }
   bool complete() const { return gather_.complete(); }
-  /// For the backward.
+  /// Saves the input for the backward.
   void save(KeptJointInput& x) { x.save({}, gather_.whole(), input_); }
-  /// What the peers sent must be received, whether it is needed or not.
+  /// Receives the rest, because data that the peers sent must be received even if it isn't needed.
   void finish() { gather_.whole(); }
 
  private:
@@ -269,7 +270,7 @@ std::vector<at::Tensor> gathered_linears(const at::Tensor& x, const std::vector<
   const auto save = [&] {
     if (any_of(keeps)) gathered.save(node->x);
   };
-  // Before the products ([Note: kept outputs]), unless it is still in flight.
+  // Save it before the products ([Note: kept outputs]), unless parts are still arriving.
   const bool arrived = gathered.complete();
   if (arrived) save();
   std::vector<at::Tensor> outputs;

@@ -1,17 +1,17 @@
 #pragma once
 
-// The seam between operations and activation checkpointing: which results of a layer's forward are kept, so
-// that the recomputation before its backward gets them back instead of computing them again.
+// The interface between operations and activation checkpointing. It keeps some results of a layer's forward,
+// so that the recomputation before its backward gets them back instead of computing them again.
 //
 // [Note: kept outputs]
-// C++ has no dispatch modes, so an operation joins by running its costly part inside kept():
+// C++ has no dispatch modes, so an operation takes part by running its costly part inside kept():
 //
 //   at::Tensor y = kept(KeptKind::Product, weight, [&] { return products->forward(x, weight); });
 //
-// The code inside runs below autograd: the operation records its node around it, with the inputs of this run,
+// The code inside runs below autograd. The operation records its node around it, with the inputs of this run,
 // so that a result that was handed back has the same gradients as a computed one. It saves its inputs before
-// the call: a recomputation stops at the last tensor that is saved, so the last operation of a layer never
-// runs twice. Collectives may be in flight inside the call, but not where a tensor is saved.
+// the call: a recomputation stops at the last saved tensor, so the last operation of a layer never runs
+// twice. Collectives may run during the call, but not while a tensor is saved.
 
 #include <tuple>
 #include <utility>
@@ -21,7 +21,7 @@
 
 namespace titan::ops {
 
-/// In its scope, LibTorch's operations aren't recorded and make no views in autograd's sense.
+/// In its scope, autograd doesn't record LibTorch's operations and doesn't track views.
 using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
 template <class Run>
 auto below_autograd(const Run& run) {
@@ -29,30 +29,30 @@ auto below_autograd(const Run& run) {
   return run();
 }
 
-/// The kind of an operation, by which a policy decides.
+/// The kind of an operation, used by a policy's decision.
 enum class KeptKind { Product, Attention, ReduceScatter };
 
-/// Decides, call by call, what becomes of an operation's result. One object per forward of a checkpointed
+/// Decides for each call whether an operation's result is kept. One object per forward of a checkpointed
 /// module.
 class SavedOutputs {
  public:
   enum class Action {
-    Compute,   ///< as without checkpointing
+    Compute,   ///< compute as without checkpointing
     Keep,      ///< compute, then keep() each result
-    HandBack,  ///< don't compute: hand_back() returns what was kept
+    HandBack,  ///< don't compute: hand_back() returns the kept result
   };
 
   virtual ~SavedOutputs() = default;
-  /// `weight`: the parameter of a Product, which identifies it; else undefined.
+  /// `weight` is the parameter that identifies a Product; otherwise undefined.
   virtual Action next(KeptKind kind, const at::Tensor& weight) = 0;
   virtual void keep(const at::Tensor& output) = 0;
   virtual at::Tensor hand_back() = 0;
 
-  /// This thread's; null outside of modules that keep single results.
+  /// This thread's object; null outside of modules that keep some results.
   static SavedOutputs* current();
 };
 
-/// Makes `outputs` (or null: none) this thread's current ones until the end of the scope.
+/// Makes `outputs`, which may be null, this thread's current object until the end of the scope.
 class ScopedSavedOutputs {
  public:
   explicit ScopedSavedOutputs(SavedOutputs* outputs);
@@ -65,12 +65,12 @@ class ScopedSavedOutputs {
 };
 
 /// [Note: dropped tensors]
-/// Of the tensors that a checkpointed module's forward saves, only shapes and dtypes are noted: the
-/// recomputation saves them again. An operation that would compute something only for its backward may then
-/// save a meta tensor of the same shape and dtype instead.
+/// For tensors that a checkpointed module's forward saves, only shapes and dtypes are recorded, because the
+/// recomputation saves the tensors again. An operation that would compute a tensor only for its backward may
+/// then save a meta tensor of the same shape and dtype instead.
 bool saved_tensors_are_dropped();
 
-/// Sets whether they are, on this thread until the end of the scope.
+/// Sets saved_tensors_are_dropped() on this thread until the end of the scope.
 class ScopedDroppedTensors {
  public:
   explicit ScopedDroppedTensors(bool dropped);
@@ -98,8 +98,8 @@ void hand_back_each(SavedOutputs& outputs, std::tuple<Tensors...>& results) {
 
 }  // namespace detail
 
-/// compute(), or what it returned in the forward. Result: at::Tensor or a std::tuple of them, not yet
-/// recorded by autograd.
+/// Returns compute(), or its result from the forward: an at::Tensor or a std::tuple of them, not yet recorded
+/// by autograd.
 template <class Compute>
 auto kept(KeptKind kind, const at::Tensor& weight, const Compute& compute) -> decltype(compute()) {
   SavedOutputs* outputs = SavedOutputs::current();

@@ -1,6 +1,6 @@
 // [Note: Adam]
-// Kingma and Ba, 2015; with decoupled decay Loshchilov and Hutter, 2019. The order of operations is
-// torch.optim's, so that each implementation rounds as its namesake there:
+// Kingma and Ba, 2015; with decoupled decay, Loshchilov and Hutter, 2019. The order of operations is
+// torch.optim's, so that each implementation rounds as the one of the same name there:
 //   exp_avg <- lerp(exp_avg, grad, 1 - beta1);  exp_avg_sq <- beta2 exp_avg_sq + (1 - beta2) grad^2
 //   param <- param - lr / (1 - beta1^t) * exp_avg / (sqrt(exp_avg_sq) / sqrt(1 - beta2^t) + eps)
 
@@ -26,7 +26,7 @@ enum class WeightDecay {
   Decoupled,   ///< AdamW
 };
 
-// The factors of the bias corrections at a parameter's step, computed in double.
+// The factors of the bias correction for a parameter's step, computed in double.
 struct Corrections {
   double step_size = 0;    // lr / (1 - beta1^t)
   double denominator = 0;  // sqrt(1 - beta2^t)
@@ -45,8 +45,8 @@ void fused_step(WeightDecay decay, const OptimizerSettings& settings, const Upda
          update.lr, settings.beta1, settings.beta2, settings.weight_decay, settings.eps, /*amsgrad=*/false,
          /*maximize=*/false, /*grad_scale=*/{},
          /*found_inf=*/update.skip.defined() ? std::optional(update.skip) : std::nullopt);
-  // LibTorch's fused kernels write without raising version counters, by which sharding sees that its copies
-  // are stale.
+  // LibTorch's fused kernels don't raise version counters, which sharding needs to detect that its copies are
+  // stale.
   for (const at::Tensor& param : update.params) param.unsafeGetTensorImpl()->bump_version();
 }
 

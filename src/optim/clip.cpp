@@ -30,7 +30,7 @@ namespace {
 
 // ---- sums of squares, in double: LibTorch's fp32 norm of a large CPU tensor is low by up to 8e-5
 
-// Elements of one task: few enough to balance threads, many enough to hide its cost.
+// Elements per task: few enough to balance threads, many enough to hide the cost of a task.
 constexpr int64_t kChunk = 1 << 15;
 constexpr int64_t kLanes = 16;  // independent sums, so that additions overlap and vectorize
 
@@ -95,7 +95,8 @@ double sum_of_kind_on_cpu(const std::vector<at::Tensor>& tensors) {
                                          "sum_of_squares", [&] { return sum_on_cpu<scalar_t>(tensors); });
 }
 
-// Kinds in the order of their first tensor, so that the order of additions is fixed.
+// Groups tensors by device and dtype, in the order of each group's first tensor, so that the order of
+// additions is fixed.
 std::vector<std::vector<at::Tensor>> by_kind(const std::vector<at::Tensor>& tensors) {
   std::vector<std::vector<at::Tensor>> kinds;
   for (const auto& tensor : tensors) {
@@ -110,8 +111,8 @@ std::vector<std::vector<at::Tensor>> by_kind(const std::vector<at::Tensor>& tens
   return kinds;
 }
 
-// Float dtypes, any device; on a GPU it waits for the result. On the CPU the order of additions depends only on
-// the sizes, not on the number of threads.
+// For float dtypes on any device; on a GPU it waits for the result. On the CPU the order of additions depends
+// only on the sizes, not on the number of threads.
 double sum_of_squares(const std::vector<at::Tensor>& tensors) {
   double sum = 0;
   for (const auto& kind : by_kind(tensors)) {
@@ -121,7 +122,7 @@ double sum_of_squares(const std::vector<at::Tensor>& tensors) {
   return sum;
 }
 
-// The same as a scalar on `device`, where it is computed; the host doesn't wait.
+// The same as a scalar on `device`, without waiting for it.
 at::Tensor sum_of_squares_on(at::Device device, const std::vector<at::Tensor>& tensors) {
   at::Tensor sum = at::zeros({}, at::TensorOptions().dtype(at::kDouble).device(device));
   for (const auto& kind : by_kind(tensors)) {
@@ -134,7 +135,7 @@ at::Tensor sum_of_squares_on(at::Device device, const std::vector<at::Tensor>& t
   return sum;
 }
 
-// ---- gradients of meshes
+// ---- gradients by mesh
 
 constexpr dist::Label kLabel{.phase = "optim::grad_norm"};
 
@@ -144,7 +145,7 @@ struct MeshGradients {
   std::vector<at::Tensor> counted;
 };
 
-// Each element is counted on one rank: where an axis replicates it, on the axis's first rank.
+// Each element counts on one rank: if an axis replicates it, on the axis's first rank.
 bool counts_here(const Parameter& parameter) {
   if (parameter.duplicate) return false;
   const DTensor& data = parameter.data;
@@ -157,8 +158,8 @@ bool counts_here(const Parameter& parameter) {
   return true;
 }
 
-// Meshes in the order of their first parameter, which is the same on every rank. A parameter without a gradient
-// counts too: other ranks may have its gradient.
+// Meshes in the order of their first parameter, which is the same on every rank. A parameter without a
+// gradient counts too: other ranks may have its gradient.
 std::vector<MeshGradients> by_mesh(const std::vector<Parameter>& parameters) {
   std::vector<MeshGradients> result;
   for (const auto& parameter : parameters) {
@@ -171,8 +172,8 @@ std::vector<MeshGradients> by_mesh(const std::vector<Parameter>& parameters) {
   return result;
 }
 
-// The value of every rank. Gathered rather than summed, so that all ranks add in one order and see which rank's
-// isn't finite.
+// Every rank's value. They are gathered, not summed, so that all ranks add in the same order and see which
+// rank's value isn't finite.
 std::vector<double> value_of_each_rank(const DeviceMesh& mesh, double value) {
   if (mesh.size() == 1) return {value};
   at::Tensor mine = at::full({1}, value, at::dtype(at::kDouble));
@@ -188,8 +189,8 @@ std::vector<at::Tensor> gradients_of(const std::vector<Parameter>& parameters) {
   return gradients;
 }
 
-// The norm, from the squares of each rank, added in the order of ranks. Entries before `first_summed` only say
-// where a value isn't finite: their sum is among the other entries.
+// The norm, from the squares of each rank, added in the order of ranks. Entries before `first_summed` only
+// show which rank's value isn't finite, because the other entries include their sum.
 GradNorm norm_of(const std::vector<int>& ranks, const double* squares, size_t first_summed) {
   GradNorm result;
   double sum = 0;
@@ -201,7 +202,7 @@ GradNorm norm_of(const std::vector<int>& ranks, const double* squares, size_t fi
   return result;
 }
 
-// max_norm / (norm + epsilon), as torch.nn.utils.
+// max_norm / (norm + epsilon), as in torch.nn.utils.
 constexpr double kEpsilon = 1e-6;
 
 void check_max_norm(double max_norm) {
@@ -253,7 +254,7 @@ LaunchedGradNorm launch_clip_grad_norm(const std::vector<Parameter>& parameters,
     if (mesh.size() > 1) mesh.group()->all_gather(squares.back(), mine, kLabel).wait();
     result.ranks.insert(result.ranks.end(), mesh.ranks().begin(), mesh.ranks().end());
   }
-  // As long as the list of ranks, even if a pipeline stage has no parameters.
+  // `squares` and `ranks` have the same length, even if a pipeline stage has no parameters.
   result.squares = squares.empty() ? at::empty({0}, at::dtype(at::kDouble).device(device)) : at::cat(squares);
   at::Tensor sum = result.squares.sum();
   if (pipeline.size() > 1) {
@@ -269,7 +270,8 @@ LaunchedGradNorm launch_clip_grad_norm(const std::vector<Parameter>& parameters,
   std::vector<at::Tensor> gradients = gradients_of(parameters);
   if (gradients.empty() || !std::isfinite(max_norm)) return result;
   at::Tensor applied = at::where(result.norm.isfinite(), factor, at::ones_like(factor));
-  // A factor of the gradients' dtype takes one launch for many tensors, but must not be rounded to 16 bits.
+  // A factor in the gradients' dtype needs one launch for many tensors, but it must not be rounded to 16
+  // bits.
   if (gradients.front().scalar_type() == at::kFloat) applied = applied.to(at::kFloat);
   at::_foreach_mul_(gradients, applied);
   return result;

@@ -28,12 +28,12 @@ namespace {
 
 int64_t cut(int64_t steps, int64_t limit, const char* name) {
   if (steps > limit)
-    log::warning_rank0(titan::str("lr_scheduler: ", name, " of ", steps, " steps is cut to the ", limit,
-                                  " that the schedule has for it"));
+    log::warning_rank0(titan::str("lr_scheduler: ", name, " of ", steps, " steps is shortened to the ", limit,
+                                  " steps that the schedule has left"));
   return std::min(steps, limit);
 }
 
-// From 1 at `progress` 0 to 0 at 1.
+// Falls from 1 at `progress` 0 to 0 at `progress` 1.
 double decayed(const std::string& type, double progress) {
   if (type == "sqrt") return 1 - std::sqrt(progress);
   if (type == "cosine") return 0.5 * (1 + std::cos(std::numbers::pi * progress));
@@ -45,11 +45,11 @@ LrFactor warmup_stable_decay(const LrSchedulerSettings& settings, int64_t total)
   const int64_t warmup_steps = cut(settings.warmup_steps, total, "warmup");
   int64_t decay_steps = total - warmup_steps;
   if (settings.decay_ratio) {
-    // nearbyint rounds halves to even, as Python's round().
+    // nearbyint rounds halves to even, like Python's round().
     const double wanted = std::nearbyint(static_cast<double>(total) * *settings.decay_ratio);
     decay_steps = cut(static_cast<int64_t>(wanted), total - warmup_steps, "decay");
   }
-  // The one step more keeps the last one above the floor.
+  // The extra step keeps the last step above the floor.
   const int64_t stable_steps = total + 1 - warmup_steps - decay_steps;
   return [=, type = settings.decay_type, floor = settings.min_lr_factor](int64_t step) {
     if (step < warmup_steps) return static_cast<double>(step + 1) / static_cast<double>(warmup_steps);

@@ -1,7 +1,7 @@
 // [Note: an optimizer's parts]
-// A rule (OptimizerSpec) knows how a list of tensors is updated. A group is a learning rate and a copy of the
-// rule's settings, for the parameters that one entry of param_groups names. A batch holds the parameters of
-// one group, device and dtype, and their state: the rule updates it in one call.
+// A rule (OptimizerSpec) defines how a list of tensors is updated. A group has a learning rate and a copy of
+// the rule's settings, for the parameters that one entry of param_groups matches. A batch has the parameters
+// of one group, device and dtype, and their state; the rule updates it in one call.
 
 #include "titan/optim/optimizer.h"
 
@@ -70,7 +70,7 @@ double parse_number(std::string_view key, std::string_view text, const config::C
   return number;
 }
 
-// Reads "key=value" into `group`. A rule that reads [optimizer] has lr among its fields, too.
+// Reads "key=value" into `group`. If a rule reads [optimizer], lr is also one of its fields.
 void apply_assignment(std::string_view text, const OptimizerSpec& spec, Group& group) {
   const size_t equals = text.find('=');
   if (equals == std::string_view::npos) throw ConfigError(titan::str("expected key=value, got '", text, "'"));
@@ -154,7 +154,7 @@ struct Batch {
   const at::Tensor& local(size_t i) const { return parameters[i].data.local; }
 };
 
-// Fused kernels walk over memory, so a gradient must lie there as its parameter does.
+// Fused kernels iterate over memory, so a gradient must have the same layout as its parameter.
 at::Tensor laid_out_as(const at::Tensor& param, const at::Tensor& grad) {
   if (grad.strides() == param.strides()) return grad;
   return at::empty_like(param).copy_(grad);
@@ -169,8 +169,8 @@ std::vector<Parameter> trainable(const std::vector<Parameter>& parameters) {
   for (const Parameter& parameter : parameters) {
     if (!parameter.data.local.requires_grad()) continue;
     TITAN_CHECK(parameter.data.local.is_leaf(), "parameter '", parameter.name,
-                "' is computed from another tensor: its gradient never arrives (an optimizer takes "
-                "titan::parameters(model), whose shards are leaves)");
+                "' is computed from another tensor, so its gradient never arrives; pass "
+                "titan::parameters(model), whose shards are leaves, to the optimizer");
     TITAN_CHECK(!is_deferred(parameter.data.local), "parameter '", parameter.name,
                 "' has no memory yet: materialize() the model before making its optimizer");
     result.push_back(parameter);
@@ -178,7 +178,7 @@ std::vector<Parameter> trainable(const std::vector<Parameter>& parameters) {
   return result;
 }
 
-// One batch for each group, device and dtype, as the kernels take no mixtures.
+// One batch for each group, device and dtype, because the kernels don't accept mixed lists.
 std::vector<Batch> make_batches(const std::vector<Parameter>& parameters, const GroupAssignment& assignment) {
   std::map<std::tuple<size_t, c10::DeviceType, int, at::ScalarType>, Batch> by_kind;
   for (size_t i = 0; i < parameters.size(); ++i) {
@@ -206,7 +206,7 @@ struct Optimizer::Impl {
   double lr_factor = 1;
   std::vector<Batch> batches;
 
-  // At the first use: zeroing twice the model's size would otherwise delay start-up.
+  // Called at the first use, because zeroing twice the model's size would delay start-up.
   void allocate_state(Batch& batch) const {
     if (batch.step_counts.defined()) return;
     const auto count = static_cast<int64_t>(batch.parameters.size());
@@ -217,7 +217,7 @@ struct Optimizer::Impl {
       for (auto& tensors : batch.state) tensors.push_back(zero_state(parameter.data.local));
   }
 
-  // The parameters that have a gradient now.
+  // An update of the parameters that have a gradient now.
   Update update_of(const Batch& batch) const {
     Update update;
     update.lr = batch.group.lr * lr_factor;

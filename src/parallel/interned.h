@@ -4,8 +4,8 @@
 
 namespace titan {
 
-/// The same text for the life of the process: records of collectives keep a module's name and may be read
-/// when the module is gone.
+/// A copy of the text that lives as long as the process. Records of collectives keep a module's name and may
+/// be read after the module is destroyed.
 const char* interned(const std::string& text);
 
 }  // namespace titan

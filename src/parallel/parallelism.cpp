@@ -12,7 +12,7 @@ namespace {
 
 using Specs = Registry<std::shared_ptr<const ParallelismSpec>>;
 
-// This library's own parallelisms. They are listed here because a linker drops those object files of a static
+// This library's own parallelisms. They are listed here because a linker drops object files of a static
 // library that only register themselves.
 std::unique_ptr<Specs> make_registry() {
   auto specs = std::make_unique<Specs>("parallelism");

@@ -35,8 +35,8 @@ DTensor whole(const at::Tensor& tensor) {
   return result;
 }
 
-// Walks the modules with the group that manages each one's own parameters; modules of LibTorch belong to the
-// hookable one around them.
+// Walks the modules, each with the group that manages its own parameters. Modules of LibTorch belong to the
+// hookable module around them.
 class ParameterList {
  public:
   void walk(torch::nn::Module& module, const std::string& prefix, ParamGroup* group) {
@@ -59,8 +59,8 @@ class ParameterList {
     if (!host) return;
     for (const nn::ParamInit& declared : host->param_inits()) {
       if (declared.name != name) continue;
-      known->init =
-          declared.init;  // of a tied parameter the last declaration counts: the output's, as TorchTitan's
+      // For a tied parameter the last declaration counts, which is the output's, as in TorchTitan.
+      known->init = declared.init;
       known->has_init = true;
     }
   }
@@ -121,7 +121,7 @@ void materialize(const nn::AnyRef& root, uint64_t seed) {
              parameter.data.global_shape, parameter.data.box);
     torch::autograd::impl::bump_version(parameter.data.local);
   }
-  // The device of the compute parameter, as its shard may be in host memory.
+  // The compute parameter's device, because its shard may be in host memory.
   const at::Device device = list.empty() ? at::Device(at::kCPU) : list[0].compute.device();
   for (nn::HookHost* host : hosts) host->reset_buffers(device);
 }

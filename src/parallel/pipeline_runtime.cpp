@@ -13,7 +13,7 @@ namespace titan::pipeline {
 
 namespace {
 
-// Neighboring stages on different ranks, both ways, in an order that all ranks share.
+// Pairs of ranks with neighboring stages, in both directions, in the same order on all ranks.
 std::set<std::pair<int, int>> directions_of(const Schedule& schedule) {
   std::set<std::pair<int, int>> directions;
   for (size_t stage = 1; stage < schedule.rank_of_stage.size(); ++stage) {
@@ -49,7 +49,7 @@ void Links::close() const {
 
 namespace titan {
 
-// Each entry is freed once computed, so that memory falls on the way.
+// Each entry is freed once computed, so memory decreases meanwhile.
 void DelayedGradients::compute() {
   for (Entry& entry : entries_) {
     const Entry due = std::exchange(entry, {});

@@ -29,15 +29,15 @@ struct Link {
 
 class Links {
  public:
-  Links() = default;  ///< of one rank
-  /// `pp`: one axis. Collective over it, as connect().
+  Links() = default;  ///< for a pipeline of one rank
+  /// `pp` is a mesh of one axis. Collective over it, as is connect().
   explicit Links(DeviceMesh pp) : pp_(std::move(pp)) {}
-  /// Makes the links that a schedule's stages need, where they don't exist yet.
+  /// Makes the links that a schedule's stages need and that don't exist yet.
   void connect(const Schedule& schedule);
-  /// The link to or from the rank at this position of the mesh, which connect() has made.
+  /// The link to or from the rank at this position of the mesh. connect() must have made it.
   const Link& to(int rank) const { return links_.at({pp_.rank(), rank}); }
   const Link& from(int rank) const { return links_.at({rank, pp_.rank()}); }
-  /// Permanent: dist::Group::close() for all links.
+  /// Closes all links for good (dist::Group::close()).
   void close() const;
   const DeviceMesh& mesh() const { return pp_; }
 
@@ -50,16 +50,16 @@ class Links {
 
 namespace titan {
 
-// The parameters of a pipeline stage, gathered and reduced by the actions of a schedule instead of by the
-// hooks around each module: forwards and backwards of any micro-batches may come in any order in between.
+// A pipeline stage's parameters are gathered and reduced by a schedule's actions instead of by the hooks
+// around each module, so forwards and backwards of micro-batches may run in any order in between.
 
 namespace fsdp {
 class CommContext;
 class ParamGroup;
 }  // namespace fsdp
 
-/// Delayed weight gradients of one backward: the W of a schedule that splits its backwards. Holds their
-/// operands, a layer's input and the gradient of its output, with the groups that will take them.
+/// Delayed weight gradients of one backward, the W of a schedule that splits its backwards. Holds their
+/// operands, which are a layer's input and the gradient of its output, and the groups that receive them.
 class DelayedGradients {
  public:
   using Gradient = std::variant<ops::WeightGrad, ops::DueGradient>;
@@ -67,10 +67,10 @@ class DelayedGradients {
   void add(std::shared_ptr<fsdp::ParamGroup> group, size_t slot, Gradient gradient) {
     entries_.push_back({std::move(group), slot, std::move(gradient)});
   }
-  /// Computes them and adds them to what their groups have collected; then holds nothing.
+  /// Computes the gradients, adds them to those that their groups have collected, and frees the operands.
   void compute();
   size_t size() const { return entries_.size(); }
-  /// Bytes of the tensors that are held, each storage once.
+  /// Bytes of the operands, counting each storage once.
   int64_t bytes() const;
 
  private:
@@ -92,28 +92,28 @@ class ScheduledSharding {
   ~ScheduledSharding();
   ScheduledSharding(ScheduledSharding&&) noexcept;
 
-  /// Starts to gather all groups, unless they are gathered. The first forward or wait() waits for it.
+  /// Starts gathering all groups that aren't gathered. The first forward or wait() waits for it.
   void unshard();
   void wait();
-  /// Frees what was gathered.
+  /// Frees the gathered parameters.
   void reshard();
-  /// Starts to sum this step's gradients over the data-parallel ranks; no backward may follow before
+  /// Starts summing this step's gradients over the data-parallel ranks; no backward may follow before
   /// finish().
   void reduce();
-  /// Waits for reduce(), and frees what is gathered still: the optimizer may write.
+  /// Waits for reduce() and frees parameters that are still gathered, so that the optimizer may write.
   void finish();
   /// Drops gradients that were collected but not reduced, after an abandoned step.
   void discard();
 
-  /// From now on until stop_delaying(), weight gradients of products and embeddings go into `target`. Those
-  /// without a sink, and those of norms, which are computed together with their input's gradient, are
-  /// computed at once as usual.
+  /// Until stop_delaying(), weight gradients of products and embeddings go into `target`. Those of norms,
+  /// which are computed together with the input's gradient, and of weights without a sink are computed at
+  /// once.
   void delay_weight_gradients(DelayedGradients& target);
   void stop_delaying();
 
  private:
   nn::AnyRef root_;
-  std::vector<std::shared_ptr<fsdp::CommContext>> contexts_;  // one, but for a root that isn't sharded itself
+  std::vector<std::shared_ptr<fsdp::CommContext>> contexts_;  // several only if the root isn't sharded itself
 };
 
 }  // namespace titan

@@ -6,10 +6,10 @@
 
 namespace titan {
 
-/// Memory that every layer and step uses again; it grows to the largest request.
+/// Memory reused by every layer and step. It grows to the largest request.
 class Scratch {
  public:
-  /// Contiguous, with unspecified values. The next call hands out the same memory.
+  /// A contiguous tensor with unspecified values. The next call returns the same memory.
   at::Tensor get(at::IntArrayRef sizes, const at::TensorOptions& options) {
     const at::ScalarType dtype = c10::typeMetaToScalarType(options.dtype());
     if (last_.defined() && last_.sizes() == sizes && last_.scalar_type() == dtype &&
@@ -28,7 +28,7 @@ class Scratch {
 
  private:
   at::Tensor memory_;  // bytes
-  at::Tensor last_;    // the last result: a model's layers ask for the same sizes
+  at::Tensor last_;    // the last result, because a model's layers ask for the same sizes
 };
 
 }  // namespace titan

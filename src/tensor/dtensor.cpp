@@ -18,9 +18,9 @@ using Placements = std::vector<Placement>;
 constexpr dist::Label kGatherLabel{.phase = "tensor::gather"};
 constexpr dist::Label kReduceLabel{.phase = "tensor::reduce"};
 
-// ---- putting a tensor together from its parts on several ranks
+// ---- assembling a tensor from its parts on several ranks
 
-// Parts of one tensor: where each lies, and their elements one part after the other.
+// Parts of one tensor: the box of each, and their elements one part after the other.
 struct Parts {
   std::vector<Box> boxes;
   at::Tensor flat;
@@ -32,7 +32,7 @@ int64_t total_numel(const Box* first, size_t count) {
   return numel;
 }
 
-// Boxes as rows of offsets and lengths.
+// A table whose rows are the boxes' offsets and lengths.
 at::Tensor table_of(const std::vector<Box>& boxes) {
   int64_t num_dims = static_cast<int64_t>(boxes.front().offset.size());
   at::Tensor table = at::empty({static_cast<int64_t>(boxes.size()), 2 * num_dims}, at::dtype(at::kLong));
@@ -62,7 +62,7 @@ std::vector<Box> gather_boxes(dist::Group& group, const std::vector<Box>& boxes,
   return boxes_of(all);
 }
 
-// All ranks hold the same number of parts but not of elements: the buffers are padded to the longest rank's.
+// All ranks have the same number of parts but not of elements, so buffers are padded to the longest rank's.
 Parts gather_parts(dist::Group& group, const Parts& mine) {
   size_t parts_per_rank = mine.boxes.size();
   Parts all{gather_boxes(group, mine.boxes, mine.flat.device()), {}};
@@ -86,8 +86,8 @@ Parts gather_parts(dist::Group& group, const Parts& mine) {
   return all;
 }
 
-// The smallest box that holds all of `boxes`; empty ones lie at the end of what was split, so they count like
-// the others.
+// The smallest box that contains all of `boxes`. Empty boxes are at the end of the split dimension, so they
+// need no special case.
 Box cover(const std::vector<Box>& boxes) {
   Box whole = boxes.front();
   for (const Box& box : boxes) {
@@ -116,10 +116,10 @@ at::Tensor assemble(const Parts& parts, const Box& whole) {
   return result;
 }
 
-// `tensor` after the parts along the mesh axes `axes` came together on each of their ranks. These axes become
-// Replicate, and the box grows to what they cover, which must be a box. Blocking; collective over the axes.
-// The parts' boxes are exchanged too, so that parts that don't follow local_box's rule (a tensor-parallel
-// part that fully_shard split again) are gathered as well.
+// Gathers the parts of `tensor` along the mesh axes `axes` on each of their ranks. These axes become
+// Replicate, and the box grows to the union of the parts, which must be a box. Blocking; collective over the
+// axes. The parts' boxes are exchanged, too, so that parts that don't follow local_box's rule (a
+// tensor-parallel part that fully_shard split again) can be gathered.
 DTensor gather_axes(const DTensor& tensor, const std::vector<size_t>& axes) {
   DTensor result = tensor;
   Parts parts{{tensor.box}, tensor.local.reshape(-1)};
@@ -140,7 +140,7 @@ DTensor gather_axes(const DTensor& tensor, const std::vector<size_t>& axes) {
 
 // ---- changing placements
 
-// The mesh axes that split `dim`, from left to right.
+// The mesh axes that shard `dim`, from left to right.
 std::vector<size_t> axes_sharding(const Placements& placements, int64_t dim) {
   std::vector<size_t> axes;
   for (size_t axis = 0; axis < placements.size(); ++axis) {
@@ -170,7 +170,7 @@ void all_reduce_axis(DTensor& tensor, size_t axis) {
   tensor.mesh.group(mesh_axis.name)->all_reduce(tensor.local, dist::ReduceOp::Sum, kReduceLabel).wait();
 }
 
-// The chunks of `local` along `dim`, each padded to the longest: [parts, ...].
+// The chunks of `local` along `dim`, each padded to the longest one: [parts, ...].
 at::Tensor padded_chunks(const at::Tensor& local, int64_t dim, int64_t parts) {
   std::vector<int64_t> shape = local.sizes().vec();
   shape[dim] = padded_chunk_length(local.size(dim), parts);
@@ -211,9 +211,9 @@ void reduce_partial(DTensor& tensor, const Placements& target) {
   }
 }
 
-// A dimension that one axis splits can be split further by axes to its right without communication. One that
-// several axes split may not follow local_box's rule (see gather_axes), so any change gathers it. All ranks
-// decide alike.
+// A dimension that one axis shards can be sharded further by axes to its right without communication. A
+// dimension that several axes shard may not follow local_box's rule (see gather_axes), so any change gathers
+// it. All ranks decide the same.
 bool must_gather(const std::vector<size_t>& before, const std::vector<size_t>& after) {
   if (before.empty() || before == after) return false;
   return before.size() > 1 || after.empty() || after.front() != before.front();
@@ -228,7 +228,7 @@ void cut(DTensor& tensor, const Placements& target) {
     tensor.box.offset[dim] = box.offset[dim];
     tensor.box.length[dim] = box.length[dim];
   }
-  // A part of its own, so that the whole can be freed.
+  // Copied, so that the whole can be freed.
   if (local.sizes() != tensor.local.sizes()) tensor.local = local.clone(at::MemoryFormat::Contiguous);
   tensor.placements = target;
 }
@@ -275,8 +275,8 @@ at::Tensor full_tensor(const DTensor& tensor) {
 }
 
 // [Note: redistribute]
-// Three moves, in this order: sum what is Partial (straight into its Shard where that is wanted), gather the
-// dimensions whose split changes, cut the local tensor to its new part, which needs no communication.
+// Three moves, in this order: sum Partial axes (directly into a Shard if that is the target), gather the
+// dimensions whose sharding changes, and cut the local tensor to its new part, which needs no communication.
 DTensor redistribute(const DTensor& tensor, Placements target) {
   check_target(tensor, target);
   at::NoGradGuard no_grad;
@@ -290,7 +290,7 @@ DTensor redistribute(const DTensor& tensor, Placements target) {
       axes.insert(axes.end(), before.begin(), before.end());
   }
   if (!axes.empty()) result = gather_axes(result, axes);
-  // A tensor that is split anew follows local_box's rule.
+  // A tensor that is sharded anew follows local_box's rule.
   if (tensor.placements != target) result.cut_order.clear();
   cut(result, target);
   return result;

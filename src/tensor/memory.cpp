@@ -34,7 +34,7 @@ constexpr size_t kHugePage = size_t{2} << 20;
 class OutOfMemory final : public std::bad_alloc {
  public:
   explicit OutOfMemory(size_t bytes)
-      : message_("out of memory: the host has no " + std::to_string(bytes) + " more bytes") {}
+      : message_("out of memory: cannot allocate " + std::to_string(bytes) + " bytes on the host") {}
   const char* what() const noexcept override { return message_.c_str(); }
 
  private:
@@ -43,11 +43,12 @@ class OutOfMemory final : public std::bad_alloc {
 
 size_t whole_pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
-// At least `bytes`, zero, as huge pages where possible; blocks that hold one begin at a huge page. Occupies
-// memory when first touched. Throws a std::bad_alloc that names the size.
+// Maps at least `bytes`, zeroed, as huge pages if possible; a block that contains one begins at a huge page.
+// Memory is occupied when first touched. Throws a std::bad_alloc that names the size.
 Pages map_pages(size_t bytes) {
   bytes = whole_pages(bytes);
-  // A huge page must begin at a multiple of its size: more is mapped than needed, and the ends go back.
+  // A huge page must begin at a multiple of its size, so more is mapped than needed, and the ends are
+  // unmapped.
   const size_t slack = bytes >= kHugePage ? kHugePage : 0;
   void* mapped =
       ::mmap(nullptr, bytes + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, /*fd=*/-1, 0);
@@ -61,7 +62,7 @@ Pages map_pages(size_t bytes) {
     if (before > 0) ::munmap(begin, before);
     begin += before;
     if (slack > before) ::munmap(begin + bytes, slack - before);
-    ::madvise(begin, bytes, MADV_HUGEPAGE);  // a kernel without them refuses, and small ones serve
+    ::madvise(begin, bytes, MADV_HUGEPAGE);  // fails on kernels without huge pages, which use small ones
   }
   if (MemoryHistory* history = memory_history()) history->mapped(begin, bytes);
   return {begin, bytes};
@@ -72,11 +73,11 @@ void unmap_pages(const Pages& pages) {
   ::munmap(pages.begin, pages.bytes);
 }
 
-// Below it, the rest of a page and a system call cost more than a hole in the heap.
+// Below this size, the unused part of a page and a system call cost more than a hole in the heap.
 constexpr size_t kSmallestMapping = size_t{1} << 20;
 
 #if defined(__SANITIZE_ADDRESS__)
-constexpr bool kMapped = false;  // it checks the ends only of malloc's blocks
+constexpr bool kMapped = false;  // AddressSanitizer checks only malloc's blocks
 #else
 constexpr bool kMapped = true;
 #endif
@@ -137,7 +138,7 @@ namespace {
 
 constexpr size_t kSmallest = size_t{1} << 20;
 constexpr size_t kSlack = size_t{64} << 20;
-// A kept block serves requests down to this share of its size.
+// The smallest part of a kept block that a request may use.
 constexpr double kSmallestUse = 0.9;
 
 class HostAllocator final : public c10::Allocator {
@@ -147,7 +148,7 @@ class HostAllocator final : public c10::Allocator {
     char* begin = take(whole_pages(bytes));
     return {begin, begin, &free_block, at::kCPU};
   }
-  // LibTorch's matrix products allocate and free by bare pointers.
+  // LibTorch's matrix products allocate and free by raw pointers.
   c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
   void copy_data(void* to, const void* from, size_t bytes) const override {
     default_copy_data(to, from, bytes);
@@ -178,7 +179,7 @@ class HostAllocator final : public c10::Allocator {
     try {
       pages = map_pages(bytes);
     } catch (const std::bad_alloc&) {
-      // Where a process's memory is limited (ulimit -v, a cgroup), giving kept blocks back may suffice.
+      // If a process's memory is limited (ulimit -v, a cgroup), unmapping kept blocks may be enough.
       if (kept_.empty()) throw;
       while (!kept_.empty()) drop_oldest();
       pages = map_pages(bytes);
@@ -187,7 +188,8 @@ class HostAllocator final : public c10::Allocator {
     return pages;
   }
 
-  // The smallest that is large enough; among equals the one freed last, as its pages may be in a cache.
+  // Takes the smallest block that is large enough. Among equals it is the one freed last, whose pages may be
+  // cached.
   Pages take_kept(size_t bytes) {
     auto best = kept_.end();
     for (auto it = kept_.begin(); it != kept_.end(); ++it) {
@@ -203,7 +205,7 @@ class HostAllocator final : public c10::Allocator {
     return pages;
   }
 
-  /// False for a block that this allocator didn't make.
+  /// Returns false for a block that isn't from this allocator.
   bool keep(void* begin) {
     const std::lock_guard lock(mutex_);
     const auto block = in_use_.find(begin);
@@ -250,8 +252,8 @@ namespace {
 
 c10::StorageImpl* storage_impl(const at::Tensor& tensor) { return tensor.storage().unsafeGetStorageImpl(); }
 
-// A DataPtr whose context is a counted reference on the owner's storage: keeps it alive without an allocation
-// of its own.
+// The deleter of a DataPtr whose context is a counted reference to the owner's storage. It keeps the storage
+// alive without an extra allocation.
 void release_owner(void* context) {
   c10::intrusive_ptr<c10::StorageImpl>::reclaim(static_cast<c10::StorageImpl*>(context));
 }

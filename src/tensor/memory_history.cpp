@@ -95,7 +95,7 @@ namespace {
 constexpr std::array kActions = {"segment_alloc",  "segment_free",   "alloc",
                                  "free_requested", "free_completed", "oom"};
 
-// Addresses as the frames that the viewer shows; each place in the program is written once.
+// Converts addresses to the frames that the viewer shows. Each place in the program is written once.
 class FrameTable {
  public:
   explicit FrameTable(PickleWriter& pickle) : pickle_(pickle) {}
@@ -104,7 +104,7 @@ class FrameTable {
     for (void* place : stack)
       if (numbers_.try_emplace(place, places_.size()).second) places_.push_back(place);
   }
-  // By the dynamic linker's tables: looking up lines would run addr2line over LibTorch for minutes.
+  // Uses the dynamic linker's tables, because looking up lines would run addr2line over LibTorch for minutes.
   void look_up() {
     frames_ = torch::unwind::symbolize(places_, torch::unwind::Mode::dladdr);
     written_.resize(frames_.size(), kNotYet);
@@ -173,7 +173,7 @@ class MemoryHistory::Writer {
     if (stack && expected_.try_emplace(stack.get(), kNotYet).second) frames_.expect(*stack);
   }
 
-  // "frames": one object for each distinct stack.
+  // Writes "frames", one object for each distinct stack.
   void write_frames(const CallStack& stack) {
     pickle_.text("frames");
     int64_t& written = expected_.at(stack.get());
@@ -215,7 +215,7 @@ class MemoryHistory::Writer {
     write_frames(segment.allocated_by ? segment.allocated_by : segment.mapped_by);
   }
 
-  // One list of events per device; there is one device.
+  // Writes a list of events per device; there is one device.
   void write_traces() {
     pickle_.text("device_traces");
     pickle_.begin_list();

@@ -1,6 +1,6 @@
 #pragma once
 
-// A record of host memory's allocations, for snapshots that PyTorch's memory viewer loads.
+// A record of allocations in host memory, for snapshots that PyTorch's memory viewer loads.
 
 #include <cstddef>
 #include <cstdint>
@@ -14,10 +14,10 @@
 namespace titan {
 
 /// [Note: memory history]
-/// In the viewer's terms a segment is memory from the kernel, and a block is a tensor's part of it. Here a
-/// segment is one mapping (tensor/memory.h) with one block, in use or kept for the next request.
-/// Blocks below 1 MiB are malloc's and aren't recorded. Each event has its call stack as addresses; names are
-/// looked up when a snapshot is written.
+/// In the viewer's terms, a segment is memory from the kernel, and a block is a tensor's part of it. Here a
+/// segment is one mapping (tensor/memory.h) with one block, in use or kept for the next request. Blocks below
+/// 1 MiB come from malloc and aren't recorded. Each event has its call stack as addresses; names are looked
+/// up when a snapshot is written.
 class MemoryHistory {
  public:
   explicit MemoryHistory(size_t max_events) : max_events_(max_events) {}
@@ -59,10 +59,10 @@ class MemoryHistory {
   int64_t num_out_of_memory_ = 0;
 };
 
-/// The process's history, or null while nothing is recorded. Allocators ask at each large block.
+/// The process's history, or null if nothing is recorded. Allocators call this for each large block.
 MemoryHistory* memory_history();
 
-/// Records from now on until the process ends and keeps the last `max_events`. A second call has no effect.
+/// Records until the process ends and keeps the last `max_events`. A second call has no effect.
 void record_memory_history(size_t max_events);
 
 }  // namespace titan

@@ -76,7 +76,7 @@ void MetricsWindow::take_device_memory(StepMetrics& metrics) {
     num_warned_ = num;
     log::warning(str("step ", metrics.step, ": the allocator of ", device_.str(), " has flushed its cache ",
                      memory.allocation_retries, " times to find room, and ", memory.num_out_of_memory,
-                     " requests failed: the device is too full, which costs speed"));
+                     " requests failed: the device is short of memory, which slows training down"));
   }
   backend->reset_peak_memory(device_.index());
 }

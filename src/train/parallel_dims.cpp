@@ -6,7 +6,7 @@ namespace titan::train {
 
 namespace {
 
-// The axes of the dims, after those that every mesh has and these dims don't name: of one rank each.
+// The row axes of `dims`, preceded by one-rank axes for the default parallelisms that `dims` doesn't name.
 std::vector<RowAxis> mesh_rows(const ParallelDims& dims) {
   std::vector<RowAxis> rows;
   for (RowAxis& axis : row_axes(default_parallelisms())) {

@@ -1,4 +1,4 @@
-// StepNumbers: when the host reads a step's loss and gradient norm, at once or a step later.
+// StepNumbers: the host reads a step's loss and gradient norm at once, or a step later.
 
 #include "train/step_runner.h"
 
@@ -21,8 +21,8 @@ namespace {
 
 constexpr dist::Label kFiniteLabel{"train::check_finite"};
 
-// This rank's value in a maximum over ranks, which then tells the lowest rank whose loss isn't finite. 0: its
-// loss is finite.
+// This rank's value for a max-reduction whose result identifies the lowest rank with a non-finite loss. 0:
+// this rank's loss is finite.
 double flag_of(const dist::World& world, bool not_finite) {
   return not_finite ? world.size() - world.rank() : 0;
 }
@@ -71,7 +71,7 @@ class ReadLate final : public StepNumbers {
   void update_weights() override {
     const at::NoGradGuard no_grad;
     parts_.optimizer.step_unless(skip_);
-    queued_ = {};  // its memory serves again
+    queued_ = {};  // frees its memory for reuse
     const at::Tensor values = at::cat(
         {clipped_.loss.detach().to(at::kDouble).view({1}), clipped_.flag.view({1}), clipped_.norm.squares});
     const bool on_device = !values.is_cpu();
@@ -102,7 +102,7 @@ class ReadLate final : public StepNumbers {
   struct Queued {
     int64_t step = 0;
     optim::LaunchedGradNorm norm;
-    at::Tensor host;  // [loss, flag, squares of ranks...], pinned where there is a GPU
+    at::Tensor host;  // [loss, flag, squares of ranks...], pinned if there is a GPU
     dist::Event copied;
   };
 

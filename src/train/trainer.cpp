@@ -34,7 +34,8 @@ RunEnd Trainer::train() {
   return finish();
 }
 
-// A stop before the first step has nothing to save, unless the state is only in memory: that is loaded first.
+// A stop before the first step has nothing to save, unless the newest state is only in memory. Such a state
+// is loaded first, so that the stop can save it.
 bool Trainer::start() {
   const bool may_be_lost = parts_.checkpoints && parts_.checkpoints->keeps_in_memory();
   if (!may_be_lost && !agree({})) return false;
@@ -64,7 +65,7 @@ void Trainer::run_steps() {
       break;
     }
     end_step();
-    // Only the first step sets things up; a rank that is late afterwards is lost.
+    // Only the first step may take long, to set things up; a rank that is late afterwards is lost.
     if (is_first) parts_.world.set_timeout(std::chrono::seconds(options_.train_timeout_s));
   }
   if (progress_.step < options_.steps && !stopping_)
@@ -85,8 +86,8 @@ bool Trainer::train_step() {
     clip(loss);
     update(*std::move(input));
   } else {
-    log::warning_rank0(str("step ", progress_.step,
-                           ": the global batch has no label that counts; the weights stay as they are"));
+    log::warning_rank0(
+        str("step ", progress_.step, ": the global batch has no valid labels; weights unchanged"));
   }
   if (is_due(options_.log_freq)) log_step(has_labels ? settle() : no_values(progress_.step), tokens);
   return true;
@@ -100,7 +101,7 @@ std::optional<StepInput> Trainer::fetch() {
     if (!batches->empty()) parts_.loader.take_back_step();
     return std::nullopt;
   }
-  // Padding rows, which fill up batches where rows don't divide evenly over ranks, aren't counted.
+  // Padding rows, which fill up batches if rows don't divide evenly over ranks, aren't counted.
   parts_.window.count_step(parts_.loader.num_rows() * batches->front().labels_BS.size(1));
   return StepInput{*std::move(batches), *tokens};
 }
@@ -145,8 +146,8 @@ at::Tensor Trainer::forward_backward(const StepInput& input) {
 
 void Trainer::clip(const at::Tensor& loss) { numbers_->clip(progress_.step, loss); }
 
-// Late numbers of the step before are read here, when this one's work is queued: the device doesn't run dry
-// while the host waits for them. A save may still be reading what the optimizer is about to write.
+// The previous step's late numbers are read here, once this step's work is queued, so that the device stays
+// busy while the host waits for them. A save may still be reading what the optimizer is about to write.
 void Trainer::update(StepInput input) {
   settle();
   if (parts_.checkpoints) parts_.checkpoints->wait_for_staging();
@@ -164,8 +165,7 @@ const StepValues& Trainer::settle() {
   return values_;
 }
 
-// All ranks come to the same verdict: the norm is the same everywhere, and the flag of the losses is
-// exchanged.
+// All ranks reach the same verdict: the norm is the same everywhere, and the losses' flag is exchanged.
 void Trainer::judge(const StepValues& values, const StepInput& input) {
   if (values.finite()) {
     for (const auto& [name, policy] : parts_.policies) policy->judge(*this, values);
@@ -185,8 +185,8 @@ std::string Trainer::explain(const NonFiniteStep& step) {
   return text;
 }
 
-// The losses come first: they know their rank. One rank's NaN is in every shard of the reduced gradients, so
-// the norm can only name where it was seen, and says so.
+// The losses come first, because each belongs to one rank. One rank's NaN is in every shard of the reduced
+// gradients, so the norm only shows which shard it was first seen in.
 std::string Trainer::describe_nonfinite(const StepValues& values) const {
   if (values.loss_rank < 0)
     return str("step ", values.step,
@@ -198,7 +198,7 @@ std::string Trainer::describe_nonfinite(const StepValues& values) const {
              mine ? str(" (", values.local_loss, ")") : "");
 }
 
-// The ranks of a tensor-parallel group have the same loss each.
+// All ranks of a tensor-parallel group have the same loss.
 double Trainer::loss_of_all(const StepValues& values) const {
   return parts_.world.everyone()->sum(values.local_loss, {"train::loss_of_all"}) / parts_.meshes.tp.size();
 }
@@ -209,13 +209,13 @@ void Trainer::log_step(const StepValues& values, const TokenCounts& tokens) {
   StepMetrics metrics;
   metrics.step = progress_.step;
   metrics.loss = group->sum(values.local_loss, {"metrics::loss"});
-  // Ranks that share rows have a part of the rows' loss each.
+  // Each of the ranks that share rows has a part of the rows' loss.
   const double rows_loss = parts_.meshes.rows.group()->sum(values.local_loss, {"metrics::rows_loss"});
   const double local_mean =
       tokens.local > 0 ? rows_loss * static_cast<double>(tokens.global) / static_cast<double>(tokens.local)
                        : 0;
   metrics.max_loss = group->max(local_mean, {"metrics::max_loss"});
-  if (tokens.global == 0) metrics.max_loss = metrics.loss;  // NaN, too
+  if (tokens.global == 0) metrics.max_loss = metrics.loss;  // also NaN
   metrics.grad_norm = values.grad_norm.norm;
   metrics.local_valid_tokens = tokens.local;
   metrics.global_valid_tokens = tokens.global;
@@ -231,8 +231,8 @@ void Trainer::log_step(const StepValues& values, const TokenCounts& tokens) {
   for (const auto& observer : parts_.observers) observer->logged(metrics);
 }
 
-// The state is saved last: a run that is killed before that resumes from the step before, and validates
-// again.
+// The state is saved last: a run that is killed before that resumes from an earlier step, and validates this
+// one again.
 void Trainer::end_step() {
   for (const auto& [name, policy] : parts_.policies)
     if (policy->end_step(*this)) return;
@@ -272,7 +272,7 @@ int64_t Trainer::last_step() const {
   return std::min(options_.steps, progress_.step + std::max<int64_t>(0, *end - parts_.loader.state().steps));
 }
 
-// An earlier start of this run came to the end of the data and saved the model alone as its result, so
+// An earlier start of this run reached the end of the data and saved the model alone as its result, so
 // nothing is left to do.
 bool Trainer::has_ended() const {
   const int64_t last = last_step();

@@ -1,4 +1,4 @@
-// Trainer: what is saved and loaded, and when.
+// Trainer: saving and loading its state.
 
 #include <exception>
 #include <set>
@@ -19,14 +19,14 @@ namespace titan::train {
 
 namespace {
 
-constexpr size_t kMostStateShown = 200;  // of a text in a message
+constexpr size_t kMostStateShown = 200;  // characters of a saved text, in a message
 
 // One of the ranks that share their rows speaks for all of them.
 bool speaks_for_its_rows(const Meshes& meshes) {
   return meshes.pp.rank() == 0 && meshes.rows.rank() == 0 && meshes.tp.rank() == 0;
 }
 
-/// A table of all ranks' lanes.
+/// The data loader's state: a table of all ranks' lanes.
 class DataState : public checkpoint::Stateful {
  public:
   DataState(data::DataLoader& loader, bool speaks) : loader_(loader), speaks_(speaks) {}
@@ -88,14 +88,14 @@ class ProgressState : public checkpoint::Stateful {
     const auto tree = parse_json(text);
     const auto step = json_count(tree, "step"), tokens = json_count(tree, "tokens");
     TITAN_CHECK(step && tokens,
-                "the checkpoint's train_state isn't a trainer's: ", text.substr(0, kMostStateShown));
+                "the checkpoint's train_state is malformed: ", text.substr(0, kMostStateShown));
     progress_.step = *step;
     progress_.tokens_before = *tokens;
     try {
       for (const auto& [name, policy] : parts_.policies)
         if (tree.contains(name)) policy->load(tree[name].dump());
     } catch (const std::exception& error) {
-      throw Error(str("the checkpoint's train_state isn't a trainer's: ", error.what()));
+      throw Error(str("the checkpoint's train_state is malformed: ", error.what()));
     }
   }
 
@@ -115,8 +115,8 @@ std::unique_ptr<checkpoint::Stateful> schedule_state(Progress& progress) {
       });
 }
 
-// A registered buffer says that it is state. Our modules compute such tensors from settings and register
-// none.
+// A registered buffer is meant to be state. Our own modules register none: they compute such tensors from
+// settings.
 void warn_of_unsaved_buffers(const TrainerParts& parts) {
   std::string names;
   for (const auto& model : parts.models)
@@ -129,7 +129,7 @@ void warn_of_unsaved_buffers(const TrainerParts& parts) {
 
 }  // namespace
 
-// For a seed checkpoint the model alone.
+// A seed checkpoint holds the model alone.
 void Trainer::add_saved_state() {
   RunCheckpoints& checkpoints = *parts_.checkpoints;
   const auto add = [&](const std::string& key, std::unique_ptr<checkpoint::Stateful> object) {
@@ -161,8 +161,8 @@ bool Trainer::load() {
   return parts_.checkpoints && parts_.checkpoints->load();
 }
 
-// The state is a checkpoint's again, but the data goes on. That is saved after the next step, so that a run
-// that is killed and started again doesn't go through the same data again.
+// The state is the checkpoint's again, but the data position isn't rewound. It is saved after the next step,
+// so that a run that is killed and restarted doesn't repeat the same data.
 bool Trainer::load_before(int64_t step) {
   TITAN_CHECK(parts_.checkpoints, "there are no checkpoints to go back to");
   parts_.checkpoints->finish();
@@ -193,8 +193,8 @@ void Trainer::save_if_due() {
   save(is_last, to_disk);
 }
 
-// Numbers that aren't finite aren't saved, so late ones are read first. A rotation after such a save would
-// throw away the last state that was sound.
+// A non-finite state isn't saved, so late numbers are read first: rotation after such a save would delete the
+// last sound state.
 void Trainer::save(bool is_last, bool to_disk) {
   const PhaseScope save = phase(Phase::Save);
   settle();
@@ -212,8 +212,9 @@ void Trainer::save(bool is_last, bool to_disk) {
   if (to_disk) parts_.checkpoints->save(step, is_last);
 }
 
-// Whether the state is saved is known only when no save is under way: one may have failed, or was skipped
-// while another was running. Operators search the log for "is saved", so it is said only once it is true.
+// Whether the state is saved is known only when no save is in progress: one may have failed, or have been
+// skipped while another was running. Operators search the log for "is saved", so that is logged only once it
+// is true.
 void Trainer::save_at_stop(const std::string& reason) {
   if (!is_loaded_)
     return log::info_rank0(reason +
@@ -223,9 +224,9 @@ void Trainer::save_at_stop(const std::string& reason) {
   const PhaseScope save = phase(Phase::Save);
   if (checkpoints) checkpoints->finish();
   if (progress_.step == started_at_) {
-    log::info_rank0(what + ", at which it began: nothing was trained");
+    log::info_rank0(what + ", where it started: nothing was trained");
   } else if (!checkpoints || !checkpoints->is_due(progress_.step, /*is_last=*/true)) {
-    log::warning_rank0(what + ": nothing is saved, as [checkpoint] says");
+    log::warning_rank0(what + ": nothing is saved, as set in [checkpoint]");
   } else if (checkpoints->is_saved(progress_.step)) {
     log::info_rank0(what + ", whose state is saved");
   } else {
@@ -236,11 +237,11 @@ void Trainer::save_at_stop(const std::string& reason) {
   }
 }
 
-// A rank whose save failed throws that error here; the others say where to look.
+// A rank whose save failed throws that error here; the others point to that rank.
 void Trainer::fail_with_save() {
   const PhaseScope save = phase(Phase::Save);
   if (parts_.checkpoints) parts_.checkpoints->finish();
-  throw Error("a checkpoint has failed on another rank, which says why");
+  throw Error("a checkpoint has failed on another rank, whose log has the reason");
 }
 
 }  // namespace titan::train

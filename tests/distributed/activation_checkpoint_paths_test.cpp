@@ -1,5 +1,5 @@
 // Activation checkpointing in unusual steps on several ranks: backwards inside a module, exceptions in a
-// recompute, layers that one rank's backward skips, modules sharded inside.
+// recompute, layers that one rank's backward skips, and sharded modules inside a checkpointed one.
 
 #include <gtest/gtest.h>
 
@@ -18,7 +18,7 @@ namespace {
 
 using namespace testing;  // NOLINT: the test's own names
 
-/// Computes a slope with a backward of its own.
+/// Computes a slope with its own backward.
 class SlopedImpl : public nn::Module {
  public:
   SlopedImpl() { weight = register_parameter("weight", BlockImpl::values({6, 6}, options_of(at::kDouble))); }
@@ -66,7 +66,7 @@ class CheckpointPaths : public ::testing::Test {
     fully_shard(net, fsdp);
     return net;
   }
-  // One step; compares each gradient with one rank's.
+  // Runs one step and compares each gradient with one rank's.
   void expect_right_step(const Net& net, const std::string& what) const {
     const Net reference;
     loss_of(reference(batch)).backward();
@@ -112,7 +112,7 @@ TEST_F(CheckpointPaths, RefusesAModuleShardedInsideACheckpointedOne) {
   }
 }
 
-// That rank has no measurement of the layer; the others don't decide without it.
+// That rank has no measurement of the layer, so the other ranks must not decide.
 TEST_F(CheckpointPaths, BudgetWaitsForARankWhoseBackwardSkipsALayer) {
   const ToyOptions options{.num_blocks = 4};
   const auto kept_by = [&](Toy& model) {

@@ -1,6 +1,6 @@
-// Activation checkpointing inside FSDP, HSDP, tensor and context parallelism: bit-equal to none, FSDP's
-// backward doesn't end early, and all ranks make the same choice. composition_test.cpp compares with one
-// rank.
+// Activation checkpointing inside FSDP, HSDP, tensor and context parallelism: results are bit-equal to those
+// without checkpointing, FSDP's backward doesn't end early, and all ranks make the same choice.
+// composition_test.cpp compares with one rank.
 
 #include <gtest/gtest.h>
 
@@ -75,7 +75,7 @@ struct Outcome {
   int64_t max_gathered = 0, gathered = 0;
 };
 
-// Three steps with the same weights: a memory budget measures in the first.
+// Runs three steps with the same weights, because a memory budget measures in the first one.
 Outcome run(train::TrainableModel& model, const train::Meshes& meshes, int micro_batches) {
   const Batch batch = random_batch(deep_llama(), 1);
   const int64_t num_valid = batch.num_valid();
@@ -101,7 +101,7 @@ Outcome run(train::TrainableModel& model, const train::Meshes& meshes, int micro
 
 // Runs on every layout.
 void expect_bit_equal_to_none(const std::vector<Case>& cases) {
-  // Otherwise some GPU kernels sum in any order.
+  // Some GPU kernels would otherwise sum in a random order.
   if (device().is_cuda()) at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true);
   for (const train::ParallelDims& dims : all_dims()) {
     const train::Meshes meshes = train::build_meshes(world(), dims);
@@ -126,11 +126,11 @@ void expect_bit_equal_to_none(const std::vector<Case>& cases) {
 
 TEST(ActivationCheckpoint, IsBitEqualToNoneOnEveryLayout) { expect_bit_equal_to_none(all_cases()); }
 
-// GPU bytes that a forward keeps for its backward.
+// The GPU memory that a forward keeps for its backward.
 int64_t held_on_the_gpu(const train::Meshes& meshes, const train::ActivationCheckpoint& checkpoint) {
   const auto allocated = [] { return dist::device_backend()->memory(device().index()).allocated_bytes; };
   const auto model = build(meshes, checkpoint);
-  run(*model, meshes, 1);  // allocates what every later step holds as well
+  run(*model, meshes, 1);  // allocates memory that all steps keep
   forget_gradients(*model);
   const Batch batch = random_batch(deep_llama(), 1), mine = batch.rows(meshes.dp_rank(), meshes.dp_degree());
   const int64_t before = allocated();
@@ -152,10 +152,10 @@ TEST(ActivationCheckpoint, OffloadedActivationsReturnUnchanged) {
   }
 }
 
-// A layer's recompute gathers, multiplies and reduce-scatters, and gathers for its second half; nothing after
-// the last saved tensor runs.
+// A layer's recompute gathers, multiplies and reduce-scatters, and gathers for its second half; operations
+// after the last saved tensor don't run.
 TEST(ActivationCheckpoint, DoesNotRepeatKeptReduceScattersAndRingAttention) {
-  if (world().size() == 1) GTEST_SKIP() << "one rank has nobody to exchange with";
+  if (world().size() == 1) GTEST_SKIP() << "one rank has no peers";
   const auto calls = [](const train::ParallelDims& dims, const train::ActivationCheckpoint& checkpoint) {
     const train::Meshes meshes = train::build_meshes(world(), dims);
     const auto model = build(meshes, checkpoint);
@@ -176,7 +176,7 @@ TEST(ActivationCheckpoint, DoesNotRepeatKeptReduceScattersAndRingAttention) {
   EXPECT_EQ(calls(cp, op), calls(cp, none));
 }
 
-// Slow on one rank: by its own times that rank would keep what the others recompute.
+// Slow on one rank, which by its own times would keep results that the others recompute.
 class SlowProducts : public CountingProducts {
  public:
   at::Tensor forward(const ops::Operand& x, const ops::Operand& weight) const override {

@@ -1,5 +1,4 @@
-// Compares every conversion of an activation with the definition of its two layouts, for the value and for
-// the gradient.
+// Compares every conversion of an activation with the definition of its two layouts, for value and gradient.
 
 #include <string>
 #include <vector>
@@ -18,7 +17,7 @@ namespace {
 using namespace titan::testing;  // NOLINT: the test's own names
 using Layout = ActivationLayout;
 
-/// Returns what it was called with.
+/// Returns its arguments.
 class PassImpl : public nn::Module {
  public:
   at::Tensor forward(const at::Tensor& x) {
@@ -57,7 +56,7 @@ at::Tensor part(const at::Tensor& whole, int64_t dim) {
   return whole.tensor_split(world().size(), dim)[static_cast<size_t>(world().rank())].contiguous();
 }
 
-// This rank's part of a value, or of a gradient, in this layout: the table at ActivationLayout.
+// This rank's part of a value, or of a gradient, in this layout, by the table at ActivationLayout.
 at::Tensor value_in(const Layout& layout, const at::Tensor& whole) {
   if (layout.kind == Layout::Kind::Shard) return part(whole, layout.dim);
   return layout.kind == Layout::Kind::Partial ? whole * share() : whole.clone();
@@ -78,7 +77,7 @@ void expect_near(const at::Tensor& got, const at::Tensor& expected, const std::s
   EXPECT_LE((got - expected).abs().max().item<double>(), 1e-12) << what;
 }
 
-// The whole gradient, in `layout`: summands may be any that add up to it.
+// Compares with the whole gradient, in `layout`; summands only need to add up to it.
 void expect_gradient(const Layout& layout, const at::Tensor& got, const at::Tensor& whole,
                      const std::string& what) {
   if (layout.kind == Layout::Kind::Replicate) return expect_near(sum_over_ranks(got), whole, what);
@@ -98,7 +97,7 @@ std::vector<Pair> pairs_with(const Layout& shard) {
 
 class Conversions : public ::testing::TestWithParam<int64_t> {
  protected:
-  // Three dimensions of different sizes, each divisible into that many parts.
+  // Three dimensions of different sizes, each divisible by the number of ranks.
   at::Tensor whole() const {
     const int64_t n = world().size();
     return numbers({2 * n, 3 * n, n});

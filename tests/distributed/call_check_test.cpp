@@ -1,5 +1,5 @@
-// debug.check_collectives: when ranks fall out of step, all of them report what each one called. Started with
-// --check-collectives; without it (one rank, in the ordinary run) there is nothing to compare.
+// debug.check_collectives: when ranks lose their common order, all of them report what each one called.
+// Started with --check-collectives; without it (one rank, in the ordinary run) there is nothing to compare.
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
@@ -127,7 +127,7 @@ TEST_F(CallCheck, MissingCallTimesOut) {
     const std::string error = error_of([&] { group->all_reduce(tensor, ReduceOp::Sum, kHere).wait(); });
     EXPECT_THAT(error,
                 AllOf(HasSubstr("all_reduce #1 in group 'checked'"), HasSubstr("fsdp::reduce layers.7"),
-                      HasSubstr("not all ranks of the group came to the call")));
+                      HasSubstr("not all ranks of the group made the call")));
   }
   world().everyone()->barrier(kHere).wait();
 }

@@ -25,18 +25,18 @@
 
 namespace titan::testing {
 
-struct Layout {
+struct StateLayout {
   int pp = 1, dp = 1, tp = 1;
   int size() const { return pp * dp * tp; }
   std::string name() const { return titan::str("pp", pp, "_dp", dp, "_tp", tp); }
 };
 
-/// All layouts of the tests for that many ranks.
-inline std::vector<Layout> layouts_of(int num_ranks) {
-  const std::vector<Layout> all = {{1, 1, 1}, {1, 2, 1}, {1, 1, 2}, {2, 1, 1}, {1, 3, 1}, {3, 1, 1},
-                                   {1, 4, 1}, {1, 2, 2}, {2, 1, 2}, {2, 2, 1}, {1, 1, 4}};
-  std::vector<Layout> found;
-  for (const Layout& layout : all)
+/// All layouts that the tests use for that many ranks.
+inline std::vector<StateLayout> layouts_of(int num_ranks) {
+  const std::vector<StateLayout> all = {{1, 1, 1}, {1, 2, 1}, {1, 1, 2}, {2, 1, 1}, {1, 3, 1}, {3, 1, 1},
+                                        {1, 4, 1}, {1, 2, 2}, {2, 1, 2}, {2, 2, 1}, {1, 1, 4}};
+  std::vector<StateLayout> found;
+  for (const StateLayout& layout : all)
     if (layout.size() == num_ranks) found.push_back(layout);
   return found;
 }
@@ -48,7 +48,7 @@ inline at::Tensor values_of(const std::string& name, at::IntArrayRef shape, at::
   for (const int64_t size : shape) numel *= size;
   for (const char letter : name) hash = (hash * 31 + letter) % 10007;
   const at::Tensor numbers = at::arange(numel, at::kLong).mul(13).add(hash + 1009 * step).remainder(4093);
-  // Exact in float32, rounded in shorter dtypes, and then the same everywhere.
+  // Exact in float32, and rounded alike everywhere in shorter dtypes.
   return numbers.to(at::kFloat).div(64).sub(30).to(dtype).view(shape);
 }
 
@@ -58,10 +58,10 @@ struct TensorCase {
   at::ScalarType dtype;
   int64_t dp_dim = -1, tp_dim = -1;  // -1: replicated
   int stage = 0;                     // modulo the number of pipeline stages
-  int also_on = -1;                  // a later stage that has it too
+  int also_on = -1;                  // a later stage that has the tensor too
 };
 
-/// Sizes that don't divide evenly, empty parts, both axes on one dimension, scalars.
+/// Tensors whose sizes don't divide evenly, with empty parts, with both axes on one dimension, and scalars.
 inline std::vector<TensorCase> toy_tensors() {
   std::vector<TensorCase> tensors = {{"embedding", {9, 4}, at::kFloat, 0, 1, 0, 1},
                                      {"steps", {}, at::kLong, -1, -1, 0, -1}};
@@ -147,7 +147,7 @@ class ToyState : public checkpoint::Stateful {
 
 /// "model", "optimizer" and the mesh that splits them.
 struct ToyJob {
-  explicit ToyJob(const dist::World& world, const Layout& layout,
+  explicit ToyJob(const dist::World& world, const StateLayout& layout,
                   const std::vector<TensorCase>& cases = toy_tensors())
       : mesh(DeviceMesh::create(world, {{"pp", layout.pp}, {"dp", layout.dp}, {"tp", layout.tp}})),
         model("model", mesh, cases),
@@ -194,7 +194,7 @@ inline void check_saved(const std::filesystem::path& step_folder, int64_t step) 
   }
 }
 
-/// Joins a job's world on the CPU, runs `act(world)` and ends the process: with exit code 3 if it throws.
+/// Joins a job's world on the CPU, runs `act(world)` and ends the process, with exit code 3 if it throws.
 template <class Act>
 [[noreturn]] void run_rank(std::chrono::seconds timeout, const Act& act) {
   int code = 0;

@@ -1,4 +1,4 @@
-// One rank's failure to save a step is a failure on all ranks; and the tree through which they learn of it.
+// One rank's failure to save a step fails the save on all ranks; and the tree through which they learn of it.
 
 #include <sys/resource.h>
 
@@ -47,7 +47,7 @@ TEST(Failure, AtAnyPhaseTrainingContinuesOnRequest) {
       fault = {static_cast<SavePhase>(phase), rank};
       saver.fill_and_save(++step);
       saver.checkpointer.finish();
-      // After rank 0's verdict a failure affects its own rank alone.
+      // After rank 0's verdict a failure affects only its own rank.
       const bool heard = fault.phase != SavePhase::Verdict || rank == 0 || is_last();
       const bool failed = happens_on(fault.phase, rank) && fault.phase != SavePhase::Prune && heard;
       EXPECT_NE(saver.checkpointer.last_failure().empty(), failed) << to_string(fault.phase);
@@ -89,15 +89,15 @@ TEST(Failure, StopsAllRanksWithItsCause) {
   }
 }
 
-TEST(Failure, OfAPlanAffectsOnlyThatSave) {
+TEST(Failure, WhilePlanningAffectsOnlyThatSave) {
   const SharedFolder folder;
   for (const bool stops : {false, true}) {
-    const fs::path here = folder / (stops ? "stops" : "goes_on");
+    const fs::path here = folder / (stops ? "stops" : "continues");
     Fault fault{SavePhase::Plan, world().size() - 1};
     Saver saver({.folder = here, .stop_on_failure = stops, .on_phase = fault.hook()});
     bool began = true;
     const std::string error = error_of([&] { began = saver.checkpointer.save(1); });
-    EXPECT_EQ(began, stops) << "it threw, or it returned false";
+    EXPECT_EQ(began, stops) << "save() must throw, or return false";
     EXPECT_THAT(
         stops ? error : saver.checkpointer.last_failure(),
         AllOf(HasSubstr("checkpoint of step 1: "), HasSubstr(last_rank()), HasSubstr("told to fail")));
@@ -110,7 +110,7 @@ TEST(Failure, OfAPlanAffectsOnlyThatSave) {
   }
 }
 
-// It has finished its own part by then, and waits for the others within their time limit.
+// A rank that fails has finished its own part, and waits for the others within their time limit.
 TEST(Failure, AFailedRankWaitsForTheOthers) {
   if (world().size() == 1) GTEST_SKIP() << "needs a peer";
   const SharedFolder folder;
@@ -134,8 +134,8 @@ TEST(Failure, AFailedRankWaitsForTheOthers) {
   EXPECT_EQ(steps_in(folder), (std::vector<int64_t>{1, 3}));
 }
 
-// As on a full disk: one rank's file can't grow.
-TEST(Failure, ToWriteAFileIsReported) {
+// One rank's file can't grow, as on a full disk.
+TEST(Failure, ReportsAFileThatCannotBeWritten) {
   const SharedFolder folder;
   Saver saver({.folder = folder, .stop_on_failure = false});
   saver.fill_and_save(1);
@@ -162,7 +162,7 @@ struct Faulty : Stateful {
   bool fails = false;
 };
 
-TEST(Failure, ToReadTheStateIsReported) {
+TEST(Failure, ReportsAStateThatCannotBeRead) {
   const SharedFolder folder;
   Faulty faulty;
   Checkpointer checkpointer(world(), {}, {.folder = folder, .async = AsyncMode::Copied});
@@ -180,7 +180,7 @@ TEST(Failure, ToReadTheStateIsReported) {
   EXPECT_EQ(steps_in(folder), (std::vector<int64_t>{2, 4}));
 }
 
-// --- the tree
+// ---- the tree
 
 TEST(RankTree, HasTheExpectedShape) {
   using detail::children_of;
@@ -229,7 +229,7 @@ TEST(RankTree, CollectsEveryAnswerAndSpreadsTheVerdict) {
   EXPECT_EQ(detail::any_text(tree, is_last() ? "mine" : ""), "mine");
 }
 
-// Its calls run on other threads than training's, whose time limit gets shorter after the first step.
+// The tree's calls run on other threads than training's, whose time limit gets shorter after the first step.
 TEST(RankTree, KeepsItsTimeLimit) {
   if (world().size() == 1) GTEST_SKIP() << "needs a peer";
   const auto before = world().timeout();

@@ -1,4 +1,4 @@
-// Whole jobs are started and killed: the checkpoints that they leave load, and hold what was saved.
+// Starts and kills whole jobs: the checkpoints that they leave can be loaded, and have the saved values.
 
 #include <signal.h>
 
@@ -63,8 +63,8 @@ int64_t check_steps(const fs::path& folder) {
   return last;
 }
 
-/// The next run: on one rank, loads the newest step (0: there is none), and removes all leftovers of the run
-/// before.
+/// Acts as the next run: on one rank, loads the newest step (0: there is none), and removes all leftovers of
+/// the run before.
 void check_next_run(const fs::path& folder, int64_t newest) {
   ToyJob job(alone());
   checkpoint::Checkpointer checkpointer(alone(), {}, {.folder = folder});
@@ -77,7 +77,7 @@ void check_next_run(const fs::path& folder, int64_t newest) {
     EXPECT_TRUE(name == ".lock" || name.starts_with("step-")) << name;
 }
 
-// --- every layout to every other
+// ---- every layout to every other
 
 TEST(Reshard, EveryLayoutLoadsEveryOther) {
   const TempFolder folder;
@@ -85,7 +85,7 @@ TEST(Reshard, EveryLayoutLoadsEveryOther) {
   for (int ranks = 1; ranks <= 4; ++ranks) {
     const auto saved = run(launch_words(ranks, {"save", folder.path}), kOneThread, 100);
     ASSERT_EQ(saved.status, 0) << saved.err;
-    for (const Layout& layout : layouts_of(ranks)) {
+    for (const StateLayout& layout : layouts_of(ranks)) {
       check_saved(checkpoint::step_path(folder.path / layout.name(), 3), 3);
       ++num_layouts;
     }
@@ -97,7 +97,7 @@ TEST(Reshard, EveryLayoutLoadsEveryOther) {
   }
 }
 
-// --- a rank that ends or hangs at any point
+// ---- a rank that ends or hangs at any point
 
 struct FaultCase {
   SavePhase phase;
@@ -106,8 +106,8 @@ struct FaultCase {
   std::string mode;
 };
 
-// Each phase and way has two cases; one uses the mode of the shipped configs, staged, on the first rank and
-// on the last in turn.
+// Each phase and kind of fault has two cases. One uses the mode of the shipped configs, staged, in turn on
+// the first rank and on the last.
 std::vector<FaultCase> fault_cases(const std::vector<std::string>& ways) {
   std::vector<FaultCase> cases;
   int turn = 0;
@@ -134,11 +134,12 @@ void check_fault(const FaultCase& fault) {
                                                 std::to_string(fault.rank), fault.mode}),
                           kOneThread, 180);
   const bool pruning_failed = fault.phase == SavePhase::Prune && fault.how == "throw";
-  // The step is complete; a message says that an older one stays.
+  // The step is complete; a message says that an older one couldn't be removed.
   EXPECT_EQ(result.status == 0, pruning_failed) << result.err;
-  EXPECT_NE(result.status, 128 + SIGKILL) << "it had to be killed: " << result.err;
+  EXPECT_NE(result.status, 128 + SIGKILL) << "the job had to be killed: " << result.err;
   if (fault.how == "hang" || (fault.how == "throw" && !pruning_failed))
-    EXPECT_THAT(result.err, HasSubstr(titan::str("rank ", fault.rank, " ("))) << "the culprit is named";
+    EXPECT_THAT(result.err, HasSubstr(titan::str("rank ", fault.rank, " (")))
+        << "the message must name the failed rank";
   const bool complete = fault.phase == SavePhase::Verdict || fault.phase == SavePhase::Prune;
   const int64_t newest = check_steps(folder.path);
   const int64_t before = fault.phase == SavePhase::Plan ? 0 : 1;
@@ -165,7 +166,7 @@ TEST(Faults, OtherRanksEndIfOneHangs) {
   check_faults(fault_cases({"hang"}), 5);  // these wait most of the time
 }
 
-// --- killed at any moment
+// ---- killed at any moment
 
 int num_kills() {
   const char* wanted = std::getenv("TITAN_KILLS");
@@ -189,7 +190,7 @@ TEST(Kills, NewestCompleteStepIsWhatWasSaved) {
   for (int trial = 0; trial < num_kills(); ++trial) {
     const int victim = static_cast<int>(random() % (kRanks + 2));  // two in six: all of them
     Command job(launch_words(kRanks, {"forever", folder.path}), kOneThread);
-    // A save that begins after another one knows that one to be complete: in the end there must be a step.
+    // A save begins only after the previous one is complete, so in the end there must be a step.
     const bool is_last_chance = newest == 0 && trial + 1 == num_kills();
     ASSERT_TRUE(job.wait_for_output(is_last_chance ? "begun 2\n" : "begun", 120)) << job.wait(0).err;
     std::this_thread::sleep_for(std::chrono::microseconds(random() % 300'000));

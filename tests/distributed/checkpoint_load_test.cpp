@@ -55,9 +55,9 @@ TEST(Load, ReportsEveryDifferenceBeforeAnythingChanges) {
   } catch (const ConfigError& error) {
     const std::string what = error.what();
     for (const char* part :
-         {"no 'more'", "'optimizer' is no object of this run", "tensor 'model.layers.0.another' isn't in",
-          "'model.layers.1.wq' has shape [7, 6] in the checkpoint, here it has [7, 5]",
-          "'model.layers.1.norm' is Float in the checkpoint, here it is BFloat16",
+         {"no 'more'", "'optimizer' isn't an object of this run", "tensor 'model.layers.0.another' isn't in",
+          "'model.layers.1.wq' has shape [7, 6] in the checkpoint, but here it has [7, 5]",
+          "'model.layers.1.norm' is Float in the checkpoint, but here it is BFloat16",
           "the checkpoint's tensor 'model.layers.0.wq' isn't one of this run's"})
       EXPECT_THAT(what, HasSubstr(part));
     EXPECT_EQ(error.problems().size(), 6u) << what;
@@ -128,16 +128,16 @@ TEST(Load, ReportsDamageOnAllRanks) {
   job.add_to(test.checkpointer);
   const std::string error = error_of([&] { test.checkpointer.load(test.path); });
   EXPECT_THAT(error, HasSubstr(file_name(0)));
-  EXPECT_THAT(error, HasSubstr("half-way"));
+  EXPECT_THAT(error, HasSubstr("halfway"));
 }
 
-// --- how many bytes
+// ---- number of bytes read
 
 int64_t bytes_of(const StateTensor& tensor, const Box& box) {
   return box.numel() * static_cast<int64_t>(c10::elementSize(tensor.dtype));
 }
 
-// What is read of a piece: the runs of bytes that are contiguous there, each with at most one more block at
+// The most bytes that may be read of a piece: runs of contiguous bytes, each with at most one more block at
 // either end, and no block twice.
 int64_t most_bytes(const StateTensor& tensor, const Box& piece, const Box& wanted) {
   Box both = piece;
@@ -187,8 +187,8 @@ Amount amount_of(const Manifest& manifest, ToyState& state) {
   return amount;
 }
 
-// Four ranks along dp saved it; all ranks of this world load it along dp, then all along tp, where rows are
-// split.
+// Four ranks along dp saved the state. All ranks of this world load it along dp, then along tp, where rows
+// are split.
 TEST(Load, ReadsOnlyTheBlocksOfItsOwnParts) {
   const SharedFolder folder;
   const std::vector<TensorCase> cases = {{"short_rows", {12'000, 300}, at::kFloat, 0, 1},
@@ -205,7 +205,7 @@ TEST(Load, ReadsOnlyTheBlocksOfItsOwnParts) {
   }
   meet();
   const int size = world().size();
-  for (const Layout& layout : {Layout{1, size, 1}, Layout{1, 1, size}}) {
+  for (const StateLayout& layout : {StateLayout{1, size, 1}, StateLayout{1, 1, size}}) {
     SCOPED_TRACE(layout.name());
     ToyState model("model", DeviceMesh::create(world(), {{"pp", 1}, {"dp", layout.dp}, {"tp", layout.tp}}),
                    cases);
@@ -233,7 +233,7 @@ TEST(Load, NamesAMissingFolder) {
   EXPECT_THAT(error_of([&] { test.checkpointer.load(folder / "step-9"); }), HasSubstr("step-9"));
 }
 
-// --- folders
+// ---- folders
 
 TEST(Folder, RefusesAFolderThatIsNotShared) {
   if (world().size() == 1) GTEST_SKIP() << "needs a peer";
@@ -244,7 +244,7 @@ TEST(Folder, RefusesAFolderThatIsNotShared) {
       [&] { Checkpointer checkpointer(world(), {}, {.folder = mine, .timeout = std::chrono::seconds(12)}); });
   EXPECT_THAT(error, HasSubstr(last_rank()));
   EXPECT_THAT(error, HasSubstr((folder / "b").string()));
-  EXPECT_THAT(error, HasSubstr("what rank 0 wrote"));
+  EXPECT_THAT(error, HasSubstr("doesn't see the file that rank 0 wrote in"));
 }
 
 TEST(Folder, NamesAFolderThatCannotBeCreated) {

@@ -1,11 +1,11 @@
 // The rank program of the checkpoint tests:
 //   checkpoint_program save FOLDER
-//       under every layout of that many ranks, FOLDER/LAYOUT
+//       saves under every layout of that many ranks, to FOLDER/LAYOUT
 //   checkpoint_program load FOLDER
-//       each of these under every layout of that many ranks
+//       loads each of these under every layout of that many ranks
 //   checkpoint_program fail FOLDER PHASE HOW RANK MODE
-//       step 1 is saved; step 2 fails (1 where PHASE is Plan, which no later one has): at PHASE of the save
-//       RANK does HOW (throw, exit or hang). MODE: disabled, copied, staged
+//       saves steps 1 to 3; at PHASE of the save of step 2, RANK does HOW (throw, exit or hang). If PHASE is
+//       Plan, which only the first save has, that happens in step 1. MODE: disabled, copied, staged
 //   checkpoint_program forever FOLDER
 //       loads the newest step, checks it, and saves the following ones
 // A failure ends a rank with exit code 3.
@@ -36,7 +36,7 @@ using Words = std::vector<std::string>;
 constexpr int64_t kStep = 3;
 
 void save_all(const dist::World& world, const std::filesystem::path& folder) {
-  for (const Layout& layout : layouts_of(world.size())) {
+  for (const StateLayout& layout : layouts_of(world.size())) {
     ToyJob job(world, layout);
     Checkpointer checkpointer(world, job.mesh["pp"], {.folder = folder / layout.name()});
     job.add_to(checkpointer);
@@ -47,12 +47,12 @@ void save_all(const dist::World& world, const std::filesystem::path& folder) {
 
 void load_all(const dist::World& world, const std::filesystem::path& folder) {
   int num_loads = 0;
-  for (const Layout& layout : layouts_of(world.size())) {
+  for (const StateLayout& layout : layouts_of(world.size())) {
     Checkpointer checkpointer(world, ToyJob(world, layout).mesh["pp"], {.folder = folder / "loader"});
     ToyJob job(world, layout);
     job.add_to(checkpointer);
     for (int saved_ranks = 1; saved_ranks <= 4; ++saved_ranks) {
-      for (const Layout& saved : layouts_of(saved_ranks)) {
+      for (const StateLayout& saved : layouts_of(saved_ranks)) {
         job.fill(0);
         checkpointer.load(checkpoint::step_path(folder / saved.name(), kStep));
         job.check(kStep);
@@ -86,14 +86,14 @@ void save_and_fail(const dist::World& world, const Words& words) {
   const SavePhase phase = phase_of(words.at(2));
   const bool chosen = world.rank() == std::stoi(words.at(4));
   bool armed = phase == SavePhase::Plan;
-  // A rank that hangs is waited for in vain. One that throws or ends isn't, and on a busy machine a phase may
-  // take longer than such a wait should.
+  // The other ranks wait for a hung rank until the timeout, so it is short. With other faults nothing waits
+  // that long, and a phase may need more time on a busy machine.
   const std::chrono::seconds timeout(words.at(3) == "hang" ? 10 : 30);
   SaveOptions options{.folder = words.at(1), .keep_latest = 5, .timeout = timeout};
   options.async = mode_of(words.at(5));
   options.on_phase = [&](SavePhase at) {
     if (!armed || !chosen || at != phase) return;
-    // A rank may reach the verdict before rank 0 has renamed the folder, and its end would stop rank 0.
+    // A rank may reach this phase before rank 0 has renamed the folder; ending now would stop rank 0.
     if (at == SavePhase::Verdict)
       while (!std::filesystem::exists(checkpoint::step_path(options.folder, 2))) usleep(1000);
     fail_as(words.at(3));

@@ -24,7 +24,7 @@ inline constexpr dist::Label kLabel{.phase = "checkpoint test"};
 
 inline void meet() { world().everyone()->barrier(kLabel).wait(); }
 
-/// The same on all ranks; removed after the test.
+/// A folder that is the same on all ranks, and removed after the test.
 class SharedFolder {
  public:
   SharedFolder() {
@@ -33,7 +33,7 @@ class SharedFolder {
     path_ = world().everyone()->all_gather_text(name, kLabel)[0];
   }
   ~SharedFolder() {
-    // Only a test that passed gets here on all ranks.
+    // All ranks get here only if the test passed.
     if (::testing::Test::HasFailure()) return;
     meet();
     std::error_code ignored;
@@ -46,7 +46,7 @@ class SharedFolder {
   fs::path path_;
 };
 
-/// "rank 3 (", part of a message about the last rank; a single rank isn't given its number.
+/// "rank 3 (": part of a message about the last rank. Messages don't number a single rank.
 inline std::string last_rank() {
   return world().size() == 1 ? "" : titan::str("rank ", world().size() - 1, " (");
 }

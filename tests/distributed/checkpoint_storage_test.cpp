@@ -78,7 +78,7 @@ class MemoryStorage : public Storage {
     explicit MemoryReader(Contents bytes) : bytes_(std::move(bytes)) {}
     int64_t num_bytes() const override { return static_cast<int64_t>(bytes_->size()); }
     void read(std::span<std::byte> into, int64_t offset) const override {
-      if (static_cast<size_t>(offset) + into.size() > bytes_->size()) throw Error("the file ends before");
+      if (static_cast<size_t>(offset) + into.size() > bytes_->size()) throw Error("the file ends too early");
       std::memcpy(into.data(), bytes_->data() + offset, into.size());
     }
 
@@ -180,7 +180,7 @@ TEST(Storage, RegisteredStorageHoldsWholeCheckpoints) {
   EXPECT_THAT(verify_step("memory:/runs/first/step-9").damages, IsEmpty());
   checkpointer.load("memory:/runs/first/step-8");
   job.check(8);
-  // A step of the same number, where names can't be exchanged.
+  // Replaces a step of the same number in a storage that can't exchange names.
   job.fill(9);
   EXPECT_TRUE(checkpointer.save(9));
   checkpointer.finish();
@@ -191,7 +191,7 @@ TEST(Storage, RanksShareARegisteredStorage) {
   const SharedFolder shared;
   const fs::path folder = "there:" + (shared / "steps").string();
   const int before = redirected().num_calls();
-  for (const Layout& layout : layouts_of(world().size())) {
+  for (const StateLayout& layout : layouts_of(world().size())) {
     const fs::path here = folder / layout.name();
     ToyJob job(world(), layout);
     Checkpointer checkpointer(world(), job.mesh["pp"], {.folder = here});
@@ -205,7 +205,7 @@ TEST(Storage, RanksShareARegisteredStorage) {
     check_saved(step_path(shared / "steps" / layout.name(), 3), 3);  // the same files by their local names
   }
   EXPECT_GT(redirected().num_calls(), before);
-  EXPECT_FALSE(fs::exists("there:")) << "nothing bypasses the storage";
+  EXPECT_FALSE(fs::exists("there:")) << "something bypassed the storage";
 }
 
 TEST(Storage, FailedSaveLeavesNothing) {

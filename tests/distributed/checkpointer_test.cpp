@@ -1,4 +1,4 @@
-// Saving on all ranks of a job: the contents of the files, and the moment at which they are taken.
+// Saving on all ranks of a job: the contents of the files, and the moment of which they hold the state.
 
 #include <atomic>
 #include <limits>
@@ -22,7 +22,7 @@ using namespace titan::testing;
 
 TEST(Checkpointer, LoadsSavedStateBitForBit) {
   const SharedFolder folder;
-  for (const Layout& layout : layouts_of(world().size())) {
+  for (const StateLayout& layout : layouts_of(world().size())) {
     const fs::path here = folder / layout.name();
     ToyJob job(world(), layout);
     Checkpointer checkpointer(world(), job.mesh["pp"], {.folder = here, .config = "steps = 7\n"});
@@ -41,7 +41,7 @@ TEST(Checkpointer, LoadsSavedStateBitForBit) {
   }
 }
 
-// All files together hold the tensors' bytes once, however many ranks have copies.
+// All files together contain each tensor once, however many ranks have copies.
 TEST(Checkpointer, WritesReplicasOnce) {
   const SharedFolder folder;
   const std::vector<TensorCase> replicated = {{"weight", {64, 8}, at::kFloat}, {"bias", {32}, at::kFloat}};
@@ -61,13 +61,13 @@ TEST(Checkpointer, WritesReplicasOnce) {
     smallest = std::min(smallest, of_rank);
   }
   EXPECT_EQ(num_bytes, 2 * 4 * (64 * 8 + 32));
-  EXPECT_GT(smallest, 0) << "all ranks write a part";
+  EXPECT_GT(smallest, 0) << "a rank wrote nothing";
 }
 
 TEST(Checkpointer, ReadsItsOwnFileOnceOnTheSameMesh) {
   const SharedFolder folder;
   const int64_t rows = 1500 * world().size();  // more than a block each
-  // More than is read at once (checkpointer_load.cpp); four such parts per rank make up the whole.
+  // More bytes than one read takes (checkpointer_load.cpp); each rank has four such parts.
   const int64_t many = (world().size() <= 2 ? 14000 : 8) * world().size();
   ToyJob job(world(), {1, world().size(), 1},
              {{"huge", {many, 768}, at::kFloat, 0, -1},
@@ -84,7 +84,7 @@ TEST(Checkpointer, ReadsItsOwnFileOnceOnTheSameMesh) {
   EXPECT_EQ(loaded.num_bytes_read, static_cast<int64_t>(size));
 }
 
-/// Stops the background thread at a phase until it is opened.
+/// Stops the background thread at a phase until the gate is opened.
 struct Gate {
   std::atomic<bool> open{false};
   std::function<void(SavePhase)> at(SavePhase phase) {
@@ -147,7 +147,7 @@ TEST(Async, SecondSaveWaits) {
     gate.open = true;
   });
   saver.fill_and_save(2);
-  EXPECT_TRUE(gate.open) << "the first is still being written";
+  EXPECT_TRUE(gate.open) << "the second save began while the first was still being written";
   EXPECT_GT(saver.checkpointer.take_blocked_seconds(), 0);
   saver.checkpointer.finish();
   check_saved(step_path(folder, 1), 1);
@@ -206,9 +206,9 @@ TEST(Staging, ReusesTheBuffer) {
   }
 }
 
-// Without a copy: the tensors' own memory is written.
+// Files are written from the tensors' own memory.
 TEST(Staging, WritesWithoutACopy) {
-  if (!device().is_cpu()) GTEST_SKIP() << "what is on a GPU has to be copied";
+  if (!device().is_cpu()) GTEST_SKIP() << "a tensor on a GPU has to be copied";
   ToyJob job(world());
   std::vector<detail::KeyedState> states;
   states.push_back({"model", job.model.state()});
@@ -292,7 +292,7 @@ TEST(Checkpointer, PrunesOlderSteps) {
   check_saved(step_path(folder, 3), 3);
 }
 
-// As after load_step: the newer ones are another run's past.
+// As after load_step: newer steps remain from before the run was rewound.
 TEST(Checkpointer, NewerStepsDoNotMakeASavedOneOld) {
   const SharedFolder folder;
   Saver saver({.folder = folder, .keep_latest = 2});
@@ -316,7 +316,7 @@ TEST(Checkpointer, KeepsTheLastFiniteStep) {
   EXPECT_FALSE(read_manifest(step_path(folder, 3)).finite);
 }
 
-// Training continues meanwhile: removing a large step takes longer than its collectives wait.
+// Training must continue meanwhile: removing a large step may take longer than the collectives' time limit.
 TEST(Checkpointer, PrunesWithoutBlocking) {
   const SharedFolder folder;
   Gate gate;
@@ -330,13 +330,13 @@ TEST(Checkpointer, PrunesWithoutBlocking) {
     gate.open = true;
   });
   saver.fill_and_save(2);
-  EXPECT_FALSE(gate.open) << "this save waited until the older step was removed";
+  EXPECT_FALSE(gate.open) << "the save waited until the older step was removed";
   gate.open = true;
   saver.checkpointer.finish();
   EXPECT_EQ(steps_in(folder), std::vector<int64_t>{2});
 }
 
-// Each has its own groups: one's background thread can't receive the other's messages.
+// Each has its own groups, so that its background thread can't receive the other's messages.
 TEST(Checkpointer, TwoCheckpointersSaveAtOnce) {
   const SharedFolder folder;
   Gate gate;
@@ -355,7 +355,7 @@ TEST(Checkpointer, TwoCheckpointersSaveAtOnce) {
   check_saved(step_path(folder / "second", 2), 2);
 }
 
-// The folder belongs to another run, or to a disk that can't be written to.
+// The folder may belong to another run, or be on a read-only disk.
 TEST(Checkpointer, ReadingLeavesTheFolderUnchanged) {
   const SharedFolder folder;
   Saver writer({.folder = folder});
@@ -382,7 +382,7 @@ TEST(Checkpointer, RemovesLeftoversOfAKilledStart) {
       fs::create_directory(folder / name);
   meet();
   const Saver saver({.folder = folder});
-  meet();  // the folder's own probe is removed once all have seen it
+  meet();  // the probe is removed once all ranks have seen it
   EXPECT_THAT(leftovers(folder), ::testing::IsEmpty());
   meet();
 }

@@ -1,8 +1,8 @@
-// Every product of data, context and tensor parallelism, with activation checkpointing and accumulation,
-// against the same model on one rank: the loss, the gradient norm, and every parameter's gradient. By default
-// as many combinations as it takes for each pair of settings to meet; with --all all of them. The largest
+// Compares combinations of data, context and tensor parallelism, with activation checkpointing and
+// accumulation, with the same model on one rank: the loss, the gradient norm, and every parameter's gradient.
+// By default it runs enough combinations to cover each pair of settings, with --all all of them. The largest
 // deviations are printed as JSON lines, which scripts/numerics.py collects. Each test has layouts for every
-// number of ranks: 3 ranks use models whose sizes 3 divides.
+// number of ranks; 3 ranks use models whose sizes are multiples of 3.
 
 #include <cmath>
 #include <iterator>
@@ -55,7 +55,7 @@ struct Variant {
   train::ParallelDims dims;
   TensorParallelOptions tensor;
   int micro_batches = 1;
-  bool reduce_every = true;  // every micro-batch; otherwise the last one reduces their sum
+  bool reduce_every = true;  // reduce in every micro-batch; otherwise only in the last one
   size_t checkpointing = 0;
 };
 
@@ -97,7 +97,7 @@ Outcome run_spread(const LlamaCase& llama, const Batch& batch, const Precision& 
   return outcome_of(*model, meshes.loss.group()->sum(loss, {.phase = "test::loss"}));
 }
 
-// || a - b || over all gradients together.
+// || a - b || of all gradients together.
 double distance(const Outcome& a, const Outcome& b) {
   double sum = 0;
   for (const auto& [name, gradient] : a.gradients)
@@ -105,9 +105,9 @@ double distance(const Outcome& a, const Outcome& b) {
   return std::sqrt(sum);
 }
 
-// Rounding to 16 bits hits other summands in another layout: twice one rank's distance from fp32 is allowed.
-// One rank's norm may be right by chance, so norms are compared with how far apart the gradients are, which
-// no norms can exceed.
+// Rounding to 16 bits affects other summands in another layout, so twice one rank's distance from fp32 is
+// allowed. One rank's norm may be right by chance, so the difference of norms is compared with the distance
+// of the gradients, which it can't exceed.
 void expect_as_close(const Outcome& got, const Outcome& one_rank, const Outcome& exact,
                      const std::string& what, Worst& worst) {
   EXPECT_LE(std::abs(got.loss - exact.loss), 2 * std::abs(one_rank.loss - exact.loss)) << what;
@@ -133,7 +133,7 @@ bool fits(const LlamaCase& llama, const Variant& variant) {
   return problems.empty() && llama.rows % rows == 0;
 }
 
-// Tensor-parallel layouts also run without sequence and loss parallelism, and overlapped.
+// Tensor-parallel layouts also run without sequence and loss parallelism, and with overlap.
 std::vector<TensorParallelOptions> tensor_options(const train::ParallelDims& dims) {
   if (dims.tp == 1) return {{}};
   return {{}, {.sequence_parallel = false}, {.loss_parallel = false}, {.overlap = true}};
@@ -150,8 +150,8 @@ std::vector<int> settings_of(const Variant& variant, size_t number_of_dims) {
           static_cast<int>(variant.checkpointing)};
 }
 
-// The order mixes the settings, so that few variants cover the pairs. A single micro-batch reaches the same
-// settings again after half of the shifts.
+// The order mixes the settings, so that few variants cover the pairs. With a single micro-batch the same
+// settings repeat after half of the shifts.
 std::vector<Variant> variants_of(const LlamaCase& llama) {
   std::vector<Variant> all;
   std::set<std::vector<int>> seen;
@@ -171,17 +171,17 @@ std::vector<Variant> variants_of(const LlamaCase& llama) {
     }
   }
   TITAN_CHECK(!all.empty(), "'", llama.name, "' fits no layout of ", world().size(),
-              " ranks: its test would compare nothing");
+              " ranks, so its test would compare nothing");
   return all;
 }
 
 // ---- models
 
-// For 3 ranks (or 6): whole heads, rows and tokens for each.
+// Whether there are 3 (or 6) ranks, so that sizes must divide by 3.
 bool in_thirds() { return world().size() % 3 == 0; }
 int64_t by_ranks(int64_t usual, int64_t of_thirds) { return in_thirds() ? of_thirds : usual; }
 
-// 4 heads with their own keys, or 2 key heads; 6 and 3 for thirds.
+// 4 heads and 2 key heads; 6 and 3 for a multiple of 3 ranks.
 int64_t heads() { return by_ranks(4, 6); }
 int64_t key_heads() { return by_ranks(4, 3); }
 
@@ -197,26 +197,31 @@ LlamaCase small(const std::string& name, std::map<std::string, config::Value> ch
   return llama;
 }
 
-// 2, 3 and 4 divide neither the vocabulary nor the feed-forward, and with 3 and 4 ranks each has one key
-// head.
+// Vocabulary and feed-forward aren't multiples of 2, 3 or 4, and each of 3 or 4 ranks has one key head.
 LlamaCase odd_sizes() {
   return small("odd_sizes", {{"vocab_size", int64_t{251}},
                              {"multiple_of", int64_t{5}},
                              {"n_heads", by_ranks(8, 6)},
                              {"n_kv_heads", key_heads()}});
 }
-// With 3 ranks one rank has none of the 4 features between the products; with 4 ranks one has none of 5.
+// There are 4 features between the products for 3 ranks and 5 for 4 ranks, so one rank has none.
 LlamaCase tiny_feed_forward() {
   return small("tiny_feed_forward", {{"dim", by_ranks(8, 12)},
                                      {"n_kv_heads", key_heads()},
                                      {"multiple_of", int64_t{1}},
                                      {"ffn_dim_multiplier", in_thirds() ? 0.14 : 0.24}});
 }
-// With 4 tokens over 3 ranks one rank has none, and so with 5 over 4.
+// The vocabulary has 4 tokens for 3 ranks and 5 for 4 ranks, so one rank has none.
 LlamaCase tiny_vocabulary() {
-  return small("tiny_vocabulary", {{"vocab_size", by_ranks(5, 4)}, {"n_kv_heads", key_heads()}});
+  LlamaCase llama = small("tiny_vocabulary", {{"vocab_size", by_ranks(5, 4)}, {"n_kv_heads", key_heads()}});
+  llama.loss = "label_smoothing";
+  return llama;
 }
-LlamaCase tied() { return small("tied", {{"tie_embeddings", true}, {"n_kv_heads", key_heads()}}); }
+LlamaCase tied() {
+  LlamaCase llama = small("tied", {{"tie_embeddings", true}, {"n_kv_heads", key_heads()}});
+  llama.loss = "z_loss";
+  return llama;
+}
 LlamaCase one_row() {
   LlamaCase llama = small("one_row", {{"n_kv_heads", key_heads()}});
   llama.rows = 1;
@@ -226,7 +231,7 @@ LlamaCase one_row() {
 
 LlamaCase mini() { return small("mini"); }
 
-// Built in the test, once the number of ranks is known.
+// The model is built in the test, where the number of ranks is known.
 struct CompositionCase {
   const char* name;
   LlamaCase (*make_llama)();
@@ -268,11 +273,11 @@ TEST(CompositionIn16Bits, IsAsCloseToFp32AsOneRank) {
   worst.print("composition", llama.name, kBfloat16);
 }
 
-// ---- labels that don't count
+// ---- ignored labels
 
 using Masking = void (*)(Batch&);
 
-// All rows that rank 0 of a data-parallel pair (or three) reads.
+// Masks all rows that rank 0 of two (or three) data-parallel ranks reads.
 void mask_one_rank(Batch& batch) { batch.labels.slice(0, 0, {}, by_ranks(2, 3)).fill_(-100); }
 void keep_one_token(Batch& batch) {
   const int64_t label = batch.labels.max().item<int64_t>();
@@ -297,7 +302,7 @@ INSTANTIATE_TEST_SUITE_P(Labels, CompositionMasks,
                                            std::pair{"AllButOne", &keep_one_token}),
                          [](const auto& info) { return std::string(info.param.first); });
 
-// No token counts: the loss is 0 and so is every gradient, not NaN.
+// All labels are ignored, so the loss and all gradients are 0, not NaN.
 TEST(CompositionWithoutTokens, GivesZeros) {
   const LlamaCase llama = small("empty", {{"n_kv_heads", key_heads()}});
   Batch batch = random_batch(llama, 2);

@@ -1,5 +1,6 @@
-// A sequence of 16,384 tokens: activations are divided among the ranks, and there is never a matrix of
-// scores. A program of its own, because it measures a process's peak memory; on a GPU the allocator's peak.
+// With a sequence of 16,384 tokens, activations are divided among the ranks, and a matrix of all scores is
+// never stored. This is a separate program, because it measures a process's peak memory (on a GPU, the
+// allocator's peak).
 
 #include <cmath>
 #include <fstream>
@@ -16,13 +17,13 @@ namespace {
 
 using namespace titan::testing;  // NOLINT: the test's own names
 
-// Resets peak_mib() where the kernel allows it; otherwise it counts from the process's start.
+// Resets peak_mib() if the kernel allows it; otherwise the peak counts from the process's start.
 void reset_peak() {
   if (device().is_cuda()) return dist::device_backend()->reset_peak_memory(device().index());
   std::ofstream("/proc/self/clear_refs") << "5";
 }
 
-// Peak resident memory, or peak in tensors of the GPU.
+// Peak resident memory, or peak memory of tensors on the GPU.
 double peak_mib() {
   if (device().is_cuda())
     return static_cast<double>(dist::device_backend()->memory(device().index()).peak_allocated_bytes) /
@@ -33,7 +34,7 @@ double peak_mib() {
   throw Error("/proc/self/status has no line VmHWM");
 }
 
-// Dtypes of weights and of products.
+// The dtypes of weights and of products.
 struct Dtypes {
   at::ScalarType weights, products;
 };
@@ -65,19 +66,19 @@ struct MemoryCase {
 
 class ContextMemory : public ::testing::TestWithParam<MemoryCase> {};
 
-// One head's scores on this rank would be 8192 x 16384 numbers: 512 MiB in fp32, four times that for all
-// heads. In float64, with 8192 tokens, half as much, and everything else is as large.
+// One head's scores on this rank would be 8192 x 16384 numbers: 512 MiB in fp32, and four times that for all
+// heads. In float64 with 8192 tokens they are half of that, and everything else has the same size.
 TEST_P(ContextMemory, IsLinearInTheSequence) {
   const auto& [name, options, dtypes, length] = GetParam();
   if (device().is_cuda() && dtypes.weights == at::kDouble)
-    GTEST_SKIP() << "a GPU computes it by tiles, whose memory the unit test of tiled attention bounds";
-  run_step(options, dtypes, 512);  // allocates what doesn't depend on the sequence
+    GTEST_SKIP() << "a GPU computes it in tiles, whose memory is checked by the unit test of tiled attention";
+  run_step(options, dtypes, 512);  // allocates memory that doesn't depend on the sequence
   reset_peak();
   const double before = peak_mib();
   const double loss = run_step(options, dtypes, length);
   const double grown = peak_mib() - before;
-  log::info_rank0(str(name, ": ", grown, " MiB more at the most for ", length, " tokens over ",
-                      world().size(), " ranks, loss ", loss));
+  log::info_rank0(str(name, ": ", grown, " MiB more at peak for ", length, " tokens over ", world().size(),
+                      " ranks, loss ", loss));
   EXPECT_TRUE(std::isfinite(loss));
   // 400 MiB over all ranks for 16,384 tokens in fp32.
   const auto bytes = static_cast<double>(length) * static_cast<double>(c10::elementSize(dtypes.weights));
@@ -97,7 +98,7 @@ INSTANTIATE_TEST_SUITE_P(
                       MemoryCase{"Fp32GatheredKeys",
                                  {kHeadTail, ContextRotateMethod::AllGather, ContextAttention::AllGatherKv},
                                  {at::kFloat, at::kFloat}},
-                      // With LibTorch's kernel.
+                      // Runs LibTorch's kernel.
                       MemoryCase{"Fp64AllGather",
                                  {kHeadTail, ContextRotateMethod::AllGather, ContextAttention::Ring},
                                  {at::kDouble, at::kDouble},

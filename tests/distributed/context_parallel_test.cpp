@@ -1,4 +1,4 @@
-// Context parallelism against one rank: attention alone in all its forms, and a Llama's loss and every
+// Compares context parallelism with one rank: attention alone in all its forms, and a Llama's loss and every
 // gradient.
 
 #include "titan/parallel/context_parallel.h"
@@ -76,7 +76,7 @@ TEST_P(ContextAttentionTest, EqualsAttentionOverTheWholeSequence) {
     const context::SequenceLayout layout(world().size(), form.options.load_balancer);
     context::ContextCore core(make_attention(layout, form.options), "test");
     const auto mine = [&](const at::Tensor& x) { return layout.part(x, 1, world().rank()); };
-    // Twice: the second time in memory that the first one used.
+    // The second round reuses memory of the first.
     for (int round = 0; round < 2; ++round) {
       std::vector<at::Tensor> parts;
       for (const at::Tensor& t : {q, k, v}) parts.push_back(mine(t).requires_grad_());
@@ -133,8 +133,8 @@ struct WithoutGradient : torch::autograd::Function<WithoutGradient> {
   }
 };
 
-// Its queries don't count, but its keys and values do for the others.
-TEST(ContextAttentionGradient, ARankWithoutOneParticipates) {
+// The rank's outputs don't contribute to the loss, but its keys and values do through the other ranks.
+TEST(ContextAttentionGradient, ARankWithoutAGradientParticipates) {
   at::manual_seed(6);
   const int size = world().size(), rank = world().rank();
   const context::SequenceLayout layout(size, ContextLoadBalancer::HeadTail);
@@ -181,7 +181,7 @@ std::unique_ptr<train::TrainableModel> build_spread_llama(const LlamaCase& llama
   return model;
 }
 
-/// Each group of cp ranks takes whole rows; this rank's share of the loss.
+/// Runs whole rows on each group of cp ranks and returns this rank's share of the loss.
 double run_rows(train::TrainableModel& model, const Batch& batch, const train::Meshes& meshes,
                 bool backward = true) {
   const int64_t num_valid = batch.num_valid();
@@ -262,7 +262,7 @@ TEST_P(ContextParallelParity, OddNumberOfTokensPerRank) {
   expect_parity(llama, batch_of(llama, 7), GetParam(), {forms()[3], forms()[4], forms()[5]});
 }
 
-// Rank 0's tokens have no label that counts, and one row none at all.
+// All labels of rank 0's tokens are ignored, and so are all labels of one row.
 TEST_P(ContextParallelParity, RankWithoutLabels) {
   const LlamaCase llama = few_rows(2, 48);
   const std::vector<Form> balanced = {forms()[0], forms()[1], forms()[2]};
@@ -276,7 +276,7 @@ TEST_P(ContextParallelParity, RankWithoutLabels) {
 INSTANTIATE_TEST_SUITE_P(Dtypes, ContextParallelParity, ::testing::Values(at::kFloat, at::kDouble),
                          [](const auto& info) { return std::string(c10::toString(info.param)); });
 
-// With bfloat16 parameters it is as far from one rank's fp32 as one rank's bfloat16.
+// With bfloat16 parameters, results are as close to one rank's fp32 as one rank's bfloat16 results are.
 TEST(ContextParallelBf16, IsNearOneRank) {
   const LlamaCase llama = few_rows(4, 96);
   const Batch batch = batch_of(llama, 4);
@@ -359,7 +359,7 @@ std::unique_ptr<train::TrainableModel> build_composed(const LlamaCase& llama, at
 
 class ContextParallelComposed : public ::testing::TestWithParam<at::ScalarType> {};
 
-// A checkpoint changes no bit: the recompute goes round the ring as the forward did, or reuses its result.
+// A checkpoint changes no bit: the recompute runs the ring as the forward did, or reuses its result.
 TEST_P(ContextParallelComposed, EqualsOneRankAndCheckpointsChangeNoBit) {
   const at::ScalarType dtype = GetParam();
   const LlamaCase llama = few_rows(4, 48);
@@ -427,8 +427,8 @@ class OwnAttentionImpl : public nn::Module, public nn::AttentionUser, public nn:
 };
 TITAN_MODULE(OwnAttention);
 
-// As with micro-batches in a pipeline, and models that take turns: calls share only the memory in which a
-// layer computes.
+// As for micro-batches in a pipeline, and for models that alternate: calls share only a layer's working
+// memory.
 TEST(ContextParallelCustomModule, BackwardsMayRunInAnyOrder) {
   const int size = world().size();
   const auto cp = meshes_of({1, size}).rows;
@@ -452,7 +452,7 @@ TEST(ContextParallelCustomModule, BackwardsMayRunInAnyOrder) {
   }
 }
 
-TEST(ContextParallelCustomModule, JoinsByTwoInterfaces) {
+TEST(ContextParallelCustomModule, NeedsOnlyTwoInterfaces) {
   const int64_t length = 4 * world().size();
   const at::Tensor tokens = at::randint(11, {2, length}, at::kLong);
   const OwnAttention single;
@@ -474,7 +474,7 @@ TEST(ContextParallelCustomModule, JoinsByTwoInterfaces) {
   }
 }
 
-// ---- what is refused
+// ---- refused calls and modules
 
 std::string message_of(const std::function<void()>& call) {
   try {
@@ -499,8 +499,8 @@ TEST(ContextParallelRefuses, SequencesThatDoNotDivide) {
       << message;
 }
 
-// The root was entered; its gathers for the failed call must not block the next one.
-TEST(ContextParallelRefuses, AndAcceptsTheNextCall) {
+// The failed call has entered the root, whose gathers for it must not block the next call.
+TEST(ContextParallelAfterARefusal, AcceptsTheNextCall) {
   const int size = world().size();
   const LlamaCase llama = few_rows(2, 6 * size);
   const Batch batch = batch_of(llama, 10);
@@ -533,7 +533,7 @@ TEST(ContextParallelRefuses, ToBeAppliedTwice) {
   EXPECT_NE(message.find("are spread over ranks already"), std::string::npos) << message;
 }
 
-// Blocks of the ring would leave tokens out.
+// Otherwise the ring's blocks would leave tokens out.
 TEST(ContextParallelRefuses, ModulesThatChangeTheNumberOfTokens) {
   const context::SequenceLayout layout(world().size(), ContextLoadBalancer::HeadTail);
   context::ContextCore core(make_attention(layout, {}), "layers.0.attention");

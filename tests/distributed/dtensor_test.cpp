@@ -1,4 +1,5 @@
-// DTensors over real groups: every change of placement, even and uneven sizes, one and two mesh axes.
+// DTensors over real groups: every change of placement, with even and uneven sizes, over one and two mesh
+// axes.
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -24,7 +25,7 @@ at::Tensor sample(at::IntArrayRef shape) {
   return at::arange(numel, options_of(at::kDouble)).view(shape) + 1;
 }
 
-// A whole tensor under any placements: along a Partial axis each rank holds rank + 1 parts of the sum.
+// Places a whole tensor with any placements. Along a Partial axis each rank has rank + 1 parts of the sum.
 DTensor place(const at::Tensor& whole, const DeviceMesh& mesh, const Placements& placements) {
   Placements cut = placements;
   double share = 1;
@@ -88,8 +89,8 @@ TEST(DTensorDistributed, RedistributesOverTwoAxes) {
   check_changes(mesh, states, {4, 1});
 }
 
-// A tensor-parallel part that fully_shard splits again lies elsewhere than the rule says: the inner axis
-// splits first.
+// A tensor-parallel part that fully_shard splits again doesn't follow the rule, because the inner axis splits
+// first.
 TEST(DTensorDistributed, GathersPartsThatDoNotFollowTheRule) {
   if (world().size() != 4) GTEST_SKIP() << "needs 4 ranks";
   DeviceMesh mesh = DeviceMesh::create(world(), {{"dp", 2}, {"tp", 2}});

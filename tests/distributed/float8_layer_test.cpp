@@ -1,6 +1,6 @@
-// One linear layer in Float8 over several ranks, with a given input and a given gradient of its output: the
-// products multiply exactly one rank's values, so results differ only by the order of sums. float8_test.cpp
-// tests whole models, where a later cast may round such a difference the other way.
+// One linear layer in Float8 over several ranks, with a given input and a given gradient of its output. The
+// products multiply exactly the same values as on one rank, so results differ only by the order of sums.
+// float8_test.cpp tests whole models, where a later cast may round such a difference the other way.
 
 #include <gtest/gtest.h>
 
@@ -50,7 +50,7 @@ struct Kind {
 
 Kind shipped(const std::string& name) { return {name, float8::recipes().get(name)}; }
 
-// "rowwise" rounds its scales to powers of two; without that, scaling rounds too.
+// "rowwise" rounds its scales to powers of two; without that, scaling rounds, too.
 Kind with_any_scale(const std::string& name) {
   Kind kind = shipped(name);
   kind.name += ", any scale";
@@ -65,7 +65,7 @@ Kind delayed() {
   return kind;
 }
 
-// Emulated, and in the units of a GPU that has them. A CPU has its own product for one scale per matrix.
+// Emulated, and by the device: a GPU with Float8 hardware, or a CPU's product for one scale per matrix.
 std::vector<Kind> in_all_units(const std::vector<Kind>& kinds) {
   std::vector<Kind> all = kinds;
   for (Kind kind : kinds) {
@@ -133,7 +133,7 @@ std::vector<Place> places() {
 
 // ---- a step
 
-// Drawn from `step`, the same on every rank: x, or the gradient of y.
+// A random x, or gradient of y, for `step`; the same on every rank.
 at::Tensor drawn(uint64_t seed, int step) {
   at::manual_seed(seed + 100 * static_cast<uint64_t>(step));
   const at::Tensor values = at::randn({kRows, kLength, kFeatures}) * (step == 0 ? 1.7 : 2.9);
@@ -158,7 +158,7 @@ OneLayer converted(const Kind& kind, const float8::GatherOptions& gather) {
   return layer;
 }
 
-// The second step's scales may be the first one's.
+// The second step may use the first one's scales.
 constexpr int kSteps = 2;
 
 struct Reference {
@@ -166,7 +166,7 @@ struct Reference {
   at::Tensor grad_weight;
 };
 
-// All parts of the batch one by one, as each has its own scales.
+// Runs all parts of the batch one by one, because each has its own scales.
 Reference on_one_rank(const Kind& kind, int count) {
   const OneLayer layer = converted(kind, {});
   materialize(layer, 7);
@@ -237,7 +237,7 @@ TEST(Float8Layer, MultipliesTheGatheredWeight) {
     expect_one_ranks_products(kind, {{.in_float8 = true}, {.in_float8 = true, .scales_at_once = true}});
 }
 
-// The comparison is sharp because a scale that isn't a power of two rounds in scaling, too.
+// The comparison is precise because scaling by a scale that isn't a power of two rounds, too.
 TEST(Float8Layer, ScalesAreNotPowersOfTwo) {
   for (const uint64_t seed : {1, 2}) {
     const at::Tensor matrix = drawn(seed, kSteps - 1).view({-1, kFeatures});
@@ -250,8 +250,8 @@ TEST(Float8Layer, ScalesAreNotPowersOfTwo) {
   }
 }
 
-// The error that it would detect: using the scale of a rank's own part for the whole matrix is a thousand
-// times further off.
+// The comparison detects errors: with the scale of a rank's own part for the whole matrix, results are a
+// thousand times further off.
 TEST(Float8Layer, AnotherScaleGivesFarOtherResults) {
   const at::Tensor matrix = drawn(1, 0).view({-1, kFeatures});
   const auto values = [&](double factor) {

@@ -1,5 +1,5 @@
-// No second copy of a weight outlives its use by the layer: neither the casts that a product reads, nor their
-// sources, the weights in bf16 or as gathered bytes.
+// No second copy of a weight outlives its use by the layer: neither the casts that a product reads, nor the
+// weights in bf16 or as gathered bytes that they were cast from.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
@@ -14,13 +14,13 @@ using namespace titan::testing::stack;  // NOLINT: the test's own names
 using testing::device;
 using testing::world;
 
-// The test's activations have other sizes than weights and a rank's parts of them.
+// Activations have other sizes than weights and a rank's parts of weights.
 constexpr int64_t kWeight = kDim * kHidden, kBatch = 3, kSequence = 32;
 static_assert(kBatch * kSequence * kDim != kWeight && kBatch * kSequence * kHidden != kWeight);
 
 bool has_weights_size(int64_t numel) { return numel == kWeight || numel == kWeight / world().size(); }
 
-// Tracks the memory of casts of weights while it lives.
+// Tracks the memory of casts of weights during its lifetime.
 class WeightCasts {
  public:
   void note(const std::string& name, const std::vector<c10::IValue>& outputs) {
@@ -47,7 +47,7 @@ int64_t num_weights_with_memory(const StackBlock& block) {
   return count;
 }
 
-// After each block's forward and backward; by then the next one's backward has fetched its weights.
+// Checks after each block's forward and backward. By then the next block's backward has gathered its weights.
 void expect_no_copies(const Case& c) {
   SCOPED_TRACE(name_of(c));
   Spread spread = make(c);
@@ -66,7 +66,7 @@ void expect_no_copies(const Case& c) {
       EXPECT_EQ(num_weights_with_memory(spread.model->blocks[static_cast<size_t>(block)]), 0) << block;
     }
   };
-  // A block's input gets its gradient when that block's backward is over.
+  // A block's input gets its gradient when that block's backward ends.
   const auto look_after_backward = [&](const at::Tensor& read, int next) {
     read.register_hook([&look, next](const at::Tensor& gradient) {
       look("backward", next);
@@ -88,14 +88,14 @@ void expect_no_copies(const Case& c) {
       });
   }
   EXPECT_EQ(num_looks, kSteps * 2 * kBlocks);
-  // Each weight, at least once a step: an emulation multiplies one cast both ways.
+  // Each weight is cast at least once per step; the emulation uses one cast in both products.
   EXPECT_GE(casts.num_seen(), size_t{3 * kBlocks * kSteps});
 }
 
 TEST(Float8Memory, FreesCopiesOfAWeightAfterTheLayerUsesIt) {
-  std::vector<Layout> all = layouts();
+  std::vector<StackLayout> all = layouts();
   if (world().size() > 1) all.push_back({.replicate = world().size()});  // each rank has whole shards
-  for (const Layout& layout : all)
+  for (const StackLayout& layout : all)
     for (const std::string& recipe : kRecipes)
       expect_no_copies({.recipe = recipe, .layout = layout, .fsdp = {.param_dtype = at::kBFloat16}});
 }

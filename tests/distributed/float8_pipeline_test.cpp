@@ -1,6 +1,6 @@
-// A Llama in Float8 cut into pipeline stages, with FSDP and tensor parallelism around it, against one rank:
-// in every recipe, with weights gathered in Float8, delayed weight gradients, activation checkpoints and
-// frozen weights. float8_layer_test.cpp tests a single layer.
+// Compares a Llama in Float8, cut into pipeline stages with FSDP and tensor parallelism, with one rank: for
+// every recipe, with weights gathered in Float8, delayed weight gradients, activation checkpoints and frozen
+// weights. float8_layer_test.cpp tests a single layer.
 
 #include <gtest/gtest.h>
 
@@ -17,7 +17,8 @@ namespace {
 
 using namespace titan::testing;  // NOLINT: the test's own names
 
-// Parts for 2 ranks are whole blocks of 32 features; with embedding and head each of 8 stages has one layer.
+// Parts for 2 ranks are whole blocks of 32 features. Counting embedding and head, each of 8 stages has one
+// layer.
 LlamaCase blocky_llama() {
   LlamaCase llama = mini_llama();
   llama.name = "blocky";
@@ -28,7 +29,7 @@ LlamaCase blocky_llama() {
 }
 
 struct Case {
-  std::string recipe = "tensorwise";  ///< "delayed": with all three scales of the step before
+  std::string recipe = "tensorwise";  ///< "delayed": all three scales are from the previous step
   bool gathered = false;              ///< weights are sent in Float8
   bool frozen = false;
   bool scales_at_once = false;  ///< for gathered weights
@@ -42,8 +43,8 @@ const std::vector<Case> kCases = {{"tensorwise"},
                                   {"mxfp8_cublas"},
                                   {"delayed"}};
 
-// A whole layer, and single weights of others: one of three that share an input, and one that multiplies a
-// recomputed input.
+// A whole layer, and single weights of other layers: one of three that share an input, and one that
+// multiplies a recomputed input.
 bool is_frozen(const std::string& name) {
   return name.starts_with("layers.1.") || name == "layers.0.attention.wk.weight" ||
          name == "layers.2.feed_forward.w2.weight";
@@ -74,7 +75,7 @@ void forget_gradients_of(const std::vector<Parameter>& parameters) {
   for (const Parameter& parameter : parameters) at::Tensor(parameter.data.local).mutable_grad().reset();
 }
 
-// All ranks' micro-batches one by one: activations have their own scales in each.
+// Runs all ranks' micro-batches one by one, because activations have their own scales in each.
 Outcome on_one_rank(const LlamaCase& llama, const Batch& batch, const Case& c, int micro_batches) {
   auto model = build_llama(llama, at::kFloat);
   convert(model->root().module(), c);
@@ -186,11 +187,11 @@ TEST(Float8Pipeline, StagesMatchOneRank) {
   }
 }
 
-// For each stage of a rank, however many micro-batches there are and in whatever order they come: weights are
-// gathered once a step. With tensor parallelism there is one reduction over that axis too; the second step,
-// without gathers, shows how many are for activations.
+// This holds for each stage of a rank, with any number and order of micro-batches, because weights are
+// gathered once per step. With tensor parallelism there is also one reduction over that axis; the second
+// step, without gathers, shows how many are for activations.
 TEST(Float8Pipeline, StageScalesTakeOnePassAndOneReductionPerAxisAndStep) {
-  if (world().size() == 2) GTEST_SKIP() << "takes a shard axis beside the stages";
+  if (world().size() == 2) GTEST_SKIP() << "needs a shard axis besides the stages";
   LlamaCase llama = blocky_llama();
   for (const Place& place : places()) {
     if (place.dims.dp_shard == 1) continue;

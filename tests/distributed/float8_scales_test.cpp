@@ -1,4 +1,4 @@
-// Scales that ranks compute together: how often they communicate, and that the scales fit the current
+// Scales that ranks compute together: the number of their collectives, and that the scales match the current
 // weights.
 
 #include <limits>
@@ -13,10 +13,10 @@ using namespace titan::testing::stack;  // NOLINT: the test's own names
 using testing::calls_of;
 using testing::world;
 
-// A weight's scale is reduced once a step, an activation's once for each product that it is cast for: the
-// inputs of w1 and w3 and of w2, and three gradients.
+// A weight's scale is reduced once per step. An activation's scale is reduced once for each cast: the input
+// of w1 and w3, the input of w2, and three gradients.
 TEST(Float8, ReducesScalesOverTheAxisOnce) {
-  if (world().size() != 2) GTEST_SKIP() << "takes two ranks";
+  if (world().size() != 2) GTEST_SKIP() << "needs two ranks";
   const Spread spread = make({.layout = {.tp = 2, .plan = sequence_plan()}, .mixed = true});
   for (int step = 0; step < 2; ++step) {
     const auto micro_batches = [&] {
@@ -28,9 +28,9 @@ TEST(Float8, ReducesScalesOverTheAxisOnce) {
   }
 }
 
-// A step writes the shards.
+// Each step changes the shards, so it needs new scales.
 TEST(Float8, ReducesScalesOncePerStepOrGroup) {
-  if (world().size() == 1) GTEST_SKIP() << "one rank has no one to ask";
+  if (world().size() == 1) GTEST_SKIP() << "one rank needs no reduction";
   for (const bool at_once : {false, true}) {
     const Spread spread =
         make({.layout = {.shard = world().size()}, .gather = {.in_float8 = true, .scales_at_once = at_once}});
@@ -45,11 +45,11 @@ TEST(Float8, ReducesScalesOncePerStepOrGroup) {
   }
 }
 
-// Also with tensor parallelism, whose ranks share a scale: one pass finds the magnitudes of all weights, and
-// one reduction over each axis combines them, however many micro-batches the step has. An activation's scale
-// stays separate.
+// Also with tensor parallelism, whose ranks share a scale, one pass computes the magnitudes of all weights,
+// and one reduction over each axis combines them, for any number of micro-batches. Activations' scales stay
+// separate.
 TEST(Float8, AllWeightsTakeOnePassAndOneReductionPerAxis) {
-  if (world().size() == 1 || world().size() == 3) GTEST_SKIP() << "takes one axis of ranks, or two";
+  if (world().size() == 1 || world().size() == 3) GTEST_SKIP() << "needs an even number of ranks";
   const bool two_axes = world().size() == 4;
   const Spread spread = make({.layout = {.shard = 2, .tp = two_axes ? 2 : 1, .plan = sequence_plan()},
                               .gather = {.in_float8 = true, .scales_at_once = true},
@@ -77,9 +77,9 @@ TEST(Float8, AllWeightsTakeOnePassAndOneReductionPerAxis) {
   }
 }
 
-// A step writes the shards: the next gather has new scales.
+// A step changes the shards, so the next gather has new scales.
 TEST(Float8, ScalesFollowTheWeights) {
-  const Layout layout{.shard = world().size()};
+  const StackLayout layout{.shard = world().size()};
   for (const bool at_once : {false, true}) {
     const Spread gathered =
                      make({.layout = layout, .gather = {.in_float8 = true, .scales_at_once = at_once}}),

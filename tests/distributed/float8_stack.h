@@ -1,6 +1,6 @@
 #pragma once
 
-// Feed-forward blocks in Float8, spread by FSDP and tensor parallelism, compared with one rank's.
+// Feed-forward blocks in Float8, spread by FSDP and tensor parallelism, and compared with one rank.
 
 #include <gtest/gtest.h>
 
@@ -30,7 +30,7 @@ inline constexpr int kBlocks = 3;
 
 inline nn::Construct deferred_here() { return deferred(device(), at::kFloat); }
 
-// `mixed`: with a norm and a linear layer in high precision beside those in Float8.
+// `mixed`: also has a norm, and a linear layer in high precision.
 class StackBlockImpl : public nn::Module {
  public:
   explicit StackBlockImpl(bool mixed) {
@@ -92,7 +92,7 @@ inline const TensorPlan kPlan = {
 inline const TensorPlan kFirstWeightAlone = {
     {"blocks.*.feed_forward.w1", Colwise{.output = ActivationLayout::invariant()}}};
 
-// The residual stream is split along the sequence; for a block with a norm.
+// For a block with a norm; the residual stream is split along the sequence.
 inline TensorPlan sequence_plan() {
   const auto sequence = ActivationLayout::shard(1), whole = ActivationLayout::invariant();
   const Colwise columns{.input = sequence, .overlap = true};
@@ -105,31 +105,31 @@ inline TensorPlan sequence_plan() {
           {"blocks.*.feed_forward.w2", Rowwise{.output = sequence, .overlap = true}}};
 }
 
-struct Layout {
+struct StackLayout {
   int replicate = 1, shard = 1, tp = 1;
   TensorPlan plan = kPlan;
   OverlapTransport transport = OverlapTransport::AtOnce;
 };
 
-inline std::vector<Layout> layouts() {
+inline std::vector<StackLayout> layouts() {
   const int size = world().size();
-  std::vector<Layout> all = {{.shard = size}};
+  std::vector<StackLayout> all = {{.shard = size}};
   if (size == 2 || size == 4) all.push_back({.tp = size});
   if (size == 4) all.insert(all.end(), {{.shard = 2, .tp = 2}, {.replicate = 2, .shard = 2}});
   return all;
 }
 
-// "delayed": tensorwise with all three scales from the step before.
+// "delayed": tensorwise with all three scales from the previous step.
 inline const std::vector<std::string> kRecipes = {"tensorwise", "rowwise", "rowwise_with_gw_hp",
                                                   "mxfp8_cublas", "delayed"};
 
 struct Case {
   std::string recipe = "tensorwise";
-  Layout layout = {};
+  StackLayout layout = {};
   float8::GatherOptions gather = {};
   FsdpOptions fsdp = {};
   bool mixed = false;
-  bool frozen = false;  ///< single weights of two blocks, and all of the last
+  bool frozen = false;  ///< some weights of two blocks, and all of the last block
   std::optional<LayersPolicy> checkpoint = std::nullopt;
   std::optional<float8::Arithmetic> arithmetic = std::nullopt;  ///< unset: arithmetic_of(recipe)
 };
@@ -182,7 +182,7 @@ inline at::Tensor global_batch() {
 
 inline at::Tensor loss_of(const Stack& model, const at::Tensor& x) { return model(x).pow(2).sum(); }
 
-// The second step gathers in the first one's order, and reads its magnitudes where scales are delayed.
+// The second step gathers in the first one's order, and with delayed scales uses its magnitudes.
 inline constexpr int kSteps = 2;
 
 struct Outcome {
@@ -190,7 +190,7 @@ struct Outcome {
   std::map<std::string, at::Tensor> gradients;  // whole; undefined for frozen parameters
 };
 
-// Each rank computes all ranks' micro-batches one by one: activations are scaled per micro-batch.
+// Each rank computes all ranks' micro-batches one by one, because activations are scaled per micro-batch.
 inline Outcome one_ranks(const Case& c, int parts) {
   Stack model(c.mixed);
   if (c.frozen) freeze(model);

@@ -1,6 +1,6 @@
-// Layers in Float8 under FSDP and tensor parallelism have one rank's loss and gradients, also with activation
-// checkpoints and frozen weights. float8_wire_test.cpp tests what is sent, float8_scales_test.cpp scales,
-// float8_layer_test.cpp a single layer, float8_pipeline_test.cpp pipelines.
+// Layers in Float8 with FSDP and tensor parallelism have one rank's loss and gradients, also with activation
+// checkpoints and frozen weights. float8_wire_test.cpp tests the sent bytes, float8_scales_test.cpp scales,
+// float8_layer_test.cpp a single layer, and float8_pipeline_test.cpp pipelines.
 
 #include "distributed/float8_stack.h"
 
@@ -13,11 +13,11 @@ using testing::world;
 
 TEST(Float8, EveryLayoutMatchesOneRank) {
   for (const std::string& recipe : kRecipes)
-    for (const Layout& layout : layouts()) expect_one_ranks({.recipe = recipe, .layout = layout});
+    for (const StackLayout& layout : layouts()) expect_one_ranks({.recipe = recipe, .layout = layout});
 }
 
 TEST(Float8, GatheringInFloat8MatchesOneRank) {
-  for (const Layout& layout : layouts())
+  for (const StackLayout& layout : layouts())
     for (const bool at_once : {false, true})
       for (const ReshardAfterForward& reshard : {ReshardAfterForward::always(), ReshardAfterForward::never()})
         expect_one_ranks({.layout = layout,
@@ -26,9 +26,9 @@ TEST(Float8, GatheringInFloat8MatchesOneRank) {
                           .mixed = at_once});
 }
 
-// Also where they share a gather, a cast of their input or a graph node with trainable weights.
+// Also if they share a gather, a cast of their input or a graph node with trainable weights.
 TEST(Float8, FrozenWeightsMatchOneRank) {
-  for (const Layout& layout : layouts()) {
+  for (const StackLayout& layout : layouts()) {
     for (const std::string& recipe : kRecipes)
       expect_one_ranks({.recipe = recipe, .layout = layout, .mixed = true, .frozen = true});
     for (const bool at_once : {false, true})
@@ -39,14 +39,14 @@ TEST(Float8, FrozenWeightsMatchOneRank) {
   }
 }
 
-// In every recipe and gathered in Float8, with a sequence in parts where ranks share one.
+// For every recipe, with weights gathered in Float8, and with a split sequence.
 TEST(Float8, RecomputingActivationsChangesNoBit) {
   std::vector<Case> cases;
-  for (const Layout& layout : layouts()) {
+  for (const StackLayout& layout : layouts()) {
     for (const std::string& recipe : kRecipes) cases.push_back({.recipe = recipe, .layout = layout});
     cases.push_back({.layout = layout, .gather = {.in_float8 = true}, .mixed = true, .frozen = true});
     if (layout.tp == 1) continue;
-    Layout in_parts = layout;
+    StackLayout in_parts = layout;
     in_parts.plan = sequence_plan();
     for (const std::string& recipe : kRecipes)
       cases.push_back({.recipe = recipe,
@@ -69,11 +69,11 @@ TEST(Float8, RecomputingActivationsChangesNoBit) {
   }
 }
 
-// A CPU has a product of matrices with one scale each, which needs its operands laid out as a GPU's units do:
-// also for gathered bytes, transposed for the backward.
+// A CPU has a product of matrices with one scale each, which needs the same operand layout as a GPU, also for
+// gathered bytes, which are transposed for the backward.
 TEST(Float8, CpuProductsMatchOneRank) {
-  if (!device().is_cpu()) GTEST_SKIP() << "the other tests multiply in the units of a GPU";
-  for (const Layout& layout : layouts())
+  if (!device().is_cpu()) GTEST_SKIP() << "the other tests use the GPU's products";
+  for (const StackLayout& layout : layouts())
     for (const bool in_float8 : {false, true})
       expect_one_ranks({.layout = layout,
                         .gather = {.in_float8 = in_float8},
@@ -84,7 +84,7 @@ TEST(Float8, CpuProductsMatchOneRank) {
 // The layers that multiply activations gather them, in one collective or part by part.
 TEST(Float8, SequenceInPartsMatchesOneRank) {
   const int size = world().size();
-  if (size == 3) GTEST_SKIP() << "hidden features don't divide by 3 x 16";
+  if (size == 3) GTEST_SKIP() << "the hidden features aren't a multiple of 3 x 16";
   for (const auto transport : {OverlapTransport::AtOnce, OverlapTransport::SendReceive})
     for (const std::string& recipe : kRecipes) {
       expect_one_ranks({.recipe = recipe,
@@ -99,7 +99,7 @@ TEST(Float8, SequenceInPartsMatchesOneRank) {
 }
 
 TEST(Float8, PartsKeptForTheBackwardAreBytesToo) {
-  if (world().size() != 4) GTEST_SKIP() << "takes a shard axis of 4";
+  if (world().size() != 4) GTEST_SKIP() << "needs a shard axis of 4";
   for (const bool mixed : {false, true})
     expect_one_ranks({.layout = {.shard = 4},
                       .gather = {.in_float8 = true},
@@ -107,9 +107,9 @@ TEST(Float8, PartsKeptForTheBackwardAreBytesToo) {
                       .mixed = mixed});
 }
 
-// Unsplit weights have no ranks to share a scale with; split ones do.
+// Split weights share a scale with other ranks; whole ones don't.
 TEST(Float8, GroupsMayMixSplitAndWholeWeights) {
-  if (world().size() != 4) GTEST_SKIP() << "takes 2 x 2 ranks";
+  if (world().size() != 4) GTEST_SKIP() << "needs 2 x 2 ranks";
   for (const bool at_once : {false, true})
     expect_one_ranks({.layout = {.shard = 2, .tp = 2, .plan = kFirstWeightAlone},
                       .gather = {.in_float8 = true, .scales_at_once = at_once}});

@@ -1,4 +1,4 @@
-// The bytes that ranks in Float8 send, and the values they stand for.
+// The bytes that ranks send in Float8, and the values that they represent.
 
 #include "distributed/float8_stack.h"
 #include "distributed/recorded_calls.h"
@@ -27,7 +27,7 @@ int64_t padded(int64_t rows, int64_t columns) {
 }
 
 TEST(Float8, SendsHalfTheBytesOfBf16) {
-  if (world().size() == 1) GTEST_SKIP() << "nothing travels on one rank";
+  if (world().size() == 1) GTEST_SKIP() << "one rank sends nothing";
   const auto bytes = [](bool in_float8, bool mixed) {
     return gathered_bytes(make({.layout = {.shard = world().size()},
                                 .gather = {.in_float8 = in_float8},
@@ -42,10 +42,10 @@ TEST(Float8, SendsHalfTheBytesOfBf16) {
   EXPECT_EQ(bytes(true, true), weights + 2 * others);
 }
 
-// A product reads the cast of the whole fp32 weight; what isn't sent in Float8 is in bf16. Also for rows that
-// the ranks don't divide evenly, and from a part that was kept on a smaller mesh.
+// A product reads the cast of the whole fp32 weight; weights that aren't sent in Float8 are in bf16. Also
+// with unevenly divided rows, and with a part that was kept on a smaller mesh.
 TEST(Float8, GatheredBytesAreTheCastOfTheWholeWeight) {
-  if (world().size() == 1) GTEST_SKIP() << "nothing travels on one rank";
+  if (world().size() == 1) GTEST_SKIP() << "one rank sends nothing";
   const bool fours = world().size() == 4;
   const Spread spread = make({.layout = {.shard = world().size()},
                               .gather = {.in_float8 = true},
@@ -55,7 +55,7 @@ TEST(Float8, GatheredBytesAreTheCastOfTheWholeWeight) {
                               .mixed = true});
   {
     at::NoGradGuard no_grad;
-    spread.model(global_batch());  // the first one makes groups know of each other
+    spread.model(global_batch());  // the first forward connects the groups
   }
   std::map<std::string, at::Tensor> whole;
   for (const Parameter& parameter : parameters(spread.model))
@@ -93,17 +93,17 @@ TEST(Float8, DoesNotGatherAWeightThatIsCastInTwoWays) {
       make({.recipe = "rowwise", .layout = {.shard = world().size()}, .gather = {.in_float8 = true}}), Error);
 }
 
-// A block's two gathers: of an input and of a gradient.
+// The number of a block's gathers, of an input and of a gradient, that are sent as bytes.
 int64_t num_narrow_gathers(const std::string& recipe) {
   if (recipe == "tensorwise") return 2 * kBlocks;
   return recipe == "delayed" ? kBlocks : 0;
 }
 
-// w1 and w3 share a gather of their input, and w2's gradient is gathered in the backward: one byte per
-// element where one cast serves all the products. (With delayed scales w1 and w3 have their own.) Sums stay
-// in bf16.
+// w1 and w3 share a gather of their input, and w2's gradient is gathered in the backward, with one byte per
+// element if one cast serves all the products. (With delayed scales, w1 and w3 have separate casts.) Sums
+// stay in bf16.
 TEST(Float8, SendsActivationsAsBytes) {
-  if (world().size() != 2) GTEST_SKIP() << "takes two ranks";
+  if (world().size() != 2) GTEST_SKIP() << "needs two ranks";
   for (const std::string& recipe : kRecipes) {
     SCOPED_TRACE(recipe);
     const Spread spread = make({.recipe = recipe,
@@ -129,9 +129,9 @@ TEST(Float8, SendsActivationsAsBytes) {
   }
 }
 
-// Asynchronous: the same bytes, a rank's part in each message.
+// The same bytes in asynchronous tensor parallelism, with one rank's part per message.
 TEST(Float8, SendsPartsOfActivationsAsBytes) {
-  if (world().size() != 2) GTEST_SKIP() << "takes two ranks";
+  if (world().size() != 2) GTEST_SKIP() << "needs two ranks";
   for (const std::string& recipe : kRecipes) {
     SCOPED_TRACE(recipe);
     const Spread spread =

@@ -1,4 +1,5 @@
-// fully_shard against the same network unsharded: values, every gradient, and which groups are gathered when.
+// Compares fully_shard with the same network unsharded: values, every gradient, and which groups are gathered
+// when.
 
 #include <functional>
 #include <optional>
@@ -30,7 +31,7 @@ TEST(FsdpEngineMemory, GathersAtMostTwoGroupsAndAllocatesBuffersOnce) {
   if (size == 1) GTEST_SKIP() << "one rank gathers nothing";
   const ToyOptions options{.num_blocks = 6};
   const at::Tensor rows = my_rows(input_rows(12, options.dim, at::kFloat), rank, size);
-  for (const Layout& layout : layouts(size)) {
+  for (const DataLayout& layout : layouts(size)) {
     for (const bool mixed : {false, true}) {
       FsdpOptions fsdp{.mesh = mesh_of(layout)};
       if (mixed) fsdp.param_dtype = at::kBFloat16, fsdp.reduce_dtype = at::kFloat;
@@ -80,7 +81,7 @@ TEST(FsdpEngineShards, AreOneNthAndStartFromTheGivenValues) {
   }
 }
 
-/// Two branches, one of which each rank takes, and an embedding whose weight is also the output's.
+/// Two branches, of which each rank takes one, and an embedding whose weight is also the output's.
 class BranchesImpl : public nn::Module {
  public:
   explicit BranchesImpl(at::ScalarType dtype) {
@@ -102,7 +103,7 @@ TEST(FsdpEngineUnused, MayDifferBetweenRanksAndTiedGradientsAreSummedOnce) {
   const auto tokens_of = [](int r) { return at::arange(4, options_of(at::kLong)) * (r + 1) % 10; };
   Branches reference(at::kDouble);
   for (int r = 0; r < size; ++r) loss_of(reference(tokens_of(r), r)).backward();
-  for (const Layout& layout : layouts(size)) {
+  for (const DataLayout& layout : layouts(size)) {
     Branches model(at::kDouble);
     fully_shard(model, {.mesh = mesh_of(layout)});
     for (int step = 0; step < 2; ++step) {
@@ -126,7 +127,7 @@ TEST(FsdpEngineStale, NextForwardSeesWritesToShards) {
   const int size = testing::world().size();
   const at::Tensor x = input_rows(2, 6, at::kFloat);
   for (const auto param_dtype : {at::kFloat, at::kBFloat16}) {
-    for (const Layout& layout : layouts(size)) {
+    for (const DataLayout& layout : layouts(size)) {
       Toy model = sharded_toy({}, at::kFloat,
                               {.mesh = mesh_of(layout),
                                .param_dtype = param_dtype,
@@ -140,7 +141,7 @@ TEST(FsdpEngineStale, NextForwardSeesWritesToShards) {
   }
 }
 
-// Also for whole shards, as on one rank and in DDP: their casts are freed like gathered copies.
+// Also for whole shards, as on one rank and in DDP, whose casts are freed like gathered copies.
 TEST(FsdpEngineCast, IsFreedAfterUse) {
   const int size = testing::world().size();
   const at::Tensor x = input_rows(2, 6, at::kFloat);
@@ -161,8 +162,8 @@ TEST(FsdpEngineCast, IsFreedAfterUse) {
   }
 }
 
-// The outermost group computes in bf16 and returns another dtype, exactly; gradients pass back through the
-// cast.
+// The outermost group computes in bf16 and returns exactly the same values in another dtype; gradients pass
+// back through the cast.
 TEST(FsdpEngineOutput, HasTheRequestedDtype) {
   const int size = testing::world().size(), rank = testing::world().rank();
   const ToyOptions options{.num_blocks = 1};

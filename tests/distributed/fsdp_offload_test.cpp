@@ -1,5 +1,5 @@
-// Shards in host memory beside the device ([Note: host shards]), against the plain engine and one rank. On a
-// CPU the "device" memory is other host memory, which tests everything but the streams.
+// Compares shards in host memory ([Note: host shards]) with the plain engine and with one rank. On a CPU the
+// "device" memory is other host memory, which tests everything except the streams.
 
 #include <gtest/gtest.h>
 
@@ -29,7 +29,7 @@ Toy offloaded_toy(const ToyOptions& options, at::ScalarType dtype, FsdpOptions f
   return model;
 }
 
-// A GPU sums in another order than the CPU.
+// A GPU sums in a different order than the CPU.
 void expect_same(const at::Tensor& got, const at::Tensor& expected, const std::string& what) {
   if (testing::device().is_cpu()) {
     EXPECT_TRUE(at::equal(got, expected)) << what;
@@ -62,7 +62,7 @@ TEST_P(FsdpOffload, AccumulatesGradientsOverSteps) {
 }
 INSTANTIATE_TEST_SUITE_P(Dtypes, FsdpOffload, ::testing::Values(at::kFloat, at::kDouble));
 
-// Bit-equal to the plain engine: the copies round nothing.
+// Results are bit-equal to the plain engine's, because the copies don't round.
 TEST(FsdpOffloadMixed, UsesThePlainEnginesDtypes) {
   const int size = testing::world().size(), rank = testing::world().rank();
   const ToyOptions options;

@@ -1,5 +1,5 @@
-// What fully_shard does while a block computes: which gathers and reductions are in flight, how much memory
-// they take, and that a settled model's step builds no strings.
+// Which gathers and reductions run while a block computes under fully_shard, how much memory they take, and
+// that a settled model's step builds no strings.
 
 #include <algorithm>
 #include <chrono>
@@ -17,7 +17,7 @@
 
 namespace {
 
-// Counted on this thread; a backward on a CPU runs on the thread that calls it.
+// Counts on this thread; a backward on a CPU runs on the thread that calls it.
 thread_local int64_t num_news = 0;
 
 }  // namespace
@@ -82,7 +82,7 @@ class WatchedNetImpl : public nn::Module {
 };
 TITAN_MODULE(WatchedNet);
 
-/// What the ring of calls and the blocks show about one step.
+/// The calls and the times of blocks in one step.
 class StepRecord {
  public:
   void see(Pass pass, int64_t block) {
@@ -92,8 +92,8 @@ class StepRecord {
   }
   void end() { calls_ = world().recorder().snapshot(); }
 
-  /// The block's call number `nth` of this phase was launched before the other block computed, and waited for
-  /// after that.
+  /// Checks that the block's `nth` call in this phase was launched before block `computing` computed, and
+  /// waited for after that.
   void expect_under_way(const char* phase, int64_t block, size_t nth, Pass pass, int64_t computing) const {
     const std::string what = str(phase, " of block ", block, " while block ", computing, " computes");
     const std::optional<dist::CallRecord> call = find(phase, block, nth);
@@ -131,9 +131,9 @@ class FsdpOverlap : public ::testing::Test {
   int size = world().size(), rank = world().rank();
   at::Tensor mine = my_rows(input_rows(12, kDim, at::kFloat), rank, size);
 
-  /// The outermost group encloses the blocks; with `ends_are_one` the first and the last block form one group
-  /// as well, like an embedding and a tied output.
-  void shard(WatchedNet& net, const Layout& layout, bool ends_are_one = false) const {
+  /// The outermost group encloses the blocks. With `ends_are_one`, the first and the last block form one
+  /// group, like an embedding and a tied output.
+  void shard(WatchedNet& net, const DataLayout& layout, bool ends_are_one = false) const {
     const FsdpOptions fsdp{.mesh = mesh_of(layout)};
     auto& blocks = net->blocks;
     if (ends_are_one) fully_shard({blocks.front(), blocks.back()}, fsdp);
@@ -144,8 +144,8 @@ class FsdpOverlap : public ::testing::Test {
   }
   void step(WatchedNet& net) const { loss_of(net(mine)).backward(); }
 
-  /// The third step: the first one finds the order, which later ones use.
-  StepRecord record_step(const Layout& layout, bool ends_are_one = false) const {
+  /// Records the third step, because the first one finds the order that later steps use.
+  StepRecord record_step(const DataLayout& layout, bool ends_are_one = false) const {
     WatchedNet net(kNumBlocks, "block");
     shard(net, layout, ends_are_one);
     for (int i = 0; i < 2; ++i) step(net);
@@ -158,7 +158,7 @@ class FsdpOverlap : public ::testing::Test {
 };
 
 TEST_F(FsdpOverlap, GathersTheNextBlockWhileOneComputes) {
-  for (const Layout& layout : layouts(size)) {
+  for (const DataLayout& layout : layouts(size)) {
     if (layout.shard == 1) continue;
     const StepRecord record = record_step(layout);
     for (int64_t block = 0; block + 1 < kNumBlocks; ++block) {
@@ -173,7 +173,7 @@ TEST_F(FsdpOverlap, GathersTheNextBlockWhileOneComputes) {
 }
 
 TEST_F(FsdpOverlap, OuterGroupDoesNotGatherAllOthersAtOnce) {
-  for (const Layout& layout : layouts(size)) {
+  for (const DataLayout& layout : layouts(size)) {
     if (layout.shard == 1) continue;
     const StepRecord record = record_step(layout, /*ends_are_one=*/true);
     for (int64_t block = 1; block + 1 < kNumBlocks; ++block) {
@@ -185,12 +185,12 @@ TEST_F(FsdpOverlap, OuterGroupDoesNotGatherAllOthersAtOnce) {
 }
 
 TEST_F(FsdpOverlap, ReducesGradientsDuringTheNextBlocksBackward) {
-  for (const Layout& layout : layouts(size)) {
+  for (const DataLayout& layout : layouts(size)) {
     const StepRecord record = record_step(layout);
     const char* first = layout.shard > 1 ? "fsdp::reduce_scatter" : "fsdp::all_reduce";
     for (int64_t block = 1; block < kNumBlocks; ++block)
       record.expect_under_way(first, block, 0, Pass::Backward, block - 1);
-    // The sum over replicas follows once the next block's gradients are in flight.
+    // The sum over replicas follows once the next block's gradients are being reduced.
     if (layout.shard == 1 || layout.replicate == 1) continue;
     for (int64_t block = 2; block < kNumBlocks; ++block)
       record.expect_under_way("fsdp::all_reduce", block, 0, Pass::Backward, block - 2);
@@ -201,11 +201,11 @@ bool has_memory(const WatchedBlock& block) {
   return block->up.storage().nbytes() > 0 || block->down.storage().nbytes() > 0;
 }
 
-// Storages, as the modules have them; and tensors that stay between steps. One block's buffer holds gathered
-// parameters, one a gather in flight, two hold gradients (collected, and in flight), and two parts hold sums
-// on their way to the gradients of earlier steps.
+// Checks the modules' storages, and tensors that stay between steps. One block's buffer has gathered
+// parameters, one a running gather, two have gradients (collected, and being reduced), and two parts have
+// sums to be added to the gradients of earlier steps.
 TEST_F(FsdpOverlap, OneBlockIsGatheredAndBuffersAreFourBlocks) {
-  if (device().is_cuda()) GTEST_SKIP() << "counts gloo's copies in the host's memory too";
+  if (device().is_cuda()) GTEST_SKIP() << "would count gloo's copies in host memory, too";
   for (const int64_t num_blocks : {4, 9}) {
     WatchedNet net(num_blocks, "block");
     shard(net, {1, size});
@@ -228,7 +228,7 @@ TEST_F(FsdpOverlap, OneBlockIsGatheredAndBuffersAreFourBlocks) {
   }
 }
 
-/// The smallest count of some steps, once two have settled what is kept.
+/// The smallest count in some steps, after two that allocate memory to keep.
 int64_t news_of_a_step(const std::function<void()>& step) {
   int64_t least = std::numeric_limits<int64_t>::max();
   for (int i = 0; i < 6; ++i) {
@@ -242,21 +242,21 @@ int64_t news_of_a_step(const std::function<void()>& step) {
 constexpr const char* kLongName = "a_block_by_a_name_for_which_no_string_has_room_inside_of_itself_";
 
 TEST_F(FsdpOverlap, StepBuildsNoStrings) {
-  if (device().is_cuda()) GTEST_SKIP() << "counts on one thread, where a GPU's backward has its own";
-  const auto news = [&](int64_t num_blocks, const char* name, const std::optional<Layout>& layout) {
+  if (device().is_cuda()) GTEST_SKIP() << "counts on one thread, but a GPU's backward has its own";
+  const auto news = [&](int64_t num_blocks, const char* name, const std::optional<DataLayout>& layout) {
     WatchedNet net(num_blocks, name);
     if (layout) shard(net, *layout);
     return news_of_a_step([&] { step(net); });
   };
-  const auto for_a_block = [&](const std::optional<Layout>& layout) {
+  const auto for_a_block = [&](const std::optional<DataLayout>& layout) {
     return static_cast<double>(news(10, "block", layout) - news(6, "block", layout)) / 4;
   };
   const double plain = for_a_block({});
-  for (const Layout& layout : layouts(size)) {
+  for (const DataLayout& layout : layouts(size)) {
     EXPECT_EQ(news(6, kLongName, layout), news(6, "b", layout)) << "a module's name was copied in a step";
     const double engine = for_a_block(layout) - plain;
-    // 81, 50 and 85 with g++ 12, including two gathers and a reduction or two: a string for each call, or a
-    // map entry, would be more than these two.
+    // Measured with g++ 12: 81, 50 and 85, including two gathers and one or two reductions. The margin of two
+    // is less than a string or a map entry for each call would take.
     const int most = 2 + (layout.shard == 1 ? 50 : layout.replicate == 1 ? 81 : 85);
     EXPECT_LE(engine, most) << "replicate " << layout.replicate << " shard " << layout.shard
                             << ": allocations that fully_shard adds to a block's step";

@@ -1,5 +1,5 @@
-// A Llama under FSDP, DDP and HSDP against the same model on one rank: the loss, every parameter's gradient,
-// a whole training run, and memory.
+// Compares a Llama with FSDP, DDP and HSDP with the same model on one rank: the loss, every parameter's
+// gradient, a whole training run, and memory.
 
 #include <algorithm>
 #include <cmath>
@@ -53,7 +53,7 @@ void expect_equal(train::TrainableModel& model, double loss, const LlamaStep& re
   }
 }
 
-std::vector<ReshardAfterForward> policies(const Layout& layout) {
+std::vector<ReshardAfterForward> policies(const DataLayout& layout) {
   std::vector<ReshardAfterForward> all = {{}, ReshardAfterForward::always(), ReshardAfterForward::never()};
   if (layout.shard == 4) all.push_back(ReshardAfterForward::to_size(2));
   return all;
@@ -72,7 +72,7 @@ TEST_P(FsdpParity, LossAndEveryGradientMatchOneRank) {
   Batch batch = random_batch(llama, 1);
   const LlamaStep reference = run_on_one_rank(llama, batch, dtype, kSeed);
   Worst worst;
-  for (const Layout& layout : layouts(size)) {
+  for (const DataLayout& layout : layouts(size)) {
     train::Meshes meshes = meshes_of(layout);
     for (const auto& policy : policies(layout)) {
       for (bool reduce_every : {true, false}) {
@@ -111,13 +111,13 @@ struct InitCase {
 
 class FsdpInit : public ::testing::TestWithParam<InitCase> {};
 
-// No rank ever holds a whole parameter here, yet the parts are one rank's weights, bit for bit.
+// No rank ever has a whole parameter here, but the parts are bitwise equal to one rank's weights.
 TEST_P(FsdpInit, EveryLayoutStartsFromTheSameBits) {
   const auto& [llama, dtype] = GetParam();
   auto single = build_llama(llama, dtype);
   materialize(single->root(), kSeed);
   const auto expected = parameters(single->root());
-  for (const Layout& layout : layouts(world().size())) {
+  for (const DataLayout& layout : layouts(world().size())) {
     for (at::ScalarType compute : {dtype, at::kBFloat16}) {
       auto model = build_sharded_llama(llama, dtype, meshes_of(layout), {.mesh = {}, .param_dtype = compute});
       materialize(model->root(), kSeed);
@@ -140,7 +140,7 @@ INSTANTIATE_TEST_SUITE_P(
                       InitCase{uneven_llama(), at::kBFloat16}, InitCase{tied_llama(), at::kFloat}),
     [](const auto& info) { return info.param.llama.name + c10::toString(info.param.dtype); });
 
-// With bfloat16 parameters the sharded model computes what FSDP on one rank does; only the order of sums
+// With bfloat16 parameters the sharded model computes the same as FSDP on one rank; only the order of sums
 // differs.
 TEST(FsdpParityBf16, IsNearOneRank) {
   LlamaCase llama = uneven_llama();
@@ -208,7 +208,7 @@ TEST(FsdpParityRun, MatchesTorchTitanAndOneRank) {
   materialize(single->root(), kSeed);
   load_model(parameters(single->root()), kMini / "titan.safetensors");
   auto expected = train_mini(*single, 0, 1, num_steps);
-  for (const Layout& layout : layouts(world().size())) {
+  for (const DataLayout& layout : layouts(world().size())) {
     auto model = build_sharded_llama(mini_llama(), at::kFloat, meshes_of(layout), {});
     materialize(model->root(), kSeed);
     load_model(parameters(model->root()), kMini / "titan.safetensors");
@@ -250,7 +250,7 @@ TEST(FsdpMemory, IsOneNthOfThatOfOneRank) {
   materialize(model->root(), kSeed);
   forward_backward(*model, batch, rank, size, 1);
   double share = static_cast<double>(owned_bytes(*model)) * size / static_cast<double>(owned_bytes(*single));
-  // The last rank's part may be smaller, as chunks are rounded up.
+  // The last rank's part may be smaller, because chunks are rounded up.
   EXPECT_LE(share, 1.05);
   if (rank == 0) EXPECT_GE(share, 0.95);
 }

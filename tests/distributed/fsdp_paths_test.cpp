@@ -1,4 +1,4 @@
-// fully_shard in unusual steps: other paths, several backwards, exceptions.
+// fully_shard in unusual steps: other paths, several backwards, and exceptions.
 
 #include "distributed/toy_case.h"
 #include "parallel/fsdp/fsdp_state.h"
@@ -22,7 +22,7 @@ class FsdpPaths : public ::testing::Test {
   }
 };
 
-// A prefetch for a block that isn't called mustn't serve the next step.
+// A prefetch for a block that isn't called must not be used in the next step.
 TEST_F(FsdpPaths, SkippedBlocksGatherDoesNotOutliveTheOptimizerStep) {
   Toy reference(kOptions, at::kDouble), model = sharded_toy(kOptions, at::kDouble, fsdp());
   for (int step = 0; step < 4; ++step) {
@@ -54,7 +54,7 @@ TEST_F(FsdpPaths, OneForwardMayHaveTwoBackwards) {
   }
 }
 
-// The ranks' backwards differ: a rank gathers and reduces for the others the blocks that it skips.
+// The ranks' backwards differ, so each rank gathers and reduces the blocks that it skips for the others.
 TEST_F(FsdpPaths, RanksMayUseDifferentBlocks) {
   Toy reference(kOptions, at::kDouble), model = sharded_toy(kOptions, at::kDouble, fsdp());
   model->path.detached = rank % 2 == 0 ? -1 : 1;
@@ -70,9 +70,10 @@ TEST_F(FsdpPaths, RanksMayUseDifferentBlocks) {
   }
 }
 
-// Its gradient was collected and waits for the last micro-batch's reduction, which it takes no part in.
+// The block's gradient from earlier micro-batches must be reduced in the last one, which doesn't run the
+// block.
 TEST_F(FsdpPaths, LastMicroBatchMaySkipABlock) {
-  for (const Layout& layout : layouts(size)) {
+  for (const DataLayout& layout : layouts(size)) {
     for (const bool reduce_every : {true, false}) {
       Toy reference(kOptions, at::kDouble);
       Toy model = sharded_toy(kOptions, at::kDouble,
@@ -94,7 +95,7 @@ TEST_F(FsdpPaths, LastMicroBatchMaySkipABlock) {
 }
 
 TEST_F(FsdpPaths, AbandonedStepLeavesNothing) {
-  for (const Layout& layout : layouts(size)) {
+  for (const DataLayout& layout : layouts(size)) {
     for (const bool reduce_every : {true, false}) {
       Toy reference(kOptions, at::kDouble);
       Toy model = sharded_toy(kOptions, at::kDouble,

@@ -1,9 +1,9 @@
 // Forwards and backwards of a settled model build, hash and look up no strings, in all modules that have
-// collectives, and in Float8. Calls of libtitan_train for these go to libstdc++ and libc, and are intercepted here;
-// calls from LibTorch, or from this program, don't count. Three things go unseen: strings of up to fifteen
-// characters that are never compared, those that stay or that another thread frees, and maps with other keys.
-// And the model reads no number from a tensor through item() and the like, for which the host would wait for
-// a device; copies to the host and reads of its memory go unseen.
+// collectives, and in Float8. For these, libtitan_train calls libstdc++ and libc, and the calls are
+// intercepted here; calls from LibTorch, or from this program, don't count. The test doesn't detect strings
+// of up to fifteen characters that are never compared, strings that stay or are freed by another thread, or
+// maps with other keys. The model also reads no number from a tensor by item() and the like, for which the
+// host would wait for a device. Copies to the host and reads of its memory aren't detected.
 
 #include <execinfo.h>
 #include <link.h>
@@ -72,25 +72,25 @@ struct Stack {
   int depth = 0;
 };
 
-/// Memory from operator new, on behalf of libtitan.
+/// Memory that libtitan allocated by operator new.
 struct Memory {
   const char* bytes = nullptr;
   size_t size = 0;
   Stack stack;
 };
 
-/// What was seen on this thread: a backward on a CPU runs on the thread that calls it.
+/// The calls seen on this thread; a backward on a CPU runs on the thread that calls it.
 struct Seen {
   Code libtitan = code_of("libtitan_train.so"), libstdcxx = code_of("libstdc++.so"), program = code_of("");
   int64_t made = 0, compared = 0, hashed = 0;
   const char* first = nullptr;
   Stack first_stack;
   std::string first_text;
-  std::vector<Memory> memory;  // that this thread hasn't freed
+  std::vector<Memory> memory;  // not freed by this thread yet
 };
 thread_local Seen* seen = nullptr;
 
-/// Calls don't count while it lives. Empty where nothing is being watched.
+/// Calls aren't counted while this object exists. It is empty if nothing is being watched.
 class Looking {
  public:
   Looking() : seen_(seen) { seen = nullptr; }
@@ -105,7 +105,7 @@ class Looking {
   Seen* const seen_;
 };
 
-/// Whether libtitan asked for it, directly or through libstdc++.
+/// Whether the call is from libtitan, directly or through libstdc++.
 bool is_libtitans(const Seen& seen, const Stack& stack) {
   int caller = 0;
   while (caller < stack.depth &&
@@ -137,7 +137,7 @@ bool is_printable(const char* text, size_t size) {
 
 void see_new(void* memory, size_t size) {
   const Looking looking;
-  // Shorter strings are stored in their objects.
+  // Shorter strings are stored in the string object.
   if (!looking || size <= 16) return;
   // Another thread may have freed this memory.
   std::erase_if(looking->memory, [memory](const Memory& one) { return one.bytes == memory; });
@@ -148,14 +148,14 @@ void see_new(void* memory, size_t size) {
   looking->memory.push_back(got);
 }
 
-/// A string leaves a trace that numbers and pointers don't: eight or more printable characters from the
-/// start, and a zero after them.
+/// Memory of a string, unlike that of numbers and pointers, starts with eight or more printable characters
+/// and a zero.
 void look_for_text(Seen& seen, const Memory& memory) {
   const char* end = memory.bytes;
   while (end < memory.bytes + memory.size && *end >= ' ' && *end <= '~') ++end;
   if (end - memory.bytes < 8 || end == memory.bytes + memory.size || *end != 0) return;
   ++seen.made;
-  note(seen, "a text was made", memory.stack, std::string(memory.bytes, end));
+  note(seen, "a string was built", memory.stack, std::string(memory.bytes, end));
 }
 
 void see_delete(const void* memory) {
@@ -171,7 +171,7 @@ void see_delete(const void* memory) {
 
 }  // namespace
 
-// These replace the libraries' functions, and do the same.
+// These replace the libraries' functions and do the same.
 void* operator new(size_t size) {
   void* const memory = std::malloc(std::max<size_t>(size, 1));
   if (memory == nullptr) throw std::bad_alloc();
@@ -184,22 +184,22 @@ void operator delete(void* memory) noexcept {
 }
 void operator delete(void* memory, size_t /*size*/) noexcept { operator delete(memory); }
 
-// Used by std::map and std::set with string keys, and by == of strings. Sizes and strides are compared with
-// it too: numbers, whose bytes aren't letters.
+// Used by std::map and std::set with string keys, and by == of strings. Sizes and strides are also compared
+// with it, but these are numbers, whose bytes aren't letters.
 extern "C" int memcmp(const void* a, const void* b, size_t size) {
   const auto* left = static_cast<const unsigned char*>(a);
   const auto* right = static_cast<const unsigned char*>(b);
   if (seen != nullptr && is_printable(static_cast<const char*>(a), size) &&
       is_printable(static_cast<const char*>(b), size))
-    see("texts were compared", &Seen::compared);
+    see("strings were compared", &Seen::compared);
   for (size_t i = 0; i < size; ++i)
     if (left[i] != right[i]) return left[i] < right[i] ? -1 : 1;
   return 0;
 }
-// libstdc++ calls it in dynamic_cast, with types' names.
+// libstdc++ calls it in dynamic_cast, with the names of types.
 extern "C" int strcmp(const char* a, const char* b) {
   if (seen != nullptr && seen->libtitan.has(__builtin_return_address(0)))
-    see("texts were compared", &Seen::compared);
+    see("strings were compared", &Seen::compared);
   while (*a != 0 && *a == *b) ++a, ++b;
   return static_cast<unsigned char>(*a) - static_cast<unsigned char>(*b);
 }
@@ -207,7 +207,7 @@ extern "C" int strcmp(const char* a, const char* b) {
 namespace std {
 // Used by std::unordered_map and std::unordered_set with string keys.
 size_t _Hash_bytes(const void* bytes, size_t size, size_t seed) {
-  see("a text was hashed", &Seen::hashed);
+  see("a string was hashed", &Seen::hashed);
   size_t hash = seed ^ 14695981039346656037ULL;
   for (size_t i = 0; i < size; ++i)
     hash = (hash ^ static_cast<const unsigned char*>(bytes)[i]) * 1099511628211ULL;
@@ -220,7 +220,7 @@ namespace {
 
 using namespace titan::testing;  // NOLINT: the test's own names
 
-/// Watches this thread until it is asked.
+/// Watches this thread until end() is called.
 class Watching {
  public:
   Watching() {
@@ -252,8 +252,8 @@ class Watching {
 
 std::atomic<int64_t> num_host_reads{0};
 
-/// Counts the numbers that any thread reads from tensors while it lives: on a GPU a backward has its own
-/// thread.
+/// Counts the numbers that any thread reads from tensors during its lifetime, because on a GPU a backward has
+/// its own thread.
 class HostReads {
  public:
   HostReads()
@@ -276,8 +276,7 @@ class HostReads {
   at::CallbackHandle callback_;
 };
 
-/// Enough layers to show anything that each of them does, and names too long to be stored in their string
-/// objects.
+/// With enough layers to show work that each of them does, and names too long to be stored in string objects.
 LlamaCase small_llama() {
   return {.name = "small",
           .args = {{"dim", int64_t{64}},
@@ -297,7 +296,7 @@ struct Way {
   TensorParallelOptions tensor = {};
   ContextParallelOptions context = {};
   std::optional<LayersPolicy> checkpointing = {};
-  const char* recipe = nullptr;  ///< Float8's; "delayed": tensorwise, with scales from the steps before
+  const char* recipe = nullptr;  ///< Float8 recipe; "delayed": tensorwise, with scales from previous steps
   bool scales_at_once = false;
 };
 
@@ -347,13 +346,13 @@ void expect_nothing(Watching& watching, const std::string& what) {
   EXPECT_EQ(seen.made + seen.compared + seen.hashed, 0) << what << ": " << watching.first();
 }
 
-/// As an optimizer does: anything derived from the old weights is stale.
+/// Writes the weights as an optimizer does, so that data derived from them becomes stale.
 void write_weights(const std::vector<Parameter>& list) {
   at::NoGradGuard no_grad;
   for (const Parameter& parameter : list) at::Tensor(parameter.data.local).mul_(1);
 }
 
-/// Called for each way with a step of its settled model.
+/// Calls `call` for each way, with a step of its settled model.
 void for_each_way(const std::function<void(const Way&, const std::function<void()>& step)>& call) {
   const LlamaCase llama = small_llama();
   const Batch batch = random_batch(llama, 1);
@@ -400,7 +399,7 @@ TEST(HotPath, SettledModelReadsNoNumbersFromTensors) {
   for_each_way([](const Way& way, const std::function<void()>& step) {
     const HostReads reads;
     step();
-    // Tokens and labels for a split vocabulary are checked: on a device by an assertion, on a CPU
+    // For a split vocabulary, tokens and labels are checked: on a device by an assertion, on a CPU
     // immediately.
     EXPECT_EQ(reads.count(), way.dims.tp > 1 && device().is_cpu() ? 2 : 0) << way.name;
   });
@@ -442,12 +441,12 @@ TEST(HotPath, SettledPipelineBuildsNoStringsAndReadsNoNumbers) {
   }
 }
 
-// The tests above can detect every kind.
+// The tests above can detect every kind of use.
 TEST(HotPath, DetectsStrings) {
   const auto model = build_llama(small_llama(), at::kFloat);
   {
     Watching watching;
-    EXPECT_FALSE(parameters(model->root()).empty());  // by name
+    EXPECT_FALSE(parameters(model->root()).empty());  // has names
     EXPECT_GT(watching.end().made, 0);
   }
   {

@@ -1,6 +1,6 @@
 #pragma once
 
-// Small Llamas, whole and spread out, that get the same batches: the parity tests compare them.
+// Small Llamas, whole and spread over ranks, with the same batches, for the parity tests.
 
 #include <algorithm>
 #include <map>
@@ -14,18 +14,21 @@
 #include "distributed/layouts.h"
 #include "distributed/world.h"
 #include "titan/core/error.h"
+#include "titan/nn/loss.h"
 #include "titan/parallel/parameters.h"
 #include "titan/train/model_spec.h"
 #include "titan/train/parallel_dims.h"
+#include "unit/golden.h"
 
 namespace titan::testing {
 
-/// Sizes of a Llama by the keys of [model.args], and of its batches.
+/// The sizes of a Llama, by the keys of [model.args], and of its batches.
 struct LlamaCase {
   std::string name;
   std::map<std::string, config::Value> args;
   int64_t rows = 16;
   int64_t seq_len = 16;
+  std::string loss = "cross_entropy";
 };
 
 /// The model of tests/data/parity/mini.
@@ -42,7 +45,7 @@ inline LlamaCase mini_llama() {
           .seq_len = 64};
 }
 
-/// Nothing that 2, 3 or 4 divide evenly: 42 features in 7 heads, 250 tokens, 5 layers.
+/// Sizes that 2, 3 or 4 ranks don't divide evenly: 42 features in 7 heads, 250 tokens, 5 layers.
 inline LlamaCase uneven_llama() {
   return {.name = "uneven",
           .args = {{"dim", int64_t{42}},
@@ -81,13 +84,24 @@ inline std::shared_ptr<void> make_args(const LlamaCase& llama) {
   return args;
 }
 
-/// Deferred; give it a plan, then values.
-inline std::unique_ptr<train::TrainableModel> build_llama(const LlamaCase& llama, at::ScalarType dtype) {
-  auto args = make_args(llama);
-  return llama_spec().build(args.get(), {.construct = deferred(device(), dtype), .seq_len = llama.seq_len});
+inline nn::Loss loss_named(const std::string& name) {
+  const nn::LossKind& kind = nn::losses().get(name);
+  return kind.make(kind.make_args().get());
 }
 
-inline train::Meshes meshes_of(const Layout& layout) {
+/// A deferred model; apply a plan, then materialize it. `stage_modules`: a pipeline stage's modules; empty:
+/// the whole model.
+inline std::unique_ptr<train::TrainableModel> build_llama(const LlamaCase& llama, at::ScalarType dtype,
+                                                          std::vector<std::string> stage_modules = {}) {
+  auto args = make_args(llama);
+  auto model = llama_spec().build(args.get(), {.construct = deferred(device(), dtype),
+                                               .seq_len = llama.seq_len,
+                                               .stage_modules = std::move(stage_modules)});
+  nn::set_loss(model->root().module(), loss_named(llama.loss));
+  return model;
+}
+
+inline train::Meshes meshes_of(const DataLayout& layout) {
   return train::build_meshes(world(), {.dp_replicate = layout.replicate, .dp_shard = layout.shard});
 }
 
@@ -102,12 +116,12 @@ inline std::unique_ptr<train::TrainableModel> build_sharded_llama(const LlamaCas
   return model;
 }
 
-/// int64 [rows, sequence]; a label of -100 doesn't count.
+/// int64 [rows, sequence]; labels of -100 are ignored.
 struct Batch {
   at::Tensor tokens;
   at::Tensor labels;
   int64_t num_valid() const { return labels.ne(-100).sum().item<int64_t>(); }
-  /// Rows first, first + step, ...
+  /// The rows first, first + step, ...
   Batch rows(int64_t first, int64_t step) const {
     return {tokens.slice(0, first, {}, step).contiguous(), labels.slice(0, first, {}, step).contiguous()};
   }
@@ -125,8 +139,8 @@ inline Batch random_batch(const LlamaCase& llama, uint64_t seed) {
   return batch;
 }
 
-/// Forward and backward over this rank's rows (rank, rank + degree, ...) in `micro_batches` parts; the loss
-/// over all ranks.
+/// Runs forward and backward over this rank's rows (rank, rank + degree, ...) in `micro_batches` parts.
+/// Returns the loss over all ranks.
 inline double forward_backward(train::TrainableModel& model, const Batch& batch, int rank, int degree,
                                int micro_batches) {
   int64_t num_valid = batch.num_valid();
@@ -161,12 +175,6 @@ inline LlamaStep run_on_one_rank(const LlamaCase& llama, const Batch& batch, at:
 inline void forget_gradients(train::TrainableModel& model) {
   for (const Parameter& parameter : parameters(model.root()))
     at::Tensor(parameter.data.local).mutable_grad().reset();
-}
-
-/// |got - expected| / |expected|, in double.
-inline double relative_error(const at::Tensor& got, const at::Tensor& expected) {
-  double norm = expected.to(at::kDouble).norm().item<double>();
-  return (got.to(at::kDouble) - expected.to(at::kDouble)).norm().item<double>() / (norm == 0 ? 1 : norm);
 }
 
 /// The whole gradient of a parameter, on every rank.

@@ -57,7 +57,7 @@ void choose_output(int rank) {
   listeners.Append(printer);  // after the line above: gtest calls its listeners in reverse when a test ends
 }
 
-// Takes the cases of other files away from those that --gtest_filter chooses.
+// Removes the cases of other files from those that --gtest_filter chooses.
 void choose_file(const std::string& name) {
   std::string others;
   size_t num_chosen = 0;

@@ -68,7 +68,7 @@ class Spoiler : public nn::CallHook {
 };
 
 Toy make_toy(Where where, bool checkpoints) {
-  const Layout layout{1, world().size()};
+  const DataLayout layout{1, world().size()};
   Toy model(ToyOptions{}, at::kFloat);
   nn::name_modules(*model);
   model->blocks[1]->label_hook = std::make_shared<Spoiler>(where);
@@ -161,8 +161,8 @@ TEST(NanSearch, NotesTheFirstFindingInsteadOfThrowing) {
     EXPECT_TRUE(first->made_by_module);
     EXPECT_THAT(first->text, HasSubstr(where == Where::Forward ? "the output of module 'block1' is the first"
                                                                : "the backward of module 'block1' is"));
-    EXPECT_GT(first->num_looked_at, before) << "checks of the backward come after all of the forward's";
-    before = first->num_looked_at;
+    EXPECT_GT(first->num_checked, before) << "checks of the backward come after all of the forward's";
+    before = first->num_checked;
   }
 }
 
@@ -187,10 +187,10 @@ TEST_P(NanFound, InTheForward) {
 
 TEST_P(NanFound, OnlyInTheBackward) {
   const std::string failure = failure_of_step(search_modules, Where::Backward, GetParam());
-  EXPECT_THAT(failure, AllOf(HasSubstr(place() + "the backward of module 'block1' is the first to give a "
+  EXPECT_THAT(failure, AllOf(HasSubstr(place() + "the backward of module 'block1' is the first to produce a "
                                                  "gradient that isn't finite"),
                              HasSubstr("gradient of input 0: Float ["), HasSubstr("1 NaN, 0 Inf"),
-                             HasSubstr("it was given: gradient 0: Float ["), HasSubstr("0 NaN, 0 Inf"),
+                             HasSubstr("it received: gradient 0: Float ["), HasSubstr("0 NaN, 0 Inf"),
                              HasSubstr("its forward's input 0: Float ["), HasSubstr("up: Float [7, 6]")));
 }
 
@@ -230,9 +230,9 @@ TEST(NanSearch, NamesTheOperationAndTheModuleThatRecordedIt) {
     }
   }
   const std::string printed = ::testing::internal::GetCapturedStderr();
-  EXPECT_THAT(failure, HasSubstr(place() + "in the backward of BadBackward, which the forward of module "
-                                           "'block1' recorded, a gradient isn't finite that was made of "
-                                           "finite ones"));
+  EXPECT_THAT(failure,
+              HasSubstr(place() + "the backward of BadBackward, which the forward of module 'block1' "
+                                  "recorded, produced a non-finite gradient from finite ones"));
   EXPECT_THAT(printed, AllOf(HasSubstr("Error detected in BadBackward"),
                              HasSubstr("titan::train::ModuleProbe::post_forward")))
       << "the forward's stack";

@@ -1,6 +1,6 @@
 #pragma once
 
-// The results of a step, on one rank and spread out, and how far apart the two are.
+// The results of a step, on one rank or spread over ranks, and their comparison.
 
 #include <algorithm>
 #include <cmath>
@@ -22,8 +22,8 @@ inline constexpr uint64_t kSeed = 3;
 
 struct Precision {
   const char* name;
-  at::ScalarType dtype;    // of the weights
-  at::ScalarType compute;  // of the products
+  at::ScalarType dtype;    // dtype of the weights
+  at::ScalarType compute;  // dtype of the products
 };
 inline constexpr Precision kFloat64{"float64", at::kDouble, at::kDouble};
 inline constexpr Precision kFloat32{"float32", at::kFloat, at::kFloat};
@@ -73,7 +73,7 @@ struct Worst {
   }
 };
 
-// Compares only the gradients in `got`: a pipeline rank has its stages'.
+// Compares only the gradients in `got`, because a pipeline rank has only those of its stages.
 inline void expect_close(const Outcome& got, const Outcome& expected, double tolerance,
                          const std::string& what, Worst& worst) {
   EXPECT_NEAR(got.loss, expected.loss, tolerance * std::max(1.0, std::abs(expected.loss))) << what;
@@ -97,7 +97,7 @@ inline void expect_equal(const Outcome& got, const Outcome& expected, double tol
   expect_close(got, expected, tolerance, what, worst);
 }
 
-// Keeps a variant if a pair of its settings is new.
+// Selects variants that have a new pair of settings.
 class PairwiseCover {
  public:
   bool add(const std::vector<int>& settings) {

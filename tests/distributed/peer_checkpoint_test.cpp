@@ -1,5 +1,5 @@
-// Jobs whose hosts are folders: after ranks and hosts are lost, the remaining files are found and hold what
-// was saved.
+// Jobs whose hosts are folders: after ranks and hosts are lost, the remaining files are found and contain the
+// saved state.
 
 #include <algorithm>
 #include <cstdlib>
@@ -45,7 +45,7 @@ class Hosts {
     const auto result = start(hosts, {"save", std::to_string(first), std::to_string(last)});
     ASSERT_EQ(result.status, 0) << result.err;
   }
-  /// "newest 2": found, loaded, and equal to what was saved; otherwise the problem.
+  /// "newest 2" if that step was found, loaded and is equal to the saved one; otherwise the problem.
   std::string load(const std::string& hosts) const {
     const auto result = start(hosts, {"load"});
     const auto at = result.out.find("newest ");
@@ -119,8 +119,8 @@ TEST(PeerCheckpoints, OneHostKeepsOneCopyAndServesAnyNumberOfRanks) {
   EXPECT_EQ(hosts.load("a"), "newest 4");
 }
 
-// Each start with the files that the others left: a lost host's files are found as copies, wherever the ranks
-// are.
+// Each start has the files that the remaining hosts kept: copies of a lost host's files are found, wherever
+// the ranks are.
 TEST(PeerCheckpoints, FindsCopiesOfALostHostsFiles) {
   const Hosts saved;
   saved.save("aabb", 1, 2);
@@ -147,8 +147,8 @@ TEST(PeerCheckpoints, LosingBothCopiesLosesTheGeneration) {
   EXPECT_THAT(hosts.files_of('a'), IsEmpty()) << "useless files are removed";
 }
 
-// A file that is damaged on one host has a copy on another: the copy is loaded, and the damage reported. `ab`
-// has both files twice, and each of them damaged once.
+// If a file is damaged on one host, its copy on another is loaded, and the damage is reported. Hosts a and b
+// have both files, and each file is damaged on one of them.
 TEST(PeerCheckpoints, LoadsTheIntactCopyOfADamagedFile) {
   const Hosts hosts;
   hosts.save("ab", 1, 2);
@@ -163,7 +163,7 @@ TEST(PeerCheckpoints, LoadsTheIntactCopyOfADamagedFile) {
                     Not(ContainsRegex("(damaged: rank .*){3}"))));
   EXPECT_EQ(hosts.load("ab"), "newest 3");
 
-  // Also where the damaged file may be sent to a host that has nothing.
+  // The same if the damaged file could be sent to a host that has nothing.
   const Hosts three;
   three.save("abc", 1, 2);
   three.flip_bytes('a');
@@ -185,11 +185,12 @@ TEST(PeerCheckpoints, LoadsTheCopyOfAFileOfTheWrongSize) {
   fs::resize_file(hosts.folders_of('a').front() / "step-2" / checkpoint::file_name(0), 100);
   const auto loaded = hosts.start("ab", {"load"});
   EXPECT_EQ(loaded.status, 0) << loaded.err;
-  EXPECT_THAT(loaded.err, AllOf(HasSubstr("passed over"), HasSubstr("has 100 bytes instead of")));
+  EXPECT_THAT(loaded.err,
+              AllOf(HasSubstr("peer checkpoints: skipped: "), HasSubstr("has 100 bytes instead of")));
 }
 
-// The copies of the second generation stall on one rank: it is given up, none is begun while they are in
-// flight, and after that states are kept as before.
+// The copies of the second generation stall on one rank: that generation is given up, no other begins while
+// the copies are in transit, and after that states are kept as before.
 TEST(PeerCheckpoints, SlowCopiesCostOnlyTheirGeneration) {
   const Hosts hosts;
   const auto result = hosts.start("ab", {"stall"});
@@ -198,28 +199,27 @@ TEST(PeerCheckpoints, SlowCopiesCostOnlyTheirGeneration) {
               AllOf(ContainsRegex("step 2: peer checkpoint of step 2: .*the copies weren't made within 15 s"),
                     HasSubstr("step 3: skipped"), HasSubstr("step 4: ; 2 complete, 1 failed"),
                     HasSubstr("pieces: 3")));
-  EXPECT_THAT(result.err,
-              AllOf(HasSubstr("training goes on without it"),
-                    ContainsRegex("skipped, as rank [^\n]*: the copies of step 2 are still on their way"),
-                    HasSubstr("states are kept in memory again")));
+  EXPECT_THAT(result.err, AllOf(HasSubstr("training continues without it"),
+                                ContainsRegex("skipped, as rank [^\n]*: still sending the copies of step 2"),
+                                HasSubstr("in-memory checkpoints work again")));
   EXPECT_THAT(hosts.files_of('a'),
               ElementsAre("step-4/rank_00000.safetensors", "step-4/rank_00001.safetensors"));
 }
 
-// The training thread takes part in all calls, so all training ranks are alive.
-TEST(PeerCheckpoints, ARankLostOnlyToSavesEndsNothing) {
+// The lost rank's training thread still takes part in all calls: only its background thread hangs.
+TEST(PeerCheckpoints, RankLostOnlyToSavesDoesNotStopTraining) {
   const Hosts hosts;
   const auto result = hosts.start("ab", {"lose"});
   ASSERT_EQ(result.status, 0) << result.out << result.err;
   EXPECT_THAT(result.out, HasSubstr("step 3: skipped"));
   EXPECT_THAT(result.err, AllOf(ContainsRegex("peer checkpoint of step 2: .*rank 1 .*didn't answer within .*"
-                                              "training goes on without it"),
-                                HasSubstr("the ranks fell out of step in that of step 2")));
+                                              "training continues without it"),
+                                HasSubstr("the ranks lost their common order while saving step 2")));
   EXPECT_EQ(hosts.load("ab"), "newest 1");
 }
 
-// The same mark and another job: an earlier job's files are removed if it saved in the same folder and is no
-// longer running.
+// Another job with the same run's mark: an earlier job's files are removed if it saved in the same folder and
+// is no longer running.
 TEST(PeerCheckpoints, RemovesAnEarlierJobsFolderOfTheSameRun) {
   const Hosts hosts;
   const auto save_as = [&](const std::string& job, const std::string& owner) {
@@ -229,7 +229,7 @@ TEST(PeerCheckpoints, RemovesAnEarlierJobsFolderOfTheSameRun) {
   const auto first = hosts.folders_of('a');
   ASSERT_THAT(first, SizeIs(1));
   const auto copied = save_as("second", "/runs/copy");
-  EXPECT_THAT(copied.err, HasSubstr("is of a run that saves in /runs/one"));
+  EXPECT_THAT(copied.err, HasSubstr("belongs to a run that saves in /runs/one"));
   EXPECT_THAT(hosts.folders_of('a'), AllOf(SizeIs(2), Contains(first.front())));
   {
     const checkpoint::FolderLock at_work(first.front());
@@ -238,11 +238,11 @@ TEST(PeerCheckpoints, RemovesAnEarlierJobsFolderOfTheSameRun) {
   }
   EXPECT_THAT(save_as("fourth", "/runs/one").err, HasSubstr("which an earlier job of this run left"));
   EXPECT_THAT(hosts.folders_of('a'), AllOf(SizeIs(2), Not(Contains(first.front()))))
-      << "the copy's folder and its own";
+      << "expected the copied run's folder and the fourth job's own";
 }
 
-// A rank ends in some phase of the second generation: either the first or the second is complete, even if a
-// host is lost with it. From the manifest on the other host may have the second one.
+// If a rank ends in any phase of the second generation, the first or the second is complete, even if a host
+// is lost too. From WriteManifest on, the other host may already have the second one.
 TEST(PeerCheckpoints, InterruptedGenerationLeavesTheOneBefore) {
   int number = 0;
   for (const std::string phase : {"MakeFolder", "WriteFile", "WriteChunk", "SyncFile", "Gather", "CopyPiece",
@@ -252,7 +252,7 @@ TEST(PeerCheckpoints, InterruptedGenerationLeavesTheOneBefore) {
     const Hosts hosts;
     const auto failed = hosts.start("aabb", {"fail", phase, "exit", by_root ? "0" : "2"});
     EXPECT_NE(failed.status, 0);
-    EXPECT_NE(failed.status, 128 + SIGKILL) << "it had to be killed: " << failed.err;
+    EXPECT_NE(failed.status, 128 + SIGKILL) << "the job had to be killed: " << failed.err;
     if (!by_root) hosts.lose('b');
     const std::string found = hosts.load(by_root ? "aabb" : "aa");
     if (phase == "Prune")

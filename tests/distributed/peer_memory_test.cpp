@@ -1,4 +1,4 @@
-// All ranks agree on which ranks share memory; and on GPUs, overlapped products through it equal plain ones.
+// All ranks agree on which ranks share memory; on GPUs, overlapped products through it equal plain ones.
 
 #include <cstdlib>
 

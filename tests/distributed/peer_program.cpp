@@ -1,18 +1,18 @@
 // The rank program of the peer checkpoint tests. HOSTS has a letter for each rank: ranks of one letter share
 // FOLDER/host_LETTER, as ranks on a host share its memory.
-//   peer_program FOLDER HOSTS save FIRST LAST          these steps, each to its end
-//   peer_program FOLDER HOSTS fail PHASE HOW RANK      step 1 is saved; in the save of step 2, RANK at PHASE
-//                                                      does HOW: throw, exit or hang
-//   peer_program FOLDER HOSTS stall                    step 1 is saved; in the save of step 2 rank 1's copies
-//                                                      stall until that of step 3 was skipped for them;
-//                                                      then step 4 is saved. Prints how each went
-//   peer_program FOLDER HOSTS lose                     step 1 is saved; in the save of step 2 rank 1 writes
-//                                                      forever. Prints how the next one went
-//   peer_program FOLDER HOSTS load                     prints "newest N" (or "none") and the damage; loads and
-//                                                      checks it
-//   peer_program FOLDER HOSTS end                      the job has ended
-// A failure ends a rank with exit code 3. TITAN_TEST_JOB, TITAN_TEST_RUN and TITAN_TEST_OWNER: the folder's
-// owner.
+//   peer_program FOLDER HOSTS save FIRST LAST       saves these steps, and waits until each is complete
+//   peer_program FOLDER HOSTS fail PHASE HOW RANK   saves step 1; at PHASE of the save of step 2, RANK does
+//                                                   HOW: throw, exit or hang
+//   peer_program FOLDER HOSTS stall                 saves step 1; in the save of step 2, rank 1's copies
+//                                                   stall until the save of step 3 was skipped because of
+//                                                   them; then saves step 4. Prints the outcome of each
+//   peer_program FOLDER HOSTS lose                  saves step 1; in the save of step 2, rank 1 never
+//                                                   finishes writing. Prints the outcome of the next save
+//   peer_program FOLDER HOSTS load                  prints "newest N" (or "none") and the damage; loads the
+//                                                   step and checks it
+//   peer_program FOLDER HOSTS end                   removes the folder, as when the job has ended
+// A failure ends a rank with exit code 3. TITAN_TEST_JOB, TITAN_TEST_RUN and TITAN_TEST_OWNER set the
+// folder's owner.
 
 #include <unistd.h>
 
@@ -38,9 +38,9 @@ using checkpoint::SaveOptions;
 using checkpoint::SavePhase;
 using Words = std::vector<std::string>;
 
-// For saves that succeed: only a stalled machine takes that long.
+// The timeout of saves that succeed: only a stalled machine takes that long.
 constexpr std::chrono::seconds kAmple(40);
-// For saves in which a rank is waited for in vain.
+// The timeout of saves in which ranks wait for another in vain.
 constexpr std::chrono::seconds kShort(15);
 
 std::string variable(const char* name, const std::string& otherwise) {
@@ -60,7 +60,7 @@ std::shared_ptr<PeerFolder> open(const dist::World& world, const Words& words) {
                                                           .owner = variable("TITAN_TEST_OWNER", "here")});
 }
 
-/// The state, split as by ranks that are all along dp.
+/// The state of a job whose ranks are all along dp.
 struct PeerJob {
   PeerJob(const dist::World& world, const Words& words, SaveOptions options = {.timeout = kAmple})
       : folder(open(world, words)), job(world), checkpointer(world, {}, with_peers(std::move(options))) {
@@ -104,29 +104,29 @@ void save_and_fail_at(const dist::World& world, const Words& words) {
   peer.save(1);
   armed = true;
   peer.save(2);
-  // The work after an answer: removing the previous files.
+  // Makes sure that the work after the verdict, removing the previous files, is done too.
   peer.save(3);
 }
 
-// Six pieces on each rank: enough to report early that the rest won't come.
+// Six pieces on each rank: enough that a rank can stop sending before the last one.
 std::vector<TensorCase> large_tensors(int num_ranks) {
   return {{"large", {num_ranks, 2'650'000}, at::kLong, 0, -1, 0, -1}};
 }
 
 void stall_copies(const dist::World& world, const Words& words) {
   bool armed = false;
-  std::atomic<bool> stands_still = true;
+  std::atomic<bool> is_stalled = true;
   std::atomic<int> num_pieces = 0;
   SaveOptions options;
   options.timeout = kShort;
   options.stop_on_failure = false;
   options.on_phase = [&](SavePhase at) {
     if (!armed || world.rank() != 1 || at != SavePhase::CopyPiece) return;
-    // The first time is before the first piece.
+    // The first call comes before the first piece.
     if (++num_pieces == 2)
-      while (stands_still) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+      while (is_stalled) std::this_thread::sleep_for(std::chrono::milliseconds(2));
   };
-  const auto tell = [&](const std::string& text) {
+  const auto print = [&](const std::string& text) {
     if (world.rank() == 0) std::cout << text << std::endl;
   };
   PeerJob peer(world, words, options);
@@ -135,16 +135,16 @@ void stall_copies(const dist::World& world, const Words& words) {
   peer.save(1);
   armed = true;
   peer.save(2);
-  tell("step 2: " + peer.checkpointer.last_failure());
-  tell(titan::str("step 3: ", peer.checkpointer.save(3) ? "begun" : "skipped"));
-  stands_still = false;
-  // Copies that are still in flight have to arrive first.
+  print("step 2: " + peer.checkpointer.last_failure());
+  print(titan::str("step 3: ", peer.checkpointer.save(3) ? "begun" : "skipped"));
+  is_stalled = false;
+  // Copies that are still in transit have to arrive first.
   while (!peer.checkpointer.save(4)) std::this_thread::sleep_for(std::chrono::milliseconds(5));
   if (world.rank() == 1) std::cout << "pieces: " << num_pieces - 1 << std::endl;
   peer.checkpointer.finish();
   const checkpoint::SaveCounts counts = peer.checkpointer.counts();
-  tell(titan::str("step 4: ", peer.checkpointer.last_failure(), "; ", counts.complete, " complete, ",
-                  counts.failed, " failed"));
+  print(titan::str("step 4: ", peer.checkpointer.last_failure(), "; ", counts.complete, " complete, ",
+                   counts.failed, " failed"));
 }
 
 void lose_rank(const dist::World& world, const Words& words) {

@@ -1,5 +1,5 @@
-// Messages sent in one call, over a backend that has such calls, stricter than NCCL: a batched message never
-// matches a single one. A call is done when its last message is.
+// Messages sent in one call, over a backend that has such calls and is stricter than NCCL: a batched message
+// never matches a single one. A call ends with its last message.
 
 #include <algorithm>
 
@@ -39,7 +39,7 @@ class AllOf final : public c10d::Work {
   std::vector<WorkPtr> works_;
 };
 
-// The tag keeps batched messages apart from single ones.
+// The tag distinguishes batched messages from single ones.
 class BatchingBackend final : public c10d::Backend {
  public:
   explicit BatchingBackend(c10::intrusive_ptr<c10d::Backend> gloo)
@@ -63,9 +63,9 @@ class BatchingBackend final : public c10d::Backend {
     return gloo_->allreduce(tensors, options);
   }
 
-  std::vector<size_t> batches;  // their sizes
+  std::vector<size_t> batches;  // sizes of batches
   size_t num_single = 0;
-  size_t fails_at = 0;  // the message of a batch, from 1, that can't be sent
+  size_t fails_at = 0;  // number, from 1, of the message in a batch that fails; 0: none
 
  private:
   WorkPtr add(WorkPtr work) {
@@ -78,7 +78,7 @@ class BatchingBackend final : public c10d::Backend {
   std::vector<WorkPtr> works_;
 };
 
-// The two ranks once more, with batches on the pipeline's links.
+// The same two ranks, with batches on the pipeline's links.
 class BatchingWorld {
  public:
   explicit BatchingWorld(const std::string& name) : impl_(std::make_shared<dist::World::Impl>()) {
@@ -148,7 +148,7 @@ TEST(MessageBatches, ArriveInOneCall) {
               ::testing::ElementsAre(2, 3));
 }
 
-// What happens to a rank that groups other messages than its peer.
+// The error of a rank that batches other messages than its peer.
 TEST(MessageBatches, ReportsABatchThatMeetsASingleMessage) {
   BatchingWorld batching("mismatch");
   const auto group = batching.get().group({0, 1}, "", "pipeline.down");
@@ -173,7 +173,7 @@ TEST(MessageBatches, ReportsABatchThatMeetsASingleMessage) {
   world().everyone()->barrier({"test::end"}).wait();
 }
 
-// Its first message, so that nothing is in flight to the other rank.
+// The first message fails, so that no message is in flight to the other rank.
 TEST(MessageBatches, ClosesABatchThatFails) {
   BatchingWorld batching("failure");
   if (world().rank() != 0) return;
@@ -199,8 +199,8 @@ TEST(MessageBatches, AreRefusedWithoutBackendSupport) {
   }
 }
 
-// Two forwards at once: both ends exchange the results together, then one by itself; in the backward only the
-// receives are adjacent.
+// After two forwards, both ends exchange the results in one batch, then one result separately; in the
+// backward only the receives are adjacent.
 constexpr const char* kSchedule =
     "0F0,0F1,0SEND_F0,0SEND_F1,0F2,0SEND_F2,0RECV_B0,0RECV_B1,0B0,0B1,0RECV_B2,0B2\n"
     "1RECV_F0,1RECV_F1,1F1,1F0,1B0,1SEND_B0,1RECV_F2,1B1,1SEND_B1,1F2,1B2,1SEND_B2\n";

@@ -34,7 +34,7 @@ inline const TensorForm kTensorForms[] = {{"", {}},
 struct Variant {
   train::ParallelDims dims;
   std::string schedule;
-  int stages = 1;  // on all ranks together
+  int stages = 1;  // total number on all ranks
   int micro_batches = 1;
   int repeats = 1;           // repetitions of the schedule, for accumulation
   size_t checkpointing = 0;  // index into kCheckpointing
@@ -62,7 +62,7 @@ inline pipeline::ModuleSequence sequence_of(const LlamaCase& llama) {
 struct StageOptions {
   pipeline::EndWeights ends = {};
   TensorParallelOptions tensor = {};
-  std::function<void(torch::nn::Module&)> convert = {};  ///< applied to each stage before it is spread out
+  std::function<void(torch::nn::Module&)> convert = {};  ///< applied to each stage before it is parallelized
 };
 
 // The stages of this rank.
@@ -72,12 +72,9 @@ class Stages {
          const train::Meshes& meshes, const StageOptions& options = {})
       : schedule_(schedule_of(variant)) {
     const auto modules = pipeline::split_evenly(sequence_of(llama), variant.stages, options.ends);
-    const auto args = make_args(llama);
     for (int stage = 0; stage < variant.stages; ++stage) {
       if (schedule_.rank_of_stage[static_cast<size_t>(stage)] != meshes.pp.rank()) continue;
-      auto model = llama_spec().build(args.get(), {.construct = deferred(device(), precision.dtype),
-                                                   .seq_len = llama.seq_len,
-                                                   .stage_modules = modules[static_cast<size_t>(stage)]});
+      auto model = build_llama(llama, precision.dtype, modules[static_cast<size_t>(stage)]);
       if (options.convert) options.convert(model->root().module());
       FsdpOptions fsdp = fsdp_options(precision);
       fsdp.mesh = meshes.fsdp;

@@ -1,4 +1,5 @@
-// The most that a schedule's stages hold, and how much they compute, match the simulator and the papers.
+// The peak memory of a schedule's stages, and the amount of their computation, match the simulator and the
+// papers.
 
 #include <algorithm>
 #include <iterator>
@@ -19,8 +20,8 @@ using namespace titan::testing;  // NOLINT: the test's own names
 
 constexpr int kMicroBatches = 8;
 
-// Wide enough that activations outweigh the runner's own memory, with a tiny vocabulary. The ends weigh
-// nothing, so every stage has as many layers.
+// Wide enough that activations are much larger than the runner's own memory, with a tiny vocabulary.
+// Embedding and head count for no layers, so every stage has the same number of layers.
 LlamaCase model() {
   LlamaCase llama = mini_llama();
   llama.args["n_layers"] = int64_t{8};
@@ -31,15 +32,15 @@ LlamaCase model() {
   return llama;
 }
 
-// F keeps of a layer the inputs of each norm and product, q, k, v and attention's result (8 D, with D the
-// width), and gate and up (2 F, with F the feed-forward's). I leaves for W the inputs of its products and the
-// gradients of their outputs (8 D + 3 F: w2's input is recomputed for it).
+// For each layer, F keeps the inputs of each norm and product, q, k, v and attention's result (8 D, where D
+// is the width), and gate and up (2 F, where F is the feed-forward's width). I leaves for W the inputs of the
+// products and the gradients of their outputs (8 D + 3 F, because w2's input is recomputed for it).
 double owed_share() {
   const double ffn = 3;  // F / D of mini_llama
   return (8 + 3 * ffn) / (8 + 2 * ffn);
 }
 
-// The most that the schedule holds on this rank, in a stage's micro-batches between F and I.
+// The schedule's peak on this rank, in units of a stage's micro-batch between F and I.
 double held_at_most(const pipeline::Schedule& schedule, int rank) {
   using Kind = pipeline::Action::Kind;
   double held = 0, peak = 0;
@@ -54,7 +55,7 @@ double held_at_most(const pipeline::Schedule& schedule, int rank) {
 }
 
 struct Measured {
-  double peak_bytes = 0;  // beyond what exists before the step
+  double peak_bytes = 0;  // in addition to memory from before the step
   int64_t multiplications = 0;
   pipeline::RankFigures simulated;
   double held = 0;  // held_at_most()
@@ -81,10 +82,10 @@ Measured run(std::string_view schedule, int stages, size_t checkpointing = 0) {
           held_at_most(built.schedule(), meshes.pp.rank())};
 }
 
-// GPipe holds all micro-batches: the size of one on this rank.
+// The size of one micro-batch on this rank, from GPipe, which holds all of them.
 double bytes_of_micro_batch() { return run("GPipe", world().size()).peak_bytes / kMicroBatches; }
 
-// In micro-batches, for each rank.
+// Prints values in micro-batches, for each rank.
 void print_row(std::string_view schedule, double peak, double simulated, double held) {
   char mine[64];
   std::snprintf(mine, sizeof mine, "%.2f (%.2f, %.2f)", peak, simulated, held);
@@ -94,7 +95,7 @@ void print_row(std::string_view schedule, double peak, double simulated, double 
   if (world().rank() == 0) std::puts(row.c_str());
 }
 
-// The simulator counts tensors between I and W as whole; with their own size the bound is narrower.
+// The simulator counts activations between I and W as whole; with their actual size the bound is narrower.
 TEST(PipelineMemory, MatchesTheSimulator) {
   const double whole = bytes_of_micro_batch();
   for (const pipeline::ScheduleTraits& traits : pipeline::all_schedule_traits()) {
@@ -117,7 +118,7 @@ TEST(PipelineMemory, ZeroBubbleOnAVNeedsNoMoreThan1F1B) {
   EXPECT_LE(largest(run("ZBVZeroBubble", 2 * world().size())), 1.2 * largest(run("1F1B", world().size())));
 }
 
-// Summed over all ranks: a loop and a V give them other stages.
+// Summed over all ranks, because a loop and a V give ranks different stages.
 int64_t multiplications_of(std::string_view schedule, size_t checkpointing) {
   const Measured measured = run(schedule, 2 * world().size(), checkpointing);
   return world().everyone()->sum(measured.multiplications, {.phase = "test::multiplications"});

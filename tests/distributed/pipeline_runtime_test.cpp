@@ -1,6 +1,6 @@
-// Stages unlike a Llama's, on two pipeline ranks, against the same products on one: frozen stages, stages
-// without parameters, stages that don't use their input or whose backward reads what they have sent; and sent
-// tensors are freed.
+// Compares stages unlike a Llama's on two pipeline ranks with the same products on one rank: frozen stages,
+// stages without parameters, stages that don't use their input, and stages whose backward reads a sent
+// tensor. Also checks that sent tensors are freed.
 
 #include <algorithm>
 
@@ -46,7 +46,7 @@ TEST(PipelineRuntime, StagesOfAnyKindMatchOneRank) {
   }
 }
 
-// gloo doesn't report by itself that a message has arrived.
+// gloo doesn't report that a message has arrived unless it is waited for.
 TEST(PipelineRuntime, FreesSentTensorsDuringTheStep) {
   constexpr int kMany = 32;
   const DeviceMesh pp = train::build_meshes(world(), {.pp = 2}).pp;

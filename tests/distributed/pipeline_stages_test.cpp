@@ -1,5 +1,6 @@
-// A Llama cut into pipeline stages, each spread over all ranks and run one after the other, against the same
-// model on one rank: stages under tensor and context parallelism, without schedules and transfers.
+// Compares a Llama cut into pipeline stages, each spread over all ranks and run one after the other, with the
+// same model on one rank. This tests stages with tensor and context parallelism, without schedules and
+// transfers.
 
 #include <cmath>
 
@@ -59,7 +60,7 @@ Models build_stages(const LlamaCase& llama, const Precision& precision, const Va
   return models;
 }
 
-// For this rank's rows; each stage has its own graph.
+// Runs this rank's rows; each stage has its own graph.
 double run_in_a_row(const Models& models, const Batch& batch, int64_t num_valid) {
   std::vector<at::Tensor> inputs = {batch.tokens.to(device())}, outputs;
   for (size_t i = 0; i + 1 < models.size(); ++i) {
@@ -116,7 +117,7 @@ std::vector<Variant> variants() {
 
 class PipelineStages : public ::testing::TestWithParam<Precision> {};
 
-// Three layers as two stages, as three, and as five, the first and last of which have none.
+// Three layers in two, three and five stages; of five, the first and the last have no layer.
 TEST_P(PipelineStages, RunInSequenceEqualTheModel) {
   const Precision precision = GetParam();
   for (const bool tied : {false, true}) {

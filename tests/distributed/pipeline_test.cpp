@@ -1,7 +1,7 @@
-// Every schedule, with data, context and tensor parallelism and activation checkpointing around it, against
-// the same model on one rank: the loss, the gradient norm, and every parameter's gradient. By default as many
-// combinations as it takes for each pair of settings to meet; with --all also the full product that
-// is_crossed names. The largest deviations are printed as JSON lines, which scripts/numerics.py collects.
+// Compares every schedule, with data, context and tensor parallelism and activation checkpointing, with the
+// same model on one rank: the loss, the gradient norm, and every parameter's gradient. By default it runs
+// enough combinations to cover each pair of settings, with --all also the full product of is_crossed(). The
+// largest deviations are printed as JSON lines, which scripts/numerics.py collects.
 
 #include <cstdio>
 #include <iterator>
@@ -27,7 +27,7 @@ void expect_all_counted(const std::vector<Parameter>& parameters, const train::M
   EXPECT_EQ(counted, static_cast<int64_t>(reference.gradients.size())) << what;
 }
 
-// Two steps, so that leftovers of the first one show.
+// Runs two steps, so that leftovers of the first one are detected.
 Outcome run_pipeline(const LlamaCase& llama, const Batch& batch, const Precision& precision,
                      const Variant& variant, const Outcome& reference) {
   const train::Meshes meshes = train::build_meshes(world(), variant.dims);
@@ -55,7 +55,7 @@ Outcome run_pipeline(const LlamaCase& llama, const Batch& batch, const Precision
 
 // ---- cases
 
-// pp, and the layout of the other ranks: at most two layouts with 8 ranks.
+// Layouts by pp and by the layout of the other ranks; at most two layouts with 8 ranks.
 std::vector<train::ParallelDims> all_dims(int size) {
   std::vector<train::ParallelDims> all;
   for (const int pp : {2, 4, 8}) {
@@ -72,13 +72,12 @@ std::vector<train::ParallelDims> all_dims(int size) {
   return all;
 }
 
-// More than two rounds of micro-batches where the schedule accepts that, otherwise one round plus a
-// micro-batch.
+// More than two rounds of micro-batches if the schedule allows it, otherwise one round plus a micro-batch.
 int odd_count(const pipeline::ScheduleTraits& traits, int pp, int stages) {
   return pipeline::counts_problem(traits, pp, stages, 2 * pp + 1) ? pp + 1 : 2 * pp + 1;
 }
 
-// The counts that a schedule accepts among pp, 2 pp and an odd one, and each of them as half of an
+// The counts that a schedule allows among pp, 2 pp and an odd one, and each of them as half of an
 // accumulation.
 std::vector<Variant> variants_of_schedule(const pipeline::ScheduleTraits& traits,
                                           const train::ParallelDims& dims) {
@@ -102,7 +101,7 @@ bool fits(const LlamaCase& llama, const Variant& variant) {
   return problems.empty() && variant.stages <= sizes.num_layers + 2;
 }
 
-// All but checkpointing and the form of tensor parallelism.
+// All settings except checkpointing and the form of tensor parallelism.
 std::vector<Variant> layouts_of(const LlamaCase& llama) {
   std::vector<Variant> layouts;
   for (const train::ParallelDims& dims : all_dims(world().size()))
@@ -112,8 +111,8 @@ std::vector<Variant> layouts_of(const LlamaCase& llama) {
   return layouts;
 }
 
-// As numbers. Counts of micro-batches are distinguished by pp, so that every schedule meets all of them at
-// each.
+// A variant's settings, as numbers. Counts of micro-batches are distinguished by pp, so that every schedule
+// is combined with all counts at each pp.
 std::vector<int> settings_of(const Variant& variant) {
   const auto& [dims, schedule, stages, micro_batches, repeats, checkpointing, tensor] = variant;
   const auto* traits = &pipeline::schedule_traits(schedule);
@@ -127,18 +126,18 @@ std::vector<int> settings_of(const Variant& variant) {
 }
 
 // With --all the first model runs this full product: every schedule at pp 2 and 4 with each count of
-// micro-batches and each kind of checkpointing, composed with dp_shard 2, cp 2 and tp 2. HSDP, DDP, larger
-// degrees, the forms of tensor parallelism and accumulation meet these, and each other, in pairs: together
-// they would be 17,000 on 8 ranks.
+// micro-batches and each kind of checkpointing, combined with dp_shard 2, cp 2 and tp 2. HSDP, DDP, larger
+// degrees, the forms of tensor parallelism and accumulation are combined with these, and with each other,
+// only in pairs: all combinations would be 17,000 on 8 ranks.
 bool is_crossed(const Variant& variant) {
   const train::ParallelDims& dims = variant.dims;
   return dims.pp <= 4 && dims.dp_replicate == 1 && dims.dp_shard <= 2 && dims.row_degree() <= 2 &&
          dims.tp <= 2 && variant.repeats == 1 && variant.tensor == 0;
 }
 
-// Covers the pairs of all settings in an order that mixes them, so that few cases are enough; `crossed`: adds
-// all of those above. On more than 4 ranks, which share CI's cores, without --all only is_crossed is covered,
-// by its layout, schedule and checkpointing.
+// Covers the pairs of all settings in an order that mixes them, so that few cases are enough. `crossed` adds
+// all variants of is_crossed(). On more than 4 ranks, which share CI's cores, without --all only is_crossed()
+// is covered, by layout, schedule and checkpointing.
 std::vector<Variant> variants_of(const LlamaCase& llama, bool crossed) {
   constexpr size_t kKinds = std::size(kCheckpointing), kForms = std::size(kTensorForms);
   std::vector<Variant> all;
@@ -173,9 +172,17 @@ LlamaCase small(const std::string& name, std::map<std::string, config::Value> ch
   for (auto& [key, value] : changes) llama.args[key] = value;
   return llama;
 }
-// Two stages have no layer, the others one each, and the vocabulary doesn't divide evenly.
-LlamaCase shallow() { return small("shallow", {{"n_layers", int64_t{2}}, {"vocab_size", int64_t{251}}}); }
-LlamaCase tied() { return small("tied", {{"tie_embeddings", true}}); }
+// Two stages have no layer, the others one each, and the vocabulary can't be divided evenly.
+LlamaCase shallow() {
+  LlamaCase llama = small("shallow", {{"n_layers", int64_t{2}}, {"vocab_size", int64_t{251}}});
+  llama.loss = "label_smoothing";
+  return llama;
+}
+LlamaCase tied() {
+  LlamaCase llama = small("tied", {{"tie_embeddings", true}});
+  llama.loss = "z_loss";
+  return llama;
+}
 
 struct PipelineCase {
   LlamaCase llama;

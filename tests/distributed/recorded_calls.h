@@ -27,7 +27,8 @@ std::vector<dist::CallRecord> calls_of(const char* phase, const Run& run) {
   return calls;
 }
 
-/// Reports each operation of the dispatcher, on any thread, while it lives. One at a time.
+/// Reports each operation of the dispatcher, on any thread, during its lifetime. Only one may exist at a
+/// time.
 class OperationWatch {
  public:
   using Watch = std::function<void(const std::string& name, const std::vector<c10::IValue>& outputs)>;

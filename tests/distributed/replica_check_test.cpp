@@ -17,7 +17,7 @@ struct ReplicaCase {
   const char* name;
   ParallelDims dims;
   const char* parameter;  ///< one rank flips its first bit
-  const char* found;      ///< the report when rank 1's flipped; empty: there is no copy
+  const char* found;      ///< the report if rank 1's flipped; empty: there is no copy
 };
 
 std::vector<ReplicaCase> cases() {
@@ -27,12 +27,12 @@ std::vector<ReplicaCase> cases() {
     return {{"Replicas",
              {.dp_replicate = 2},
              kWeight,
-             "ranks 0, 1 differ from each other of layers.0.attention.wq.weight"},
+             "layers.0.attention.wq.weight: ranks 0, 1 differ from each other"},
             {"Shards", {.dp_shard = 2}, kWeight, ""},
             {"TensorParallelNorms",
              {.tp = 2},
              kNorm,
-             "ranks 0, 1 differ from each other of layers.0.attention_norm.weight"},
+             "layers.0.attention_norm.weight: ranks 0, 1 differ from each other"},
             {"TensorParallelWeights", {.tp = 2}, kWeight, ""},
             {"ContextParallel", {.rows = {{"cp", 2}}}, kWeight, ""}};
   return {

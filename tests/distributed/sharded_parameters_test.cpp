@@ -1,5 +1,5 @@
-// Functions on the list of parameters (gradient norm, optimizer, model files), with parameters sharded and
-// replicated over meshes.
+// Functions that take the list of parameters (gradient norm, optimizer, model files), with parameters sharded
+// and replicated over meshes.
 
 #include <unistd.h>
 
@@ -47,7 +47,7 @@ Whole make_whole(const std::string& name, at::IntArrayRef shape, std::vector<Pla
   return {name, values, draw(), std::move(placements)};
 }
 
-// The same on every rank. Two axes with 4 ranks, otherwise one.
+// Parameters with the same values on every rank, over two axes with 4 ranks, otherwise one.
 struct Job {
   DeviceMesh mesh;
   std::vector<Whole> wholes;
@@ -107,14 +107,14 @@ TEST(ShardedParameters, ARankWithoutGradientParticipates) {
 TEST(ShardedParameters, NonFiniteGradientsNameTheirRank) {
   Job job = make_job();
   int culprit = world().size() - 1;
-  // Only a parameter that is sharded over everyone is certain to count on the last rank.
+  // Only a parameter that is sharded over all ranks is certain to count on the last rank.
   if (world().rank() == culprit) job.parameters[0].data.local.mutable_grad().fill_(std::nan(""));
   auto result = optim::clip_grad_norm(job.parameters, 1.0);
   EXPECT_EQ(result.nonfinite_rank, culprit);
   EXPECT_FALSE(result.finite());
 }
 
-// Up to the last bits: the kernels' vectors begin elsewhere.
+// Results are equal up to the last bits, because the kernels' vectors begin at other elements.
 TEST(ShardedParameters, OptimizerStepsShardsLikeTheWhole) {
   Job job = make_job();
   std::vector<Parameter> wholes;

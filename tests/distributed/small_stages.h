@@ -117,7 +117,7 @@ inline Expected on_one_rank(const std::vector<StageKind>& kinds, int count) {
   return expected;
 }
 
-// Two steps: leftovers of the first one must not show in the second.
+// Runs two steps, so that leftovers of the first one are detected.
 inline void expect_equals_one_rank(const DeviceMesh& pp, const pipeline::Schedule& schedule,
                                    const std::vector<StageKind>& kinds) {
   std::string name = schedule.name;

@@ -1,5 +1,5 @@
-// Modules of users and of LibTorch, split by plans, against the same modules on one rank: every parameter's
-// gradient, with and without fully_shard, over backwards that accumulate.
+// Compares users' and LibTorch's modules, split by plans, with the same modules on one rank: every
+// parameter's gradient, with and without fully_shard, over backwards that accumulate.
 
 #include <string>
 #include <vector>
@@ -8,7 +8,7 @@
 #include <gtest/gtest.h>
 #include <torch/nn/modules/linear.h>
 
-#include "distributed/world.h"
+#include "distributed/llama_case.h"
 #include "titan/core/error.h"
 #include "titan/nn/layers.h"
 #include "titan/nn/loss.h"
@@ -24,8 +24,7 @@ using Layout = ActivationLayout;
 
 Construct deferred_here() { return deferred(device(), at::kDouble); }
 
-/// y = x K + b with K: [in, out], the transpose of Linear's weight: it has to describe itself how it is
-/// split.
+/// y = x K + b with K: [in, out], the transpose of Linear's weight, so it must define how it is split.
 class OwnProductImpl : public nn::Module, public nn::Splittable {
  public:
   OwnProductImpl(int64_t in, int64_t out) {
@@ -52,7 +51,7 @@ TITAN_MODULE(OwnProduct);
 
 using TorchLinear = nn::Ref<nn::Hooked<torch::nn::LinearImpl>>;
 
-// Sizes that neither 2 nor 3 nor 4 divide.
+// Sizes that aren't multiples of 2, 3 or 4.
 constexpr int64_t kVocab = 11, kDim = 7, kHidden = 13;
 constexpr int64_t kRows = 4, kSequence = 12;
 
@@ -117,7 +116,7 @@ TensorPlan by_sequence() {
       {"head", Colwise{.input = Layout::shard(1), .output = Layout::invariant()}},
   };
 }
-// Activations are whole between the products, each of which converts for itself.
+// Activations are whole between the products, and each product converts its own input and output.
 TensorPlan by_product() {
   return {
       {"embedding", Rowwise{}},
@@ -142,16 +141,16 @@ TensorPlan whole_modules() {
 struct Case {
   const char* name;
   TensorPlan (*plan)();
-  bool sharded;    // by fully_shard too
-  int backwards;   // that accumulate
-  bool last_only;  // all but the last are marked as not the last micro-batch
+  bool sharded;    // also by fully_shard
+  int backwards;   // number of backwards that accumulate
+  bool last_only;  // mark only the last backward as the last micro-batch
 };
 
 void PrintTo(const Case& test, std::ostream* out) { *out << test.name; }
 
 class TensorParallel : public ::testing::TestWithParam<Case> {};
 
-// The same weights in every layout: deferred ones by name, LibTorch's from the generator.
+// The same weights in every layout: deferred weights depend on their names, LibTorch's on the generator.
 Net build() {
   at::manual_seed(7);
   return Net();
@@ -190,7 +189,7 @@ void expect_equal_gradients(const nn::AnyRef& model, const nn::AnyRef& reference
   }
 }
 
-// Data and tensor parallel degrees; without fully_shard nothing sums over the former.
+// Tensor-parallel degrees; without fully_shard only all ranks, because nothing sums over data-parallel ranks.
 std::vector<int> tp_degrees(bool sharded) {
   if (sharded && world().size() == 4) return {2, 4};
   return {world().size()};
@@ -241,11 +240,6 @@ INSTANTIATE_TEST_SUITE_P(Plans, TensorParallel,
 
 // ---- tied weights
 
-nn::Loss loss_named(const std::string& name) {
-  const nn::LossKind& kind = nn::losses().get(name);
-  return kind.make(kind.make_args().get());
-}
-
 nn::LossHeadOptions loss_head(const at::Tensor& tied_weight = {}, const nn::Loss& loss = nullptr) {
   return {.init = nn::Init::normal(0, 0.5),
           .tied_weight = tied_weight,
@@ -278,7 +272,7 @@ TensorPlan tied_plan(const Layout& stream) {
   return plan;
 }
 
-// By sequence or by product, with or without fully_shard, for every loss: the vocabulary is split over all
+// By sequence or by product, with or without fully_shard, for every loss. The vocabulary is split over all
 // ranks.
 class TiedTensorParallel : public ::testing::TestWithParam<std::tuple<bool, bool, const char*>> {};
 
@@ -324,7 +318,7 @@ TEST(TensorParallelValues, AreSplitFromExistingValues) {
   EXPECT_NE(net->mlp->gate->weight.storage().data(), weight.storage().data());
 }
 
-// One row over several ranks: all but one have no row, and nothing to shard.
+// With one row over several ranks, all ranks but one have no row, and so nothing to shard.
 TEST(TensorParallelValues, EmptyPartsHaveEmptyGradients) {
   const int tp = world().size() == 4 ? 2 : world().size();
   const auto mesh = DeviceMesh::create(world(), {{"dp", world().size() / tp}, {"tp", tp}});
@@ -334,7 +328,7 @@ TEST(TensorParallelValues, EmptyPartsHaveEmptyGradients) {
   materialize(linear, 1);
   const at::Tensor x = at::randn({3, kDim}, at::kDouble).to(device());
   linear(x).sum().backward();
-  const double dp = mesh["dp"].size();  // whose ranks all computed the same rows
+  const double dp = mesh["dp"].size();  // all dp ranks compute the same rows
   for (const Parameter& parameter : parameters(linear)) {
     const at::Tensor& gradient = parameter.data.local.grad();
     ASSERT_TRUE(gradient.defined()) << parameter.name;
@@ -345,7 +339,7 @@ TEST(TensorParallelValues, EmptyPartsHaveEmptyGradients) {
   }
 }
 
-// Without gathering the logits, each rank has those of its part of the vocabulary.
+// Without gathering, each rank has the logits of its part of the vocabulary.
 TEST(TensorParallelValues, LossHeadKeepsLogitsSplit) {
   const auto axis = DeviceMesh::create(world(), {{"tp", world().size()}});
   const nn::LinearCrossEntropy whole(kDim, kVocab, loss_head()), head(kDim, kVocab, loss_head());

@@ -14,6 +14,7 @@
 #include "titan/core/error.h"
 #include "titan/parallel/fsdp.h"
 #include "titan/parallel/parameters.h"
+#include "unit/golden.h"
 
 namespace titan::testing {
 
@@ -21,12 +22,12 @@ inline at::Tensor input_rows(int64_t rows, int64_t dim, at::ScalarType dtype) {
   return BlockImpl::values({rows, dim}, options_of(dtype)) * 2;
 }
 
-/// Rows of the global batch that this rank computes: r, r + N, ...
+/// The rows of the global batch that this rank computes: r, r + N, ...
 inline at::Tensor my_rows(const at::Tensor& batch, int rank, int size) {
   return batch.slice(0, rank, batch.size(0), size).contiguous();
 }
 
-inline DeviceMesh mesh_of(const Layout& layout) {
+inline DeviceMesh mesh_of(const DataLayout& layout) {
   return DeviceMesh::create(world(), {{"dp_replicate", layout.replicate}, {"dp_shard", layout.shard}});
 }
 
@@ -40,13 +41,6 @@ inline Toy sharded_toy(const ToyOptions& options, at::ScalarType dtype, const Fs
 
 /// The loss is a sum, so the gradients of all ranks' rows add up to the whole batch's.
 inline at::Tensor loss_of(const at::Tensor& output) { return output.pow(2).sum() / 8; }
-
-/// Wherever the two are stored.
-inline double relative_error(const at::Tensor& got, const at::Tensor& expected) {
-  const at::Tensor wanted = expected.to(at::kCPU, at::kDouble);
-  const double norm = wanted.norm().item<double>();
-  return (got.to(at::kCPU, at::kDouble) - wanted).norm().item<double>() / (norm == 0 ? 1 : norm);
-}
 
 inline void expect_equal_gradients(const Toy& sharded, const Toy& reference, double tolerance,
                                    const std::string& what) {
@@ -79,9 +73,9 @@ inline void run_micro_batches(Toy& model, const at::Tensor& rows, int count) {
   }
 }
 
-/// Three steps of toys with a frozen and an unused parameter, in every layout, with every policy, way to
-/// reduce and number of micro-batches: compares each gradient with one rank's, and checks that nothing stays
-/// gathered. `make(options, dtype, fsdp)` shards one.
+/// Runs three steps of toys with a frozen and an unused parameter, in every layout, with every policy, way to
+/// reduce and number of micro-batches. Compares each gradient with one rank's, and checks that nothing stays
+/// gathered. `make(options, dtype, fsdp)` makes a sharded toy.
 template <class Make>
 void expect_one_ranks_gradients(const Make& make, at::ScalarType dtype, double tolerance) {
   using Policy = ReshardAfterForward;
@@ -90,7 +84,8 @@ void expect_one_ranks_gradients(const Make& make, at::ScalarType dtype, double t
   const at::Tensor batch = input_rows(12, options.dim, dtype);
   Toy reference(options, dtype);
   loss_of(reference(batch)).backward();
-  const auto check = [&](const Layout& layout, const Policy& policy, bool reduce_every, int micro_batches) {
+  const auto check = [&](const DataLayout& layout, const Policy& policy, bool reduce_every,
+                         int micro_batches) {
     Toy model = make(options, dtype,
                      FsdpOptions{.mesh = mesh_of(layout),
                                  .reshard_after_forward = policy,
@@ -105,7 +100,7 @@ void expect_one_ranks_gradients(const Make& make, at::ScalarType dtype, double t
     }
     EXPECT_EQ(fsdp_stats(model).gathered_groups, 0) << what;
   };
-  for (const Layout& layout : layouts(size))
+  for (const DataLayout& layout : layouts(size))
     for (const Policy& policy : {Policy{}, Policy::always(), Policy::never(),
                                  Policy::to_size(size == 4 && layout.shard == 4 ? 2 : 1)})
       for (const bool reduce_every : {true, false})

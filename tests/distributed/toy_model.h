@@ -1,7 +1,7 @@
 #pragma once
 
-// A small network that is hard to shard: rows that no number of ranks divides, an unused parameter, a frozen
-// one, a tied one, and residual connections.
+// A small network that is hard to shard: it has rows that no number of ranks divides, an unused parameter, a
+// frozen one, a tied one, and residual connections.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/linear.h>
@@ -50,10 +50,10 @@ struct ToyOptions {
 
 /// The path of a forward.
 struct ToyPath {
-  int64_t skipped = -1;           // block that isn't called
-  int64_t detached = -1;          // block whose output is used only for its value
-  int64_t failing = -1;           // block before which the forward throws
-  int64_t failing_backward = -1;  // block after which the backward throws
+  int64_t skipped = -1;           // a block that isn't called
+  int64_t detached = -1;          // a block whose output is used without its gradient
+  int64_t failing = -1;           // the forward throws before this block
+  int64_t failing_backward = -1;  // the backward throws after this block
 };
 
 class ToyImpl : public nn::Module {

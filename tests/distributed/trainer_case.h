@@ -19,6 +19,7 @@
 #include "titan/observe/metrics.h"
 #include "titan/train/trainer.h"
 #include "train/checkpoints/run_checkpoints.h"
+#include "train/whole_model_runner.h"
 #include "unit/data/fake_source.h"
 #include "unit/data/temporary_folder.h"
 #include "unit/train/toy_model.h"
@@ -35,7 +36,7 @@ inline constexpr int64_t kSeqLen = 8;
 // The rank whose numbers are wrong: one in the middle, if there are three.
 inline int bad_rank() { return world().size() / 2; }
 
-// The fault, at every step.
+// A fault, which occurs at every step.
 enum class Fault { None, InfiniteLoss, InfiniteGradient, InfiniteWeightGradient, LossAlone };
 
 // Recorded steps in memory: the tokens count up, and `empty_step` has no label.
@@ -136,11 +137,11 @@ struct Job {
   std::shared_ptr<const data::Feed> feed = {};  // unset: documents without end
   TrainerOptions options = {};
   FaultToleranceSettings fault_tolerance = {};
-  std::filesystem::path folder = {};  // of rank 0's metrics; empty: none
+  std::filesystem::path folder = {};  // for rank 0's metrics; empty: none
   std::function<void(const at::Tensor& tokens_BS)> at_forward = {};
   std::filesystem::path checkpoints = {};  // empty: none
-  bool saves_whole = false;                // after each step; otherwise the model after the last
-  bool exports_model = false;              // after the last step also where states are saved
+  bool saves_whole = false;                // the whole state after each step; else the model after the last
+  bool exports_model = false;              // also the model after the last step, if states are saved
   int64_t schedule_steps = 0;              // 0: options.steps
   int64_t keep_latest = 10;                // checkpoints
   int64_t save_interval = 1;               // between whole states
@@ -175,7 +176,7 @@ inline RunObservers observers_of(const Job& job, const std::vector<Parameter>& p
   return observers;
 }
 
-/// Rank 0's, which all ranks see.
+/// A folder of rank 0's that all ranks see.
 struct SharedFolder {
   data::TemporaryFolder own;
   std::filesystem::path path = world().everyone()->all_gather_text(own.path().string(), {"test::folder"})[0];
@@ -243,7 +244,7 @@ inline Started start(const Job& job) {
       build_meshes(world(), {.dp_replicate = job.replicate, .dp_shard = world().size() / job.replicate});
   auto model = build_model(meshes, job);
   auto list = titan::parameters(model->root());
-  auto runner = std::make_unique<OneStageRunner>(*model, device());
+  auto runner = std::make_unique<WholeModelRunner>(*model, device());
   optim::Optimizer optimizer(list, {.lr = 0.1});
   auto moments = optimizer.state();
   std::map<std::string, at::Tensor> before;

@@ -1,18 +1,19 @@
-// The trainer while a save runs beside it, and the logged cost of saves. Beside the toy's weights there is a
-// parameter so large that copying and writing it takes longer than the steps do.
+// The trainer while a save runs in the background, and the logged cost of saves. Besides the toy's weights
+// there is a parameter so large that copying and writing it takes longer than the steps do.
 
 #include <gmock/gmock.h>
 #include <sys/resource.h>
 
 #include "distributed/trainer_case.h"
 #include "titan/checkpoint/step_folder.h"
+#include "train/whole_model_runner.h"
 
 namespace titan::train {
 namespace {
 
 constexpr int64_t kLargeBytes = int64_t{48} << 20;
 
-// Sorted before the others by name, so that theirs are copied last.
+// Its name sorts first, so that the other parameters are copied last.
 Parameter large_parameter(const DeviceMesh& mesh, int64_t bytes) {
   DTensor data{.local = at::zeros({bytes / 4}),
                .mesh = mesh,
@@ -34,7 +35,7 @@ Trainer trainer_that_saves(const std::string& async_mode, bool late, const std::
   auto model = build_model(meshes, job);
   if (buffer) model->root().module().register_buffer(buffer, at::zeros({1}));
   auto list = titan::parameters(model->root());
-  auto runner = std::make_unique<OneStageRunner>(*model, at::kCPU);
+  auto runner = std::make_unique<WholeModelRunner>(*model, at::kCPU);
   optim::Optimizer optimizer(list, {.lr = 0.1});
   list.push_back(large_parameter(meshes.fsdp, large_bytes));
   RunCheckpoints::Options options{.settings = given, .folder = folder / "checkpoint"};
@@ -115,11 +116,11 @@ TEST(TrainerCheckpoints, ReportsBuffersThatAreNotSaved) {
     trainer_that_saves("disabled", false, folder.path, {}, {}, buffer);
     return ::testing::internal::GetCapturedStderr();
   };
-  const std::string told = log_of("running_mean"), plain = log_of(nullptr);
+  const std::string log = log_of("running_mean"), plain = log_of(nullptr);
   if (world().rank() == 0)
-    EXPECT_THAT(told, ::testing::HasSubstr("checkpoints don't hold the model's buffers: running_mean"));
+    EXPECT_THAT(log, ::testing::HasSubstr("checkpoints don't hold the model's buffers: running_mean"));
   EXPECT_THAT(plain, ::testing::Not(::testing::HasSubstr("buffers")));
-  world().everyone()->barrier({"test::told"}).wait();
+  world().everyone()->barrier({"test::logged"}).wait();
 }
 
 // As on a full disk: no file may grow beyond a MiB.
@@ -148,7 +149,7 @@ TEST(TrainerCheckpoints, FailsIfTheLastStateIsNotSaved) {
   world().everyone()->barrier({"test::saved"}).wait();
 }
 
-// Without another save that would notice it.
+// There is no later save that would notice it.
 TEST(TrainerCheckpoints, BackgroundFailureStopsTheRunAtAStep) {
   const SharedFolder folder;
   constexpr int64_t far = 1'000'000;
@@ -170,8 +171,8 @@ TEST(TrainerCheckpoints, BackgroundFailureStopsTheRunAtAStep) {
   world().everyone()->barrier({"test::stopped"}).wait();
 }
 
-// As when the last step's model exists: nothing is trained, logged or written a second time.
-TEST(TrainerCheckpoints, ARunOutOfDataHasEnded) {
+// Once the last step's model exists, nothing is trained, logged or written again.
+TEST(TrainerCheckpoints, RunThatIsOutOfDataHasEnded) {
   const SharedFolder folder;
   const auto train_and_count = [&](int64_t num_steps) {
     int64_t steps = 0;

@@ -1,5 +1,5 @@
-// Steps that go wrong, and ranks that compute different numbers: which steps a trainer skips, when it stops,
-// and that all ranks do the same.
+// Steps that go wrong, and ranks that compute different numbers: all ranks skip the same steps, or stop
+// together.
 
 #include <signal.h>
 #include <unistd.h>
@@ -110,7 +110,7 @@ TEST_P(Skip, HasALimitForTheWholeRun) {
   EXPECT_TRUE(contains(message, "step 8: ") && contains(message, "number 4 of this run")) << message;
 }
 
-// Its folder isn't given up for later ones either, however many would have come.
+// Rotation doesn't remove it either, however many steps go wrong after it.
 TEST_P(Skip, KeepsTheLastFiniteCheckpoint) {
   const SharedFolder folder;
   Started job = start({.options = options(16),
@@ -132,7 +132,7 @@ TEST_P(Skip, KeepsTheLastFiniteCheckpoint) {
   EXPECT_TRUE(folder.has("step-16"));  // the last one is the run's result
 }
 
-// Not by a whole interval.
+// Until the next finite step, not by a whole interval.
 TEST_P(Skip, PostponesASave) {
   const SharedFolder folder;
   Started job = start({.options = options(12),
@@ -278,14 +278,13 @@ TEST(Replicas, AllRanksNameOneThatDiffers) {
                        }});
   const std::string message = message_of_training(job.trainer);
   const std::string who =
-      size == 1 ? "no error"
-      : size == 2
-          ? "after step 4 replicas of parameters aren't equal: ranks 0, 1 differ from each other of table"
-          : "rank 1 differs from the other 2 that have a copy of table";
+      size == 1   ? "no error"
+      : size == 2 ? "after step 4 replicas of parameters differ: table: ranks 0, 1 differ from each other"
+                  : "table: rank 1 differs from the other 2 that have a copy";
   EXPECT_TRUE(contains(message, who)) << message;
 }
 
-// One copy is saved, and all ranks load it: they are compared first, whenever that is.
+// One copy is saved and all ranks load it, so the copies are compared before every save.
 TEST(Replicas, AreNotSavedIfTheyDiffer) {
   if (world().size() == 1) return;
   const SharedFolder folder;

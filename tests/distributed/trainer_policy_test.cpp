@@ -11,10 +11,10 @@
 namespace titan::train {
 namespace {
 
-/// What the policy of these tests does, and what it saw.
+/// The settings of these tests' policy, and the calls that it received.
 struct Wanted {
-  bool registered = false;  // for this test's trainers alone
-  int64_t stop_after = -1;  // the bad rank votes so after this step
+  bool registered = false;  // only for this test's trainers
+  int64_t stop_after = -1;  // the bad rank votes to stop after this step
   bool skips = false;       // steps with non-finite numbers
   std::vector<int64_t> judged, ended, saved;
   std::string state = "1";

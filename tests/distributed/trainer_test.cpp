@@ -1,4 +1,4 @@
-// The training loop itself, with a model small enough to follow: what it logs, when it ends, what it refuses.
+// The training loop itself, with a model small enough to follow: its log, its end, and its errors.
 
 #include <ATen/ops/equal.h>
 
@@ -13,7 +13,7 @@ TEST(Trainer, StepsChangeTheWeights) {
   EXPECT_FALSE(job.weights_are_unchanged());
 }
 
-// The host judges at once, and with the device's verdict one step late.
+// The host judges at once, or one step late with the device's verdict.
 class NonFinite : public ::testing::TestWithParam<bool> {
  protected:
   static TrainerOptions options() { return {.steps = 3, .read_late = GetParam()}; }
@@ -23,7 +23,7 @@ class NonFinite : public ::testing::TestWithParam<bool> {
   }
 };
 
-// Its peers' gradients are infinite too, as soon as they are reduced: only the loss shows which rank it is.
+// Once gradients are reduced, they are infinite on all ranks: only the loss shows which rank caused it.
 TEST_P(NonFinite, AllRanksReportTheRankOfALoss) {
   Started job = start({.fault = Fault::InfiniteLoss, .options = options()});
   std::string message = message_of_training(job.trainer);
@@ -33,7 +33,7 @@ TEST_P(NonFinite, AllRanksReportTheRankOfALoss) {
   EXPECT_TRUE(job.weights_are_unchanged());
 }
 
-// It is in every shard of the sum, so the name is the first shard's.
+// The number is in every shard of the sum, so the first shard's rank is named.
 TEST_P(NonFinite, AllRanksReportTheShardOfAGradient) {
   Started job = start({.fault = Fault::InfiniteGradient, .options = options()});
   std::string message = message_of_training(job.trainer);
@@ -42,7 +42,7 @@ TEST_P(NonFinite, AllRanksReportTheShardOfAGradient) {
   EXPECT_TRUE(job.weights_are_unchanged());
 }
 
-// From the second step on the host may judge it after the next one's launch.
+// From the second step on, the host may judge a step after launching the next one.
 TEST_P(NonFinite, TracesAGradientToItsRankAndModule) {
   for (const int step : {1, 2}) {
     Started job =
@@ -51,7 +51,7 @@ TEST_P(NonFinite, TracesAGradientToItsRankAndModule) {
     EXPECT_TRUE(contains(message, str("The replay found the source. step ", step, ", rank ", bad_rank(),
                                       ": the gradient of the output of module model isn't finite")))
         << message;
-    EXPECT_FALSE(contains(message, "come to such numbers")) << message;
+    EXPECT_FALSE(contains(message, "have non-finite values")) << message;
   }
 }
 
@@ -76,7 +76,7 @@ TEST_P(NonFinite, ReportsAGradientThatIsFiniteOnReplay) {
   EXPECT_FALSE(at::equal(batches[0], batches[1])) << "each step has its own batch";
 }
 
-// Neither a module's output nor its gradient: the parameter is named.
+// No module has a non-finite output or gradient, so the parameter is named.
 TEST_P(NonFinite, NamesAWeightWithItsOwnGradient) {
   for (const int step : {1, 2}) {
     Started job =
@@ -153,7 +153,7 @@ TEST(Trainer, LogsTheFirstStepAndEveryLogFreq) {
   EXPECT_EQ(steps, (std::vector<int64_t>{1, 3, 6}));
 }
 
-// Data that run out make an earlier step the last, which is saved as such.
+// If the data ends early, the step reached is the last one and is saved as such.
 TEST(Trainer, EndsWithItsDataAndSavesTheModel) {
   const SharedFolder folder;
   int64_t forwards = 0;
@@ -166,7 +166,7 @@ TEST(Trainer, EndsWithItsDataAndSavesTheModel) {
   if (world().rank() == 0) EXPECT_TRUE(folder.has(std::filesystem::path("step-2") / kModelFile));
 }
 
-// The step's own rate, batch and tokens, and no more steps than there are.
+// Each step has its own rate, batch and tokens, and no step is made twice.
 TEST(Trainer, ResumesWhereAnotherStopped) {
   data::TemporaryFolder log;
   const SharedFolder folder;
@@ -191,7 +191,7 @@ TEST(Trainer, ResumesWhereAnotherStopped) {
   }
 }
 
-// A state that a step made infinite can't be loaded later, whenever the host notices it.
+// A state with infinite numbers is never saved, whenever the host notices them.
 TEST(Trainer, SavesNothingAfterANonFiniteStep) {
   for (const bool late : {false, true}) {
     const SharedFolder folder;

@@ -28,8 +28,9 @@ WatchdogOptions options_within(std::chrono::milliseconds time, std::promise<std:
       .on_hang = [&verdict](const std::string& text) { verdict.set_value(text); }};
 }
 
-/// Continues until there is a verdict or `limit` is over.
-std::string go_on(Watchdog& watchdog, std::future<std::string>& verdict, std::chrono::milliseconds limit) {
+/// Reports progress until there is a verdict or `limit` is over.
+std::string keep_working(Watchdog& watchdog, std::future<std::string>& verdict,
+                         std::chrono::milliseconds limit) {
   const auto end = std::chrono::steady_clock::now() + limit;
   while (std::chrono::steady_clock::now() < end) {
     watchdog.progress(ProgressKind::Compute, "step", 3);
@@ -46,14 +47,14 @@ TEST(Watchdog, AllRanksLearnOfAHungRank) {
     std::string text;
     {
       WatchdogOptions options = options_within(1s, promise);
-      options.limits.compute.time =
-          60s;  // also the limit of silence: a rank that gets no processor for a while isn't lost
+      // Also the limit of silence: a rank that gets no processor for a while isn't lost.
+      options.limits.compute.time = 60s;
       Watchdog watchdog(world(), options);
       if (world().rank() == culprit) {
         watchdog.progress(ProgressKind::Data, "batch", 3);
         if (verdict.wait_for(60s) == std::future_status::ready) text = verdict.get();
       } else {
-        text = go_on(watchdog, verdict, 60s);
+        text = keep_working(watchdog, verdict, 60s);
       }
     }
     EXPECT_THAT(text, AllOf(HasSubstr(str("rank ", culprit, " of ", world().size(), " (")),
@@ -69,7 +70,7 @@ TEST(Watchdog, ToleratesAFinishedRank) {
   auto verdict = promise.get_future();
   {
     Watchdog watchdog(world(), options_within(2s, promise));
-    EXPECT_EQ(go_on(watchdog, verdict, world().rank() == 0 ? 300ms : 5s), "");
+    EXPECT_EQ(keep_working(watchdog, verdict, world().rank() == 0 ? 300ms : 5s), "");
   }
   world().everyone()->barrier({"test"}).wait();
 }
@@ -84,7 +85,7 @@ TEST(Watchdog, ToleratesAWaitWhileAnotherRankSaves) {
     const bool saves = world().rank() == world().size() - 1;
     watchdog.progress(saves ? ProgressKind::Checkpoint : ProgressKind::Compute, saves ? "save" : "step", 3);
     if (saves) std::this_thread::sleep_for(5s);
-    // It computes again before it comes, while the others' last reports are from before.
+    // It computes before it joins the others, whose last reports are from earlier.
     if (saves) watchdog.progress(ProgressKind::Compute, "step", 3);
     if (saves) std::this_thread::sleep_for(300ms);
     world().everyone()->barrier({"test::others_wait"}).wait();

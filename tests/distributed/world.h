@@ -1,7 +1,7 @@
 #pragma once
 
-// The ranks that run a distributed test. `titan launch` starts the test program on each; every rank runs
-// every test in the same order.
+// The ranks that run a distributed test. `titan launch` starts the test program on each rank, and every rank
+// runs all tests in the same order.
 
 #include <c10/core/TensorOptions.h>
 
@@ -12,13 +12,13 @@
 
 namespace titan::testing {
 
-/// main() creates it and ends it.
+/// main() creates and ends it.
 const dist::World& world();
 
-/// Whether the test was started with --all: the nightly form of tests that otherwise run a selection.
+/// Whether the test was started with --all, which runs all cases (nightly) instead of a selection.
 bool all_cases();
 
-/// The device for tests that ask for it: cpu, or with --device cuda this rank's GPU.
+/// The device for tests that use it: cpu, or with --device cuda this rank's GPU.
 inline at::Device device() { return world().device(); }
 inline at::TensorOptions options_of(at::ScalarType dtype) {
   return at::TensorOptions().dtype(dtype).device(device());

@@ -13,8 +13,8 @@ namespace {
 
 constexpr int kNumRanks = 2;
 
-// Only one rank hears from the agent, and the first rank learns from it that this isn't somebody's kill: both
-// ends have to tell the other agents that the job continues.
+// Only one rank receives the agent's signal, and the other learns from it that an agent sent it: both exit
+// codes must show the other agents that the job continues.
 TEST(AgentStopRun, StoppingOneRankDuringTheStartEndsAllAsKilled) {
   const fs::path states = fresh_folder("states"), run = fresh_folder("run");
   std::ofstream(states / "hold_building") << "\n";

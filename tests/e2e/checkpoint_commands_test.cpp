@@ -1,5 +1,5 @@
-// titan checkpoint ls, info, verify, diff and prune as a user runs them. One process saved the checkpoints in
-// place of all ranks.
+// titan checkpoint ls, info, verify, diff and prune as a user runs them. One process writes the checkpoints
+// on behalf of all ranks.
 
 #include <gtest/gtest.h>
 
@@ -71,7 +71,7 @@ TEST(CheckpointCommands, LsListsARunFolderAndItsCheckpoints) {
   EXPECT_THAT(line_with(text, "40 "),
               HasSubstr("damaged: " + (saved.steps / "step-40/rank_00002.safetensors").string() +
                         " is missing (and 1 more)"));
-  EXPECT_THAT(text, HasSubstr("\n.step-50.abc.tmp: being written, or left by a run that was killed\n"));
+  EXPECT_THAT(text, HasSubstr("\n.step-50.abc.tmp: being written, or left by a killed run\n"));
 }
 
 TEST(CheckpointCommands, LsPrintsJson) {
@@ -107,7 +107,7 @@ TEST(CheckpointCommands, InfoDescribesACheckpoint) {
   EXPECT_THAT(line_with(text, "optimizer.step"), MatchesRegex("optimizer.step +int64 .*"));
 }
 
-// Writing a tree uses the stack for each level.
+// Printing a JSON tree uses the stack at each level.
 TEST(CheckpointCommands, InfoHandlesDeeplyNestedJson) {
   CheckpointToSave save{.world_size = 1, .tensors = {{"a", at::ones({2}), {}}}};
   save.texts["train_state"] =
@@ -133,7 +133,7 @@ TEST(CheckpointCommands, InfoPrintsTensorStatistics) {
               MatchesRegex("tensor +dtype +shape +mean +std +min +max +norm +not finite +layout"));
   EXPECT_THAT(line_with(text, "a "),
               MatchesRegex("a +float32 +\\[2, 3\\] +3 +1.87083 +1 +6 +7.07107 +2 +dim 1 by tp 2"));
-  // 0 ... 6 repeated: mean 3, variance 4, but for the 714286th round, which is cut short.
+  // 0 ... 6 repeated: mean 3 and variance 4, except for the 714286th round, which is cut short.
   EXPECT_THAT(line_with(text, "large"), MatchesRegex("large .* +3 +2 +0 +6 +8062.26 +0 +dim 0 by tp 2"));
   EXPECT_THAT(line_with(text, "none"),
               MatchesRegex("none +float32 +\\[0\\] +-?nan +-?nan +-?nan +-?nan +0 +0 +whole; 2 copies"));
@@ -213,13 +213,13 @@ TEST(CheckpointCommands, DiffComparesDifferentMeshes) {
   EXPECT_THAT(text,
               HasSubstr("settings that differ\n  training.seed: unset | 1\n  training.steps: 20 | 40\n"));
   EXPECT_THAT(text, HasSubstr("dataloader\n  only in A\n"));
-  EXPECT_THAT(text, HasSubstr("train_state: values that differ\n  /tokens: 20480 | 1\n"));
+  EXPECT_THAT(text, HasSubstr("train_state: values differ\n  /tokens: 20480 | 1\n"));
   EXPECT_THAT(text, HasSubstr("\n5 of 7 tensors differ\n"));
   EXPECT_THAT(fails(1, {"diff", in_a, other, "--tensors", "scale"}), HasSubstr("0 of 1 tensor differ"));
   EXPECT_THAT(fails(2, {"diff", in_a, other, "--tensors", "scales"}), HasSubstr("no tensor's name matches"));
 }
 
-// For a whole state with every kind of tensor, and for a model alone.
+// Converts a whole state with every kind of tensor, and a model alone.
 TEST(CheckpointCommands, ConvertExtractsTheModelFromAState) {
   const SavedRun saved("convert");
   const fs::path step = saved.steps / "step-20", to = saved.folder / "model.safetensors";
@@ -243,7 +243,7 @@ TEST(CheckpointCommands, ConvertExtractsTheModelFromAState) {
               HasSubstr("manifest.json doesn't say which model it is; add --config"));
   EXPECT_THAT(fails(2, {"convert", saved.steps.string(), new_folder}),
               HasSubstr("is a run's folder, not a step's; the newest step in it is "));
-  // Flipped in rank 1's half, which is read after rank 0's.
+  // Damages rank 1's half, which is read after rank 0's.
   const fs::path file = step / checkpoint::file_name(1);
   std::fstream bytes(file, std::ios::in | std::ios::out | std::ios::binary);
   bytes.seekp(-20'000, std::ios::end);

@@ -53,8 +53,8 @@ class Command {
   std::chrono::steady_clock::time_point started_ = std::chrono::steady_clock::now();
 };
 
-/// How late this process's threads are scheduled, in all, while it lives: on a busy machine time limits may
-/// be missed by that much without any fault.
+/// The total delay in scheduling this process's threads while it lives: on a busy machine, time limits may be
+/// missed by that much without any fault.
 class MachineLag {
  public:
   MachineLag();
@@ -65,7 +65,7 @@ class MachineLag {
   std::jthread thread_;
 };
 
-/// False if `holds()` hasn't come true within the limit.
+/// Waits until `holds()` returns true; false if it doesn't within the limit.
 template <class Condition>
 bool wait_until(const Condition& holds, double limit_s = 60) {
   const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(limit_s);

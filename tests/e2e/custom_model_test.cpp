@@ -52,22 +52,45 @@ TEST(CustomModel, RefusesASharedObjectOfAnotherBuild) {
   const std::string stamp = "titan build stamp: LibTitan ";
   const size_t at = bytes.find(stamp);
   ASSERT_NE(at, std::string::npos);
+  // Named by its path, and by its name alone, which the loader's folders give a path.
   const auto refusal_of = [&](const char* name) {
-    const auto file = fresh_folder(name) / "libngram.so";
-    std::filesystem::create_directories(file.parent_path());
-    std::ofstream(file, std::ios::binary) << bytes;
-    const CommandResult result =
-        try_train(config("3") + Words{"--experimental.custom_import", file.string()});
-    EXPECT_EQ(result.status, 2);
-    EXPECT_THAT(result.err, HasSubstr("experimental.custom_import"));
-    return result.err;
+    const auto folder = fresh_folder(name);
+    std::ofstream(folder / "libngram.so", std::ios::binary) << bytes;
+    std::string errors;
+    for (const std::string& import : {(folder / "libngram.so").string(), std::string("libngram.so")}) {
+      const CommandResult result =
+          run(train_words(config("3") + Words{"--experimental.custom_import", import}),
+              {{"LD_LIBRARY_PATH", folder.string()}});
+      EXPECT_EQ(result.status, 2);
+      EXPECT_THAT(result.err, HasSubstr("experimental.custom_import"));
+      errors += result.err;
+    }
+    return errors;
   };
-  bytes.replace(at + stamp.size(), 5, "9.9.9");
-  EXPECT_THAT(refusal_of("other"), AllOf(HasSubstr("was compiled against LibTitan 9.9.9 (build "),
-                                         HasSubstr("but this program is LibTitan ")));
+  const auto with = [&](const std::string& text, size_t position) {
+    const std::string before = bytes.substr(position, text.size());
+    bytes.replace(position, text.size(), text);
+    return before;
+  };
+  const std::string version = with("9.9.9", at + stamp.size());
+  EXPECT_THAT(refusal_of("version"), AllOf(HasSubstr("was compiled against LibTitan 9.9.9 (build "),
+                                           HasSubstr("but this program is LibTitan ")));
+  with(version, at + stamp.size());
+  const size_t build = bytes.find("(build ", at) + 7;
+  const std::string digit = with("x", build);
+  EXPECT_THAT(refusal_of("build"), ContainsRegex("was compiled against LibTitan " + version + " .build x"));
+  with(digit, build);
   for (size_t next = bytes.find(stamp); next != std::string::npos; next = bytes.find(stamp, next))
     bytes.replace(next, 5, "TITAN");
   EXPECT_THAT(refusal_of("none"), HasSubstr("doesn't say which build of LibTitan it was compiled against"));
+}
+
+TEST(CustomModel, IsFoundByItsNameInTheLoadersFolders) {
+  const CommandResult result =
+      run(train_words(config("3") + Words{"--experimental.custom_import", "libngram.so", "--job.dump_folder",
+                                          fresh_folder("run").string()}),
+          {{"LD_LIBRARY_PATH", std::string(TITAN_BINARY_DIR) + "/lib"}});
+  EXPECT_EQ(result.status, 0) << result.err;
 }
 
 TEST(CustomModel, HasTheSameLossesOnAnyNumberOfRanks) {

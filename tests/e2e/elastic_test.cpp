@@ -107,7 +107,7 @@ TEST(Elastic, ContinuesWithoutAHungRank) {
   EXPECT_EQ(curve_of(run).size(), 40u);
 }
 
-// The steps of the smaller group since its start are on disk only because it was asked to stop. Over
+// The steps of the smaller group since its start are on disk only because it was asked to stop. The ranks are
 // tensor-parallel pairs, which share their rows.
 TEST(Elastic, GrowingLosesNoStep) {
   const auto run = fresh_folder("run"), bin = fresh_folder("bin"), told = fake_scontrol(bin, 0);
@@ -211,7 +211,7 @@ TEST(Elastic, RefusesSettingsThatPreventARestart) {
   EXPECT_THAT(refused({"--nproc", "2", "--min-ranks", "1", "--training.global_batch_size", "-1"}),
               HasSubstr("with --max-restarts and --min-ranks must be a number"));
   EXPECT_THAT(refused({"--nproc", "4", "--min-ranks", "2", "--parallelism.data_parallel_shard_degree", "4"}),
-              HasSubstr("--min-ranks 2: the job runs on no number of ranks from 2 to 3"));
+              HasSubstr("--min-ranks 2: no number of ranks from 2 to 3 fits the job's settings"));
 }
 
 // The same for ranks that titan launch or torchrun restarts.

@@ -54,7 +54,8 @@ TEST(Faults, NamesAMissingPeerAfterTheInitTimeout) {
            {"MASTER_PORT", some_port()},
            {"OMP_NUM_THREADS", "1"}});
   EXPECT_EQ(result.status, 1);
-  EXPECT_THAT(result.err, AllOf(HasSubstr("1 of 2 ranks didn't come"), HasSubstr("within 2 s, missing: 1")));
+  EXPECT_THAT(result.err,
+              AllOf(HasSubstr("1 of 2 ranks didn't connect"), HasSubstr("within 2 s, missing: 1")));
   EXPECT_GE(result.elapsed_s, 2);
   EXPECT_LT(result.elapsed_s, 40);  // not the minutes of the default
 }

@@ -53,10 +53,10 @@ TEST_F(OddRank, IsNamedByTheCallCheckBeforeTheCall) {
 TEST_F(OddRank, IsNamedByFlightRecordsWithoutTheCheck) {
   const CommandResult result = run_odd({"--comm.train_timeout_seconds", "5"});
   EXPECT_NE(result.status, 0);
-  const CommandResult told = run({titan_program(), "debug", "flight", folder_.string()});
-  EXPECT_EQ(told.status, 0) << told.err << result.err;
-  EXPECT_THAT(told.out, AllOf(HasSubstr("the ranks fell out of step, in the operation of a call"),
-                              HasSubstr("rank 1 calls broadcast #"), HasSubstr("(odd::one more)")));
+  const CommandResult report = run({titan_program(), "debug", "flight", folder_.string()});
+  EXPECT_EQ(report.status, 0) << report.err << result.err;
+  EXPECT_THAT(report.out, AllOf(HasSubstr("the ranks fell out of step, in the operation of a call"),
+                                HasSubstr("rank 1 calls broadcast #"), HasSubstr("(odd::one more)")));
 }
 
 /// A run of three ranks that continues until it is stopped; it is in its steps by now.
@@ -88,7 +88,7 @@ class Flight : public ::testing::Test {
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
     return fs::exists(path);
   }
-  void expect_to_go_on() const {
+  void expect_to_continue() const {
     const size_t logged = read_logged();
     for (int i = 0; i < 1200 && read_logged() == logged; ++i)
       std::this_thread::sleep_for(std::chrono::milliseconds(50));
@@ -113,18 +113,18 @@ TEST_F(Flight, NamesAKilledRankWithItsHostAndLastCall) {
   EXPECT_EQ(result.status, 128 + SIGKILL);
   const std::string line =
       str("the job fails: lost: ([^;]*; )*rank 1 \\(host [^ ]+, pid ", ranks[1],
-          "\\), last heard of at [0-9:.]+ at [a-z_]+ of step [0-9]+, its last call being "
+          "\\), last heard from at [0-9:.]+ in [a-z_]+ of step [0-9]+, its last call being "
           "[a-z_]+ #[0-9]+ of group '[a-z_.]+' \\([^)]*\\), [a-z]+; first to fail was rank [02]: ");
   EXPECT_THAT(result.err, ContainsRegex(line));
   EXPECT_FALSE(fs::exists(record(1)));
   ASSERT_TRUE(fs::exists(record(0)) && fs::exists(record(2)));
-  const CommandResult told = flight();
-  EXPECT_EQ(told.status, 0) << told.err;
-  EXPECT_THAT(told.out, AllOf(HasSubstr("rank 1 is missing from "), HasSubstr("left no record: killed"),
-                              HasSubstr("no record")));
+  const CommandResult report = flight();
+  EXPECT_EQ(report.status, 0) << report.err;
+  EXPECT_THAT(report.out, AllOf(HasSubstr("rank 1 is missing from "), HasSubstr("left no record: killed"),
+                                HasSubstr("no record")));
 }
 
-// The store ends with it: the others know what it reported last.
+// The store ends with it, but the others know its last report.
 TEST_F(Flight, NamesAKilledRankZero) {
   Command job = start();
   const auto ranks = children_of(job.pid());
@@ -134,8 +134,9 @@ TEST_F(Flight, NamesAKilledRankZero) {
   const CommandResult result = job.wait(30);
   EXPECT_LT(seconds_after(killed), 10);
   EXPECT_EQ(result.status, 128 + SIGKILL);
-  EXPECT_THAT(result.err, ContainsRegex(str("the job's store is gone.*: rank 0 \\(host [^ ]+, pid ", ranks[0],
-                                            "\\), last heard of at .* its last call being [a-z_]+ #[0-9]+")));
+  EXPECT_THAT(result.err,
+              ContainsRegex(str("the job's store is gone.*: rank 0 \\(host [^ ]+, pid ", ranks[0],
+                                "\\), last heard from at .* its last call being [a-z_]+ #[0-9]+")));
 }
 
 TEST_F(Flight, WritesRecordsOnRequestWhileTheJobContinues) {
@@ -153,7 +154,7 @@ TEST_F(Flight, WritesRecordsOnRequestWhileTheJobContinues) {
   ASSERT_EQ(::kill(ranks[2], SIGQUIT), 0);
   ASSERT_TRUE(comes(record(2)));
   EXPECT_THAT(contents(record(2)), HasSubstr("\"reason\": \"SIGQUIT\""));
-  expect_to_go_on();
+  expect_to_continue();
   job.signal(SIGINT);
   job.wait(30);
 }
@@ -165,7 +166,7 @@ TEST_F(Flight, LauncherForwardsARequestForRecords) {
     ASSERT_TRUE(comes(record(rank))) << rank;
     EXPECT_THAT(contents(record(rank)), HasSubstr("\"reason\": \"SIGQUIT\""));
   }
-  expect_to_go_on();
+  expect_to_continue();
   job.signal(SIGINT);
   EXPECT_EQ(job.wait(30).status, 0);
 }

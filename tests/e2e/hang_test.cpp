@@ -86,13 +86,13 @@ class Hang : public ::testing::Test {
     if (pids_.empty())
       ASSERT_TRUE(wait_until([this] { return (pids_ = ranks_of(*job_)).size() == kRanks; })) << pids_.size();
     const MachineLag lag;
-    const bool was_told = job_->wait_for_errors("the job hangs: rank ", start_s + limit_s + 30);
-    const auto told = Clock::now();
-    const double found_s = was_told ? hangs_for_s() : 0;
+    const bool was_reported = job_->wait_for_errors("the job hangs: rank ", start_s + limit_s + 30);
+    const auto reported = Clock::now();
+    const double found_s = was_reported ? hangs_for_s() : 0;
     const double found_lag_s = lag.seconds();
     result_ = job_->wait(20);
-    const double ended_s = seconds_since(told);
-    ASSERT_TRUE(was_told) << result_.err;
+    const double ended_s = seconds_since(reported);
+    ASSERT_TRUE(was_reported) << result_.err;
     EXPECT_LT(found_s, limit_s + kFoundWithin + found_lag_s) << result_.err;
     EXPECT_LT(ended_s, kEndsWithin + lag.seconds() - found_lag_s) << result_.err;
     EXPECT_EQ(result_.status, kHungExitCode) << result_.err;
@@ -110,10 +110,10 @@ class Hang : public ::testing::Test {
   }
 
   // The combined report of the ranks' records.
-  std::string told_by_records() const {
-    const CommandResult told = run({titan_program(), "debug", "flight", run_.string()});
-    EXPECT_EQ(told.status, 0) << told.err;
-    return told.out;
+  std::string report_of_records() const {
+    const CommandResult report = run({titan_program(), "debug", "flight", run_.string()});
+    EXPECT_EQ(report.status, 0) << report.err;
+    return report.out;
   }
 
   void expect_dumps(const std::vector<int>& live) {
@@ -149,7 +149,7 @@ TEST_F(Hang, NamesAStoppedRank) {
   expect_end(stopped, 6);
   expect_dumps({0, 2});
   EXPECT_FALSE(fs::exists(record_of(1)));
-  EXPECT_THAT(told_by_records(), ContainsRegex("^rank 1 is missing from .*rank"));
+  EXPECT_THAT(report_of_records(), ContainsRegex("^rank 1 is missing from .*rank"));
   EXPECT_FALSE(fs::exists(run_ / "comm_traces" / "stacks_1.txt"));
   EXPECT_THAT(result_.err,
               ContainsRegex("rank 1 of 3 \\([^,]*, pid " + std::to_string(pids_[1]) +
@@ -241,9 +241,9 @@ TEST_P(HangingStep, IsReportedWithItsPhaseAndStack) {
   const std::string limit = "\\(limit 5 s, comm.train_timeout_seconds\\)";
   EXPECT_THAT(result_.err,
               AnyOf(ContainsRegex(who + "hangs in " + where + "without progress for [0-9.]* s " + limit),
-                    ContainsRegex(who + "doesn't come to what the others wait for: it is in " + where +
+                    ContainsRegex(who + "hasn't joined the call that the others wait in: it is in " + where +
                                   "for [0-9.]* s without progress.*" + limit)));
-  EXPECT_THAT(result_.err, ContainsRegex("rank 1 \\([^)]*\\) is at compute, " + where));
+  EXPECT_THAT(result_.err, ContainsRegex("rank 1 \\([^)]*\\) is in compute, " + where));
   for (int rank = 0; rank < kRanks; ++rank)
     EXPECT_THAT(result_.err, HasSubstr("the job hangs: rank " + std::to_string(rank) + " ("));
   EXPECT_GE(count_of(result_.err, "its threads:"), kRanks) << "each rank prints its stack";
@@ -256,11 +256,11 @@ TEST_P(HangingStep, IsReportedWithItsPhaseAndStack) {
 INSTANTIATE_TEST_SUITE_P(Compute, HangingStep,
                          ::testing::Values(Operator{"Forward", "titan::rms_norm", "titan::ops::rms_norm("},
                                            Operator{"Backward", "titan::rms_norm_backward",
-                                                    "titan::train::OneStageRunner::forward_backward("}),
+                                                    "titan::train::WholeModelRunner::forward_backward("}),
                          [](const auto& info) { return info.param.name; });
 
-// As if the file system that it writes to hung and took no record either: here a pipe that nobody reads. The
-// stacks are printed, and the job ends normally.
+// Its file system hangs and takes no record either; here it is a pipe that nobody reads. The stacks are
+// printed, and the job ends normally.
 TEST_F(Hang, NamesARankWhoseSaveHangs) {
   const auto began = Clock::now();
   fs::create_directories(run_ / "comm_traces");

@@ -1,8 +1,8 @@
 // Holds a run before a step until a test releases it. Load it with `--experimental.custom_import`: each rank
 // waits before step N while the folder in TITAN_TEST_STEPS has the file hold.N, and writes the file
 // held.N.PID when it begins to wait. With TITAN_TEST_HELD_NORM=K it waits within the step, before the K-th
-// norm that it computes there; 0: before its first forward. TITAN_TEST_HELD_OP names another operator in
-// place of the norm, and with TITAN_TEST_HELD_RANK only that rank waits.
+// norm that it computes there; 0: before its first forward. TITAN_TEST_HELD_OP names another operator to use
+// instead of the norm, and with TITAN_TEST_HELD_RANK only that rank waits.
 
 #include <unistd.h>
 
@@ -25,7 +25,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// Says that it waits, then waits while the folder has the file of `step`.
+/// Announces that it waits, then waits while the folder has the file of `step`.
 void wait_while_held(const fs::path& folder, int64_t step) {
   const fs::path hold = folder / ("hold." + std::to_string(step));
   if (!fs::exists(hold)) return;

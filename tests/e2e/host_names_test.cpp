@@ -91,9 +91,9 @@ void expect_two_hosts_meet(const std::string& network, const std::string& mask) 
     EXPECT_THAT(both->out, HasSubstr(line)) << network << ": " << both->err;
 }
 
-// The first host reaches the store by its own name without leaving the host: its loopback address is no use
-// to the second. Tested on either side of 127.0.1.1, as gloo lets the ranks of larger addresses connect to
-// those of smaller ones.
+// The first host reaches the store by its own name without leaving the host: its loopback address is
+// useless to the second. Tested on either side of 127.0.1.1, as gloo lets the ranks of larger addresses
+// connect to those of smaller ones.
 TEST(HostNames, TwoHostsNamedByLoopbackAddresses) {
   for (const char* network : {"10.0.77.", "192.168.77."}) expect_two_hosts_meet(network, "/24");
 }

@@ -58,7 +58,7 @@ TEST_P(HuggingFaceLayouts, ReadsAndWritesFolders) {
                            "--checkpoint.initial_load_in_hf", "--checkpoint.last_save_in_hf"};
   const auto expected = losses(train(ours, replay("2") + in_file + GetParam().words));
   EXPECT_EQ(losses(train(theirs, replay("2") + in_folder + GetParam().words)), expected);
-  // Both ways lead to the same last weights.
+  // Both runs end with the same weights.
   expect_converted(theirs / step, folder / "theirs.safetensors");
   expect_converted(ours / step / "model.safetensors", folder / "through", {"--config", kConfig});
   expect_converted(folder / "through", folder / "ours.safetensors", {"--config", kConfig});
@@ -138,7 +138,7 @@ void expect_state_converts(const std::string& name, const Words& layout, const s
   expect_converted(step, folder / "hf", in_dtype);
   expect_converted(folder / "hf", folder / "back.safetensors", {"--config", kConfig});
   EXPECT_TRUE(bytes_of(folder / "back.safetensors") == expected);
-  // Also from a model that a run saved alone, by the name of its folder.
+  // The same from a model that a run saved alone, given the name of its folder.
   expect_converted(folder / "alone/checkpoint/step-2", folder / "hf_of_alone", {"--config", kConfig});
   EXPECT_TRUE(bytes_of(folder / "hf_of_alone/model.safetensors") ==
               bytes_of(folder / "hf/model.safetensors"));

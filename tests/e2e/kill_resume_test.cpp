@@ -26,7 +26,7 @@ int num_kills() {
   return kills ? std::atoi(kills) : 12;
 }
 
-// Only their names, as code that looks for a checkpoint sees them.
+// Looks only at names, like code that searches for a checkpoint.
 std::optional<int> newest_listed(const fs::path& run) {
   std::optional<int> newest;
   if (!fs::exists(run / "checkpoint")) return newest;
@@ -59,7 +59,7 @@ double seconds_since(Clock::time_point start) {
 
 void sleep_s(double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); }
 
-// Rewritten when a run has loaded the step that it resumes from.
+// The inode of a file that a run rewrites when it has loaded the step that it resumes from.
 std::optional<ino_t> record_of(const fs::path& run) {
   struct stat status {};
   return ::stat((run / "config.toml").c_str(), &status) == 0 ? std::optional(status.st_ino) : std::nullopt;
@@ -82,10 +82,10 @@ class Killed : public ::testing::TestWithParam<const char*> {
     step_s_ = seconds_since(start) / kSteps;
   }
 
-  // In one mode; in the other a kill may hit a save more often.
+  // Only one mode validates; in the other, a kill is more likely to hit a save.
   static bool validates() { return std::string(GetParam()) == "disabled"; }
 
-  // Logged steps and losses.
+  // The logged validation steps and losses.
   static std::vector<std::pair<int64_t, double>> validated(const fs::path& run) {
     std::vector<std::pair<int64_t, double>> rows;
     for (const auto& row : read_lines(run / "validation.jsonl"))
@@ -95,8 +95,8 @@ class Killed : public ::testing::TestWithParam<const char*> {
 
   double random_up_to(double seconds) { return std::uniform_real_distribution<>(0, seconds)(random_); }
 
-  // Waits for any remaining step in the log, as a fixed time would reach another step on a busy machine. Then
-  // kills within the next three steps, or in the run's end.
+  // Waits for a random remaining step in the log (a fixed time would reach other steps on a busy machine),
+  // and then up to three steps longer, so that the kill may also hit the run's end.
   void wait_for_any_step(const Command& job, std::optional<int> newest) {
     const int first = newest.value_or(0) + 1;
     const int step = std::uniform_int_distribution<>(std::min(first, kSteps), kSteps)(random_);
@@ -104,7 +104,7 @@ class Killed : public ::testing::TestWithParam<const char*> {
     sleep_s(random_up_to(3 * step_s_));
   }
 
-  // Sometimes while it starts, otherwise while it trains or ends.
+  // Kills the run sometimes while it starts, otherwise while it trains or ends.
   void run_and_kill(const Words& words) {
     const std::optional<int> newest = newest_listed(folder_);
     const std::optional<ino_t> record = record_of(folder_);

@@ -346,7 +346,7 @@ TEST(LaunchRestart, BlamesTheRankThatDoesNotEndAfterItsPeersGaveUp) {
                                 HasSubstr("2 of 3 ranks, at places 0, 1")));
 }
 
-// Reported when a process can't be ended: here a debugger keeps the rest of it.
+// A killed process that doesn't end, because a debugger holds it, is reported.
 TEST(LaunchRestart, ReportsAProcessThatDoesNotEnd) {
   const auto folder = fresh_folder("run");
   const std::string file = (folder / "pid").string();
@@ -382,8 +382,9 @@ TEST(LaunchRestart, ReportsRanksThatFailWhileGrowing) {
       "[ $start = 1 ] && [ $RANK = 1 ] && trap '' TERM; [ $start = 1 ] && [ $RANK = 0 ] && trap 'exit 0' "
       "TERM"));
   EXPECT_EQ(result.status, 0) << result.err;
-  EXPECT_THAT(result.err,
-              HasSubstr("not all ranks ended well: rank 1 (it was killed because it didn't end in time)"));
+  EXPECT_THAT(
+      result.err,
+      HasSubstr("not all ranks shut down cleanly: rank 1 (it was killed because it didn't end in time)"));
 }
 
 // A rank's threads are its share of the host's cores, however many ranks remain.
@@ -403,7 +404,7 @@ TEST(LaunchRestart, FewerRanksUseNoMoreThreads) {
   EXPECT_EQ(after, before);
 }
 
-// The program is being replaced, and back a moment later.
+// The program is being replaced, and is missing for a moment.
 TEST(LaunchRestart, RetriesAMissingProgram) {
   const auto folder = fresh_folder("run");
   const std::string program = (folder / "program").string();

@@ -317,7 +317,7 @@ TEST(Init, NamesTheMissingRanks) {
   const auto results = run_ranks({plain("0", "4", some_port()), plain("2", "4", some_port())}, "10");
   for (const auto& result : results) {
     EXPECT_EQ(result.status, 3);
-    EXPECT_THAT(result.err, HasSubstr("2 of 4 ranks didn't come"));
+    EXPECT_THAT(result.err, HasSubstr("2 of 4 ranks didn't connect"));
     EXPECT_THAT(result.err, HasSubstr("missing: 1, 3"));
     EXPECT_LT(result.elapsed_s, 40);
   }
@@ -332,7 +332,7 @@ TEST(Init, NamesRankZeroWhenItIsMissing) {
 TEST(Init, ReportsAWrongWorldSizeOnAllRanks) {
   for (const auto& result : run_ranks({plain("0", "2", some_port()), plain("1", "3", some_port())}, "40")) {
     EXPECT_EQ(result.status, 3);
-    EXPECT_THAT(result.err, HasSubstr("WORLD_SIZE has to be the same on all ranks"));
+    EXPECT_THAT(result.err, HasSubstr("set the same on all ranks"));
     EXPECT_LT(result.elapsed_s, 30);  // before the limit
   }
 }
@@ -353,7 +353,7 @@ TEST(Init, NamesAPortInUse) {
   EXPECT_LT(results[0].elapsed_s, 30);
 }
 
-// As Debian's /etc/hosts has it for a host's own name (host_names_test.cpp tests the names).
+// Debian's /etc/hosts has such an address for a host's own name (host_names_test.cpp tests the names).
 TEST(Init, AcceptsAnyLoopbackAddress) {
   std::vector<Command::Variables> ranks = {plain("0", "2", some_port()), plain("1", "2", some_port())};
   for (auto& variables : ranks) variables["MASTER_ADDR"] = "127.0.1.1";

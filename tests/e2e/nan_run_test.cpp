@@ -45,7 +45,7 @@ TEST_P(NanRun, NamesTheModuleOfABackward) {
   EXPECT_THAT(
       result.err,
       ContainsRegex("step [1-4], " + rank() +
-                    "the backward of module 'layers.1.feed_forward.w2' is the first to give a gradient "
+                    "the backward of module 'layers.1.feed_forward.w2' is the first to produce a gradient "
                     "that isn't finite"));
 }
 
@@ -56,10 +56,10 @@ TEST_P(NanRun, TracesANonFiniteGradientToItsRankAndModule) {
   // All ranks say it, but the first to end may end the others before they have printed it.
   EXPECT_THAT(result.err,
               ContainsRegex("The replay found the source. step [1-4], " + rank() +
-                            "the backward of module 'layers.1.feed_forward.w2' is the first to give"));
+                            "the backward of module 'layers.1.feed_forward.w2' is the first to produce"));
   EXPECT_THAT(result.err,
               AllOf(HasSubstr("the gradient norm isn't finite, though the losses of all ranks are"),
-                    HasSubstr("The optimizer step was not taken"), Not(HasSubstr("come to such numbers"))));
+                    HasSubstr("The optimizer step was not taken"), Not(HasSubstr("have non-finite values"))));
   const auto sums = HasSubstr("tensor-parallel ranks 0, 1 exchange parts of such numbers");
   if (std::string(GetParam().name) == "Tensor") {
     EXPECT_THAT(result.err, sums);
@@ -80,7 +80,7 @@ INSTANTIATE_TEST_SUITE_P(
                               "4"}}),
     [](const auto& info) { return info.param.name; });
 
-// Both stages have it in their forward, and the loss belongs to the second.
+// Both stages see it in their forward, and the loss belongs to the second.
 TEST(NanRunInAPipeline, TracesALossToTheStageBefore) {
   const Words words =
       train_words(resumable(fresh_folder("config")) + ranks(2) +

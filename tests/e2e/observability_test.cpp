@@ -1,4 +1,4 @@
-// What a run's files show: the ranks' logs, titan debug events, top and report.
+// A run's files, and the commands that read them: the ranks' logs, titan debug events, top and report.
 
 #include <algorithm>
 #include <cmath>
@@ -91,7 +91,7 @@ TEST(Observability, LogCanBeOff) {
   EXPECT_THAT(events.err, HasSubstr("holds no structured logs"));
 }
 
-// Its data are slow: the step takes as long on all ranks, but only this rank works that long.
+// Rank 1 has slow data: a step takes equally long on all ranks, but only this rank works that long.
 TEST(Observability, NamesASlowRank) {
   const auto folder = fresh_folder("run");
   const CommandResult result = try_train(

@@ -1,4 +1,4 @@
-// A rank that makes an extra call before its seventh step: ranks that fell out of step. Load it with
+// A rank that makes an extra call before its seventh step, so the ranks lose their common order. Load it with
 // `--experimental.custom_import` in a run that saves checkpoints; TITAN_TEST_ODD_RANK sets the rank.
 
 #include <cstdlib>
@@ -37,7 +37,7 @@ class NoState : public titan::checkpoint::Stateful {
 
 }  // namespace
 
-// Only checkpointed objects are given a trainer's parts.
+// Only checkpointed objects get a trainer's parts.
 extern "C" void titan_register() {
   titan::train::saved_objects().add("odd", [](titan::train::TrainerParts& parts) {
     parts.observers.push_back(std::make_unique<OddRank>(parts.world));

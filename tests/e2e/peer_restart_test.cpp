@@ -1,4 +1,4 @@
-// A run that keeps its state in memory loses ranks: it resumes from memory, without a state on disk, and
+// A run that keeps its state in memory and loses ranks resumes from memory, without a state on disk, and
 // equals an undisturbed run.
 
 #include <signal.h>
@@ -35,7 +35,7 @@ class PeerRestart : public ::testing::Test {
 
   Command start(const Words& train) const { return start_held(train, steps_); }
 
-  /// The complete ones. One that disappears while it looks is left out.
+  /// The complete generations. Leaves out one that disappears meanwhile.
   std::vector<fs::path> generations() const {
     std::vector<fs::path> found;
     for (const fs::path& folder : entries_of(memory_))
@@ -53,8 +53,8 @@ class PeerRestart : public ::testing::Test {
     return newest;
   }
 
-  /// Returns its ranks, which wait before `step`, once the state after `kept` is in memory, by default any
-  /// (some states are skipped when they come fast).
+  /// Returns the job's ranks, which wait before `step`, once the state after step `kept` is in memory; by
+  /// default any state, because some are skipped when steps are fast.
   std::vector<int> wait_for(const Command& job, int64_t step, size_t num_ranks = 3, int64_t kept = -1) const {
     const std::vector<int> ranks = ranks_once(job, num_ranks, [&](const auto& waiting) {
       return steps_.are_held(waiting, step) && (kept < 0 ? newest_kept() > 0 : newest_kept() == kept);
@@ -62,7 +62,7 @@ class PeerRestart : public ::testing::Test {
     EXPECT_FALSE(ranks.empty()) << ranks_of(job).size() << " ranks, step " << last_logged_step(run_);
     return ranks;
   }
-  /// Kills one of its ranks before `step`. Returns when others have started, which go past it.
+  /// Kills one of the job's ranks before `step`. Returns when new ranks have started; they aren't held there.
   void kill_rank(const Command& job, size_t rank, int64_t step, size_t num_ranks = 3,
                  int64_t kept = -1) const {
     const std::vector<int> ranks = wait_for(job, step, num_ranks, kept);
@@ -123,18 +123,18 @@ TEST_F(PeerRestart, ResumesFromMemoryWithoutReadingTheDisk) {
               AllOf(HasSubstr("restart 2 of 9"), HasSubstr("is in memory; the newest on disk is none"),
                     HasSubstr("loaded from " + memory_.string()), HasSubstr("on one host")));
   EXPECT_THAT(result.err, Not(HasSubstr("loaded from " + run_.string())));
-  EXPECT_TRUE(fs::is_empty(memory_)) << "the job's folder is removed with it";
+  EXPECT_TRUE(fs::is_empty(memory_)) << "the job's folder wasn't removed";
   expect_same_curve(words(), 0);
 }
 
-// A lost rank costs the steps since the last multiple of five. The disk has an older state too, whose files
-// nobody reads: their damage goes unnoticed.
+// A lost rank costs the steps since the last multiple of five. The disk has an older state too, but its files
+// aren't read, so their damage isn't reported.
 TEST_F(PeerRestart, RepeatsOnlyTheStepsSinceTheLastState) {
   steps_.hold(6);
   steps_.hold(13);
   steps_.hold(18);
   Command job = start(with_peers("5", {"--checkpoint.interval", "7"}));
-  // While one state is being kept another would be skipped.
+  // While one state is being saved, the next would be skipped.
   ASSERT_FALSE(wait_for(job, 6, 3, /*kept=*/5).empty());
   steps_.let_go(6);
   for (const int64_t kept : {10, 15}) {
@@ -153,7 +153,7 @@ TEST_F(PeerRestart, RepeatsOnlyTheStepsSinceTheLastState) {
                                 HasSubstr("resuming after step 10, loaded from " + memory_.string()),
                                 HasSubstr("step 15 is in memory; the newest on disk is step 14"),
                                 HasSubstr("resuming after step 15, loaded from " + memory_.string())));
-  EXPECT_THAT(result.err, Not(AnyOf(HasSubstr("loaded from " + run_.string()), HasSubstr("passed over"))));
+  EXPECT_THAT(result.err, Not(AnyOf(HasSubstr("loaded from " + run_.string()), HasSubstr("skipped: "))));
   expect_same_curve(words(), 0);
 }
 
@@ -182,12 +182,12 @@ TEST_F(PeerRestart, FallsBackToTheDiskIfMemoryIsDamaged) {
   kill_rank(job, 1, 44, 3, /*kept=*/42);
   const CommandResult result = job.wait(100);
   ASSERT_EQ(result.status, 0) << result.err;
-  EXPECT_THAT(result.err, AllOf(HasSubstr("passed over: step 42 in memory"), HasSubstr("checksum"),
+  EXPECT_THAT(result.err, AllOf(HasSubstr("skipped: step 42 in memory"), HasSubstr("checksum"),
                                 HasSubstr("resuming after step 41, loaded from " + run_.string())));
   expect_same_curve(words(on_disk), 0);
 }
 
-// Its launcher is killed, so nothing is cleaned up; the next one is another job in the same folder.
+// The launcher is killed, so nothing is cleaned up; the next launcher starts another job in the same folder.
 TEST_F(PeerRestart, AnotherJobStartsFromScratch) {
   {
     steps_.hold(6);
@@ -207,7 +207,7 @@ TEST_F(PeerRestart, AnotherJobStartsFromScratch) {
   expect_same_curve(words(), 0);
 }
 
-// The copy has the original's mark but is another run: memory keeps the original's state.
+// A copy has the original's mark but is another run, so the original's state stays in memory.
 TEST_F(PeerRestart, ACopiedRunLeavesTheOriginalsMemoryAlone) {
   steps_.hold(8);
   Command job = start(with_peers("1"));
@@ -226,7 +226,7 @@ TEST_F(PeerRestart, ACopiedRunLeavesTheOriginalsMemoryAlone) {
   expect_same_curve(words(), 0);
 }
 
-// The state that its ranks would have resumed from is on disk then.
+// The state that the ranks would have resumed from is saved to disk.
 TEST_F(PeerRestart, LeavesNothingInMemoryAfterGivingUp) {
   steps_.hold(4);
   steps_.hold(8);
@@ -243,7 +243,7 @@ TEST_F(PeerRestart, LeavesNothingInMemoryAfterGivingUp) {
   EXPECT_TRUE(fs::exists(step_folder(run_, static_cast<int>(step)))) << result.err;
 }
 
-// It is told to end while no rank runs: no rank is there to save, and the disk holds nothing.
+// The job is stopped while no rank is running: no rank can save, and the disk has no state.
 TEST_F(PeerRestart, LosesNoStepWhenStoppedBetweenTwoStarts) {
   const Words elastic = {"--min-ranks", "1", "--rejoin-after", "never"};
   steps_.hold(11);
@@ -254,11 +254,11 @@ TEST_F(PeerRestart, LosesNoStepWhenStoppedBetweenTwoStarts) {
   const int64_t kept = newest_kept();
   ASSERT_GT(kept, 0);
   job.signal(SIGTERM);
-  const CommandResult told = job.wait(60);
-  EXPECT_EQ(told.status, 128 + SIGTERM) << told.err;
-  const int64_t step = number_after(told.err, "the state after step ");
-  EXPECT_EQ(step, kept) << told.err;
-  EXPECT_THAT(told.err, AllOf(HasSubstr("too few ranks are left"), HasSubstr("is saved: ")));
+  const CommandResult stopped = job.wait(60);
+  EXPECT_EQ(stopped.status, 128 + SIGTERM) << stopped.err;
+  const int64_t step = number_after(stopped.err, "the state after step ");
+  EXPECT_EQ(step, kept) << stopped.err;
+  EXPECT_THAT(stopped.err, AllOf(HasSubstr("too few ranks are left"), HasSubstr("is saved: ")));
   EXPECT_TRUE(fs::is_empty(memory_));
 
   const CommandResult result = try_train(with_peers("1"), 100);
@@ -277,14 +277,15 @@ TEST_F(PeerRestart, KeepsTheStateInMemoryIfSavingFails) {
   ASSERT_TRUE(kill_all_ranks(job));
   fs::rename(run_ / "checkpoint", run_ / "away");
   job.signal(SIGTERM);
-  const CommandResult told = job.wait(60);
-  EXPECT_EQ(told.status, 128 + SIGTERM) << told.err;
-  // An earlier state may be there, and one that was being written.
+  const CommandResult stopped = job.wait(60);
+  EXPECT_EQ(stopped.status, 128 + SIGTERM) << stopped.err;
+  // There may also be an earlier state, and one that was being written.
   const auto left = generations();
   EXPECT_TRUE(std::any_of(left.begin(), left.end(), [&](const fs::path& path) {
-    return told.err.find("remains in " + path.string() + " ") != std::string::npos;
-  })) << told.err;
-  EXPECT_THAT(told.err, AllOf(HasSubstr("isn't there"), HasSubstr("To resume from it, copy that folder to")));
+    return stopped.err.find("remains in " + path.string() + " ") != std::string::npos;
+  })) << stopped.err;
+  EXPECT_THAT(stopped.err,
+              AllOf(HasSubstr("doesn't exist"), HasSubstr("To resume from it, copy that folder to")));
 }
 
 TEST_F(PeerRestart, IsRefusedIfNothingRestartsRanks) {
@@ -294,8 +295,8 @@ TEST_F(PeerRestart, IsRefusedIfNothingRestartsRanks) {
     EXPECT_EQ(result.status, 2);
     return result.err;
   };
-  EXPECT_THAT(refused({"--nproc", "2"}), HasSubstr("give it --max-restarts"));
-  EXPECT_THAT(refused({}), HasSubstr("nobody launched this rank"));
+  EXPECT_THAT(refused({"--nproc", "2"}), HasSubstr("pass it --max-restarts"));
+  EXPECT_THAT(refused({}), HasSubstr("this rank has no launcher"));
   EXPECT_THAT(refused({"--checkpoint.no_enable"}), HasSubstr("needs checkpoint.enable = true"));
   EXPECT_THAT(refused({"--checkpoint.peer_folder", "here"}), HasSubstr("an absolute path"));
 }

@@ -44,8 +44,8 @@ class PipelineRun : public ::testing::TestWithParam<Layout> {};
 // Four layers, so that two stages per rank have something to do.
 TEST_P(PipelineRun, LogsTheSameNumbersAsWithoutPipelining) {
   const Layout& layout = GetParam();
-  const Words base =
-      small_run(fresh_folder("config")) + rows_of(layout) + Words{"--model.args.n_layers", "4"};
+  const Words base = small_run(fresh_folder("config")) + rows_of(layout) +
+                     Words{"--model.args.n_layers", "4", "--loss.name", "label_smoothing"};
   const auto folder = fresh_folder("spread"), plain = fresh_folder("plain");
   train(plain, base + Words{"--nproc", std::to_string(layout.batch_ranks)});
   train(folder, base + layout.words);
@@ -76,11 +76,11 @@ INSTANTIATE_TEST_SUITE_P(
         Layout{"Pp2Cp2", 1, pp("4", "2", "Interleaved1F1B", {"--parallelism.context_parallel_degree", "2"})}),
     [](const auto& info) { return std::string(info.param.name); });
 
-// The schedules that the layouts above leave out, beside one run without a pipeline. Split by their times the
-// four layers land otherwise than by default, which leaves the last stage none.
+// The schedules that the layouts above leave out, compared with one run without a pipeline. A balanced split
+// places the four layers differently from the default split, which gives the last stage none.
 TEST(PipelineSchedulesRun, LogTheSameNumbersAsWithoutPipelining) {
-  const Words base =
-      small_run(fresh_folder("config")) + rows_of({"", 1, {}}) + Words{"--model.args.n_layers", "4"};
+  const Words base = small_run(fresh_folder("config")) + rows_of({"", 1, {}}) +
+                     Words{"--model.args.n_layers", "4", "--loss.name", "z_loss"};
   const auto plain = fresh_folder("plain");
   train(plain, base);
   const std::pair<const char*, Words> layouts[] = {
@@ -96,7 +96,7 @@ TEST(PipelineSchedulesRun, LogTheSameNumbersAsWithoutPipelining) {
   }
 }
 
-// The first and the last stage have the matrix; the file has it once and gives it to both again.
+// Both the first and the last stage have the matrix. The file stores it once, and both stages read it.
 TEST(PipelineModelFile, HasTiedWeightsOnceForBothStages) {
   const Words base =
       small_run(fresh_folder("config")) + Words{"--model.args.tie_embeddings", "--checkpoint.enable",
@@ -178,9 +178,9 @@ void PrintTo(const Killed& killed, std::ostream* out) {
 
 class LostRank : public ::testing::TestWithParam<Killed> {};
 
-// Without a launcher to end them, every rank finds out by itself: also ranks whose neighbors live, and also
-// if the lost rank served the store through which ranks report, or the rank that serves it is the only one to
-// notice the loss.
+// Without a launcher to end them, all ranks notice the loss themselves: also ranks with live neighbors, also
+// if the lost rank served the store that ranks report to, and also if only the rank that serves it notices
+// the loss.
 TEST_P(LostRank, IsNamedByAllRanksWithTheirCurrentAction) {
   const int lost = GetParam().rank;
   const auto folder = fresh_folder("run");

@@ -1,4 +1,4 @@
-// [profiling]: what traces contain, which steps they cover, and that nothing else changes.
+// [profiling]: the contents of traces, the steps that they cover, and that nothing else changes.
 
 #include <gmock/gmock.h>
 #include <zlib.h>
@@ -19,7 +19,7 @@ using nlohmann::json;
 // Throws unless the gzip file is complete: its checksum is verified with the last byte.
 std::string unzipped(const std::filesystem::path& path) {
   gzFile file = ::gzopen(path.c_str(), "rb");
-  if (!file) throw Error(path.string() + " isn't there");
+  if (!file) throw Error(path.string() + " is missing");
   std::string text;
   std::vector<char> piece(1 << 16);
   int count = 0;
@@ -44,7 +44,7 @@ struct Trace {
     return found;
   }
   bool has(const std::string& name) const { return !named(name).empty(); }
-  /// Events whose names begin so.
+  /// Events whose names begin with `name`.
   std::vector<json> beginning(const std::string& name) const {
     std::vector<json> found;
     for (const json& range : ranges)

@@ -1,4 +1,4 @@
-// The rank program of the launch tests: joins the others, sums the ranks, prints who it is, then does what
+// The rank program of the launch tests: joins the others, sums the ranks, prints its identity, then does what
 // its arguments say.
 //   rank_program [timeout_s] [throw RANK | exit RANK CODE | hang]
 

@@ -22,7 +22,7 @@ void flip_a_bit(const std::filesystem::path& file, int64_t from_end) {
 struct Damage {
   const char* name;
   std::function<void(const std::filesystem::path& step)> make;
-  const char* told;
+  const char* reported;
 };
 void PrintTo(const Damage& damage, std::ostream* out) { *out << damage.name; }
 
@@ -36,12 +36,12 @@ TEST_P(DamagedStep, FallsBackToTheStepBefore) {
   GetParam().make(step_folder(run, 15));
   // Damage to a step that was requested is an error.
   EXPECT_THAT(try_train(words + Words{"--job.dump_folder", run.string(), "--checkpoint.load_step", "15"}).err,
-              HasSubstr(GetParam().told));
+              HasSubstr(GetParam().reported));
   EXPECT_EQ(curve_of(run), before);
-  // With more steps to go: a run at its end reads no state.
+  // The run has one more step to do, because a run that has ended reads no state.
   EXPECT_THAT(
       train_log(run, part_of_run(words, 16)),
-      AllOf(HasSubstr("passed over: "), HasSubstr(GetParam().told), HasSubstr("resuming after step 10")));
+      AllOf(HasSubstr("skipped: "), HasSubstr(GetParam().reported), HasSubstr("resuming after step 10")));
   Curve after = curve_of(run);
   ASSERT_EQ(after.size(), 16u);
   after.erase(16);
@@ -72,7 +72,7 @@ using std::filesystem::perms;
 
 constexpr perms kReadOnly = perms::owner_read | perms::owner_exec | perms::others_read | perms::others_exec;
 
-// The words before a command that run it as a user whom a folder's mode stops: root may write anywhere.
+// A command prefix that runs a command as a user without root's rights: root may write anywhere.
 Words as_user() {
   const Words nobody = {"setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"};
   return ::geteuid() == 0 ? nobody : Words{};
@@ -186,7 +186,7 @@ TEST(FullDisk, StopsTheRunOrIsLogged) {
   }
 }
 
-// Regardless of what training would do without it.
+// A seed that can't be written is an error even if training may continue without checkpoints.
 TEST(FullDisk, IsAnErrorForASeed) {
   const auto run = fresh_folder("run");
   const CommandResult result =
@@ -214,7 +214,7 @@ class SmallDisk {
   bool mounted_ = false;
 };
 
-// The space that a file takes there.
+// The space that a file takes on that disk.
 int64_t on_disk(const std::filesystem::path& folder) {
   constexpr int64_t page = 4096;
   int64_t bytes = 0;

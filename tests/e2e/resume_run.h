@@ -8,7 +8,7 @@
 
 namespace titan::testing {
 
-/// Its own text, as a run resumes only over the data that it began with.
+/// Writes the run's own text, because a run resumes only with the data that it began with.
 inline std::string write_text(const std::filesystem::path& folder) {
   const std::vector<std::string> words = {"a",   "run",  "that", "goes", "on",  "is",
                                           "the", "same", "step", "by",   "step"};
@@ -24,10 +24,10 @@ inline std::string write_text(const std::filesystem::path& folder) {
 /// A scontrol that records its arguments, found before the real one.
 inline std::filesystem::path fake_scontrol(const std::filesystem::path& folder, int code) {
   const std::filesystem::path program = folder / "scontrol";
-  std::ofstream(program) << "#!/bin/sh\necho \"$@\" >> " << (folder / "told").string() << "\nexit " << code
-                         << "\n";
+  std::ofstream(program) << "#!/bin/sh\necho \"$@\" >> " << (folder / "arguments").string() << "\nexit "
+                         << code << "\n";
   std::filesystem::permissions(program, std::filesystem::perms::owner_all);
-  return folder / "told";
+  return folder / "arguments";
 }
 
 /// 20 steps of the small run, whatever the number of ranks: each step has four rows, which the ranks share.
@@ -74,7 +74,8 @@ inline std::string bytes_of(const std::filesystem::path& path) {
   return bytes.str();
 }
 
-/// The bit-comparable numbers of the logged steps, by step; a last row that a kill cut short is left out.
+/// The numbers of the logged steps that can be compared exactly, by step. Leaves out a last row that a kill
+/// cut short.
 using Curve = std::map<int64_t, std::vector<double>>;
 inline Curve curve_of(const std::filesystem::path& run) {
   std::ifstream file(run / "metrics.jsonl");
@@ -91,7 +92,7 @@ inline Curve curve_of(const std::filesystem::path& run) {
   return curve;
 }
 
-/// The same run on other ranks, up to rounding from another order of sums.
+/// Expects the same run on other ranks, within rounding: sums have another order there.
 inline void expect_near(const Curve& found, const Curve& expected) {
   ASSERT_EQ(found.size(), expected.size());
   for (const auto& [step, numbers] : expected) {

@@ -24,7 +24,7 @@ const Words kReplicate2 = {"--parallelism.data_parallel_replicate_degree", "2",
 
 class SameRanks : public ::testing::TestWithParam<Layout> {};
 
-// Interrupted two and three times: a fault that shows only after a second resume is seen too.
+// Interrupts the run two and three times, to catch faults that show only after a second resume.
 TEST_P(SameRanks, ResumeBitEqual) {
   const Words words = resumable(fresh_folder("config")) + GetParam().words;
   const auto straight = fresh_folder("straight");
@@ -66,7 +66,7 @@ TEST_P(OtherRanks, ResumeWithinRounding) {
   int steps = 0;
   for (const Words& part : GetParam().parts) {
     const std::string log = train_log(run, part_of_run(words + part, steps + 5));
-    if (steps > 0) EXPECT_THAT(log, HasSubstr("random numbers are seeded again"));
+    if (steps > 0) EXPECT_THAT(log, HasSubstr("random numbers are reseeded"));
     steps += 5;
   }
   const Curve found = curve_of(run);
@@ -100,7 +100,7 @@ std::string tensors_of(const std::filesystem::path& file) {
   return bytes.substr(std::min<size_t>(bytes.size(), sizeof header + header));
 }
 
-// The state of a step, whatever training does while it is written.
+// The files hold the state of their step, whatever training does while they are written.
 TEST(Saving, InTheBackgroundWritesTheSameFiles) {
   const Words words = part_of_run(resumable(fresh_folder("config")), 6) +
                       Words{"--checkpoint.interval", "1", "--nproc", "2", "--checkpoint.async_mode"};
@@ -137,7 +137,7 @@ TEST(Saving, FollowsTheFirstStepAndTheLast) {
   EXPECT_EQ(names_in(step_folder(run, 4)), (std::vector<std::string>{"model.safetensors"}));
 }
 
-// The time that steps wait for a save is reported, but not as theirs.
+// The time that steps wait for a save is reported separately from the steps' own time.
 TEST(Saving, IsTimedInTheMetrics) {
   const auto run = fresh_folder("run");
   train(run, part_of_run(resumable(fresh_folder("config")), 6) + Words{"--checkpoint.interval", "2"});
@@ -147,7 +147,7 @@ TEST(Saving, IsTimedInTheMetrics) {
   for (const auto& row : rows) {
     const int64_t step = row.at("step");
     const double seconds = row.at("checkpoint_s");
-    (step == 3 || step == 5 ? after_saves : elsewhere) += seconds;  // of the window after the save
+    (step == 3 || step == 5 ? after_saves : elsewhere) += seconds;  // the window after a save
   }
   EXPECT_GT(after_saves, elsewhere);
   const auto off = fresh_folder("off");
@@ -155,7 +155,7 @@ TEST(Saving, IsTimedInTheMetrics) {
   EXPECT_FALSE(read_lines(off / "metrics.jsonl").at(0).contains("checkpoint_s"));
 }
 
-// ---- what is loaded
+// ---- loading
 
 TEST(Loading, ResumesFromANamedStep) {
   const Words words = resumable(fresh_folder("config")) + Words{"--checkpoint.interval", "2"};
@@ -207,7 +207,7 @@ TEST(Loading, ExcludedPartsStartFromScratch) {
   // Only the schedule restarts: the same batch and so the same loss, at the first step's rate.
   EXPECT_EQ(go_on("lr_scheduler").at(6)[0], before.at(6)[0]);
   EXPECT_EQ(go_on("lr_scheduler").at(6)[2], before.at(1)[2]);
-  // Only the data restart: the first step's batch, which the model knows by now.
+  // Only the data restart: the loss of the first step's batch, which the model has learned by now.
   EXPECT_NE(go_on("dataloader").at(6)[0], before.at(6)[0]);
   EXPECT_LT(go_on("dataloader").at(6)[0], before.at(1)[0]);
   EXPECT_EQ(go_on("dataloader").at(6)[2], before.at(6)[2]);
@@ -247,7 +247,7 @@ TEST(Loading, StartsFromAStepOfAnotherRun) {
               HasSubstr("checkpoint.initial_load_path isn't used"));
   EXPECT_THAT(train_log(fresh_folder("no"),
                         words + Words{"--checkpoint.initial_load_path", (first / "checkpoint").string()}, 2),
-              HasSubstr("it holds steps, of which one has to be named: step-5, step-6"));
+              HasSubstr("it holds steps, name one of them: step-5, step-6"));
 }
 
 // TorchTitan checks whether the folder exists.
@@ -266,11 +266,11 @@ TEST(Loading, ResumesFromTheLastStateOfARunThatEndedWithTheModel) {
   const auto run = fresh_folder("run");
   train(run, words + Words{"--training.steps", "7"});
   EXPECT_THAT(train_log(run, words),
-              AllOf(HasSubstr("step-7 holds a model alone"), HasSubstr("resuming after step 5")));
+              AllOf(HasSubstr("step-7 holds only a model"), HasSubstr("resuming after step 5")));
   EXPECT_EQ(curve_of(run).size(), 20u);
 }
 
-// And without touching the records of the run that did save.
+// A run that doesn't save leaves the records of the run that did unchanged.
 TEST(Loading, WorksWithoutSaving) {
   const Words words = resumable(fresh_folder("config"));
   const auto run = fresh_folder("run");
@@ -309,8 +309,8 @@ TEST(Loading, ReportsWhatHasChanged) {
                 100, /*threads=*/2);
   EXPECT_EQ(other.status, 0) << other.err;
   EXPECT_THAT(other.err,
-              AllOf(HasSubstr("the checkpoint is from a run with 1 thread(s) an operation, this one has 2"),
-                    HasSubstr("settings aren't those of the checkpoint"),
+              AllOf(HasSubstr("the checkpoint is from a run with 1 thread(s) per operation, this one has 2"),
+                    HasSubstr("settings differ from the checkpoint's"),
                     HasSubstr("; training.steps: 5 | 6"), HasSubstr("| 0.003")));
   EXPECT_THAT(other.err, ::testing::Not(HasSubstr("dump_folder:")));
 }
@@ -373,7 +373,7 @@ TEST(Loading, RestoresAnObjectOfTheUser) {
   train(run, part_of_run(more, 10));
   EXPECT_THAT(train_log(run, part_of_run(more, 11)),
               HasSubstr("the counter stood at 2, and in its tensor at 2"));
-  // A state from before the object joined, and one with it in a run that lacks it.
+  // Loads a state without the object, and a state with it into a run that lacks it.
   EXPECT_THAT(train_log(run, words, 2), HasSubstr("save_counter"));
   const auto older = fresh_folder("older");
   train(older, part_of_run(words, 5));

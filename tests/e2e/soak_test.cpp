@@ -36,7 +36,7 @@ int64_t most_growth(int64_t resident_bytes) {
   return num_steps() < kManySteps ? 4 * kMebi : resident_bytes / 100;
 }
 
-/// Names that tell entries apart: files by number and target, threads by id and name.
+/// Names that distinguish entries: files by number and target, threads by id and name.
 using Names = std::set<std::string>;
 
 struct Held {
@@ -80,7 +80,7 @@ Held held_by(int pid, int64_t step) {
   return {step, resident * ::sysconf(_SC_PAGESIZE), files_of(process), threads_of(process)};
 }
 
-// The last lines of its metrics, however many there are.
+// Reads only the last lines of the metrics, however many there are.
 int64_t last_step(const fs::path& run) {
   std::ifstream rows(run / "metrics.jsonl", std::ios::ate);
   const auto size = static_cast<int64_t>(rows.tellg());
@@ -142,9 +142,9 @@ Names in_both(const Names& some, const Names& others) {
   return both;
 }
 
-/// What a process held throughout a stretch of steps, and its least memory. A save or a validation opens
-/// files and starts threads, however long it takes on a busy machine: none of them lasts, as a third of the
-/// stretch has several saves, one after another. Leaks do.
+/// The files and threads that a process held throughout a stretch of steps, and its least memory. A save or a
+/// validation opens files and starts threads, but none of them lasts, however busy the machine is: a third of
+/// the stretch has several saves, one after another. Leaks do last.
 struct Stretch {
   int64_t num_samples = 0;
   Held always;

@@ -28,7 +28,7 @@ int num_trials() {
 
 void sleep_s(double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); }
 
-// Until it does, a signal has its default effect.
+// Whether the process handles signals. Until it does, a signal has its default effect.
 bool notes_signals(int pid) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/status");
   for (std::string line; std::getline(file, line);)
@@ -118,7 +118,7 @@ class Stop : public ::testing::Test {
   void unset(const char* file) const { fs::remove(saves_ / file); }
   bool is_set(const std::string& file) const { return fs::exists(saves_ / file); }
 
-  // Each step is saved once, and so is the one that the run stopped after.
+  // Every second step is saved once, and so is the one that the run stopped after.
   void expect_every_second_saved_once() {
     std::vector<int> wanted;
     for (int step = 2; step < last_logged(); step += 2) wanted.push_back(step);
@@ -235,7 +235,7 @@ TEST_F(Stop, WhileSavingACheckpoint) {
   }
 }
 
-// Every step's save is skipped for the first one's, so that the step it stops after isn't saved by then.
+// All saves are skipped while the first one is held, so the step that the run stops after isn't saved yet.
 TEST_F(Stop, AfterASkippedSave) {
   set("hold_writing");
   start(held({"--checkpoint.interval", "1", "--checkpoint.when_busy", "skip", "--checkpoint.async_mode",
@@ -247,7 +247,7 @@ TEST_F(Stop, AfterASkippedSave) {
     unset("hold_writing");
   });
   EXPECT_THAT(result_.err,
-              AllOf(HasSubstr("skipped, as that of step 1"), HasSubstr("its state is being saved")));
+              AllOf(HasSubstr("skipped, as the save of step 1"), HasSubstr("its state is being saved")));
   expect_newest_is_last_logged();
 }
 
@@ -263,7 +263,7 @@ TEST_F(Stop, AfterAFailedSave) {
   }
 }
 
-// Nothing reports it as saved, and the job ends with an error.
+// The log doesn't claim that it is saved, and the job ends with an error.
 TEST_F(Stop, IsAnErrorIfItsOwnSaveFails) {
   set("fail_saves");
   start(held({"--checkpoint.on_failure", "continue"}));
@@ -377,7 +377,7 @@ struct Requeued {
   int signal;
   int code;  // exit code of scontrol
   Command::Variables slurm;
-  std::string told;
+  std::string request;  // expected arguments of scontrol
   int status;
 };
 
@@ -388,7 +388,7 @@ class Requeue : public ::testing::TestWithParam<Requeued> {};
 TEST_P(Requeue, FollowsTheSave) {
   const Requeued& how = GetParam();
   const fs::path bin = fresh_folder("bin"), run = fresh_folder("run");
-  const fs::path told = fake_scontrol(bin, how.code);
+  const fs::path requests = fake_scontrol(bin, how.code);
   Command::Variables variables = how.slurm;
   variables["OMP_NUM_THREADS"] = "1";
   variables["PATH"] = bin.string() + ":" + std::getenv("PATH");
@@ -401,18 +401,18 @@ TEST_P(Requeue, FollowsTheSave) {
   const CommandResult result = job.wait(kGraceS);
   EXPECT_EQ(result.status, how.status) << result.err;
   EXPECT_FALSE(saved_steps(run).empty());
-  std::ifstream file(told);
+  std::ifstream file(requests);
   std::string line;
   std::getline(file, line);
-  EXPECT_EQ(line, how.told);
+  EXPECT_EQ(line, how.request);
 }
 
-// Not to the rank that runs scontrol: that one has to notice the signal.
+// The signal goes to a rank that doesn't run scontrol; the rank that does must learn of it.
 class RequeueAtTheStart : public Stop {
  protected:
   void start_and_stop(int code_of_scontrol, int signal) {
     const fs::path bin = fresh_folder("bin");
-    told_ = fake_scontrol(bin, code_of_scontrol);
+    requests_file_ = fake_scontrol(bin, code_of_scontrol);
     variables_["PATH"] = bin.string() + ":" + std::getenv("PATH");
     variables_["SLURM_JOB_ID"] = "123";
     set("hold_building");
@@ -422,27 +422,27 @@ class RequeueAtTheStart : public Stop {
     result_ = job_->wait(kGraceS);
     EXPECT_THAT(result_.err, HasSubstr("stops the run before it began"));
   }
-  std::string told() const {
+  std::string requests() const {
     std::string all;
-    std::ifstream file(told_);
+    std::ifstream file(requests_file_);
     for (std::string line; std::getline(file, line);) all += line + ";";
     return all;
   }
 
  private:
-  fs::path told_;
+  fs::path requests_file_;
 };
 
 TEST_F(RequeueAtTheStart, FollowsALongStart) {
   ASSERT_NO_FATAL_FAILURE(start_and_stop(0, SIGUSR1));
   EXPECT_EQ(result_.status, 0) << result_.err;
-  EXPECT_EQ(told(), "requeue 123;");
+  EXPECT_EQ(requests(), "requeue 123;");
 }
 
 TEST_F(RequeueAtTheStart, DoesNotFollowOtherSignals) {
   ASSERT_NO_FATAL_FAILURE(start_and_stop(0, SIGTERM));
   EXPECT_EQ(result_.status, 0) << result_.err;
-  EXPECT_EQ(told(), "");
+  EXPECT_EQ(requests(), "");
 }
 
 TEST_F(RequeueAtTheStart, IsAnErrorIfItFails) {
@@ -453,7 +453,7 @@ TEST_F(RequeueAtTheStart, IsAnErrorIfItFails) {
 
 // The signal comes while no rank runs that could requeue: the launcher does it.
 TEST_F(Stop, LauncherRequeuesBetweenTwoStarts) {
-  const fs::path bin = fresh_folder("bin"), told = fake_scontrol(bin, 0);
+  const fs::path bin = fresh_folder("bin"), requests = fake_scontrol(bin, 0);
   variables_["PATH"] = bin.string() + ":" + std::getenv("PATH");
   variables_["SLURM_JOB_ID"] = "123";
   start(endless() + Words{"--fault_tolerance.requeue_on", "SIGUSR1", "--max-restarts", "1", "--min-ranks",
@@ -463,7 +463,7 @@ TEST_F(Stop, LauncherRequeuesBetweenTwoStarts) {
   job_->signal(SIGUSR1);
   result_ = job_->wait(kGraceS);
   EXPECT_EQ(result_.status, 128 + SIGUSR1) << result_.err;
-  EXPECT_EQ(bytes_of(told), "requeue 123\n");
+  EXPECT_EQ(bytes_of(requests), "requeue 123\n");
 }
 
 INSTANTIATE_TEST_SUITE_P(

@@ -1,6 +1,6 @@
 #pragma once
 
-// A terminal, as far as a program that paints on one needs it.
+// A terminal with the features that a program that paints on it needs.
 
 #include <fcntl.h>
 #include <poll.h>
@@ -19,8 +19,8 @@
 
 namespace titan::testing {
 
-/// The text on it. Knows the control sequences that titan uses, and throws on any other, for instance a mode
-/// that a program sets and doesn't reset.
+/// The text on the terminal. Knows the control sequences that titan uses, and throws on any other, for
+/// instance a mode that a program sets and doesn't reset.
 class Screen {
  public:
   Screen(size_t rows, size_t columns) : rows_(rows, std::string(columns, ' ')) {}
@@ -42,7 +42,7 @@ class Screen {
   size_t num_scrolled() const { return num_scrolled_; }
 
  private:
-  // How much of the pending text it was; 0: it isn't complete yet.
+  // Takes one character or sequence of the pending text. Returns its length; 0 if it isn't complete yet.
   size_t take() {
     if (pending_.empty()) return 0;
     const char c = pending_.front();

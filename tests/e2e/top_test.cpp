@@ -10,7 +10,7 @@
 namespace titan::testing {
 namespace {
 
-/// "": it is being painted right now.
+/// The text on the terminal, or "" while it is being painted.
 std::string picture_of(TerminalCommand& top) {
   const Screen& screen = top.screen();
   return screen.is_whole() ? screen.text() : "";

@@ -1,5 +1,5 @@
-// Under torchrun's agents, whose ranks are killed, or which are lost with their ranks and return: the
-// remaining ranks are restarted, and the run continues. Skipped where .venv has no torchrun.
+// torchrun's agents restart the remaining ranks after ranks are killed, or after agents are lost with their
+// ranks and return, and the run continues. Skipped if .venv has no torchrun.
 
 #include <signal.h>
 
@@ -60,13 +60,13 @@ class Agent {
       if (is_running(child)) found.push_back(child);
     return found;
   }
-  /// As when a host is lost: the agent has no time to tell anybody.
+  /// Imitates the loss of a host: the agent can't notify the others.
   void lose() {
     const std::vector<int> lost = ranks();
     command_.signal(SIGKILL);
     for (const int rank : lost) ::kill(rank, SIGKILL);
   }
-  /// As when a host has to make room: it stops its ranks, and ends.
+  /// Imitates a host that leaves: the agent stops its ranks and ends.
   void leave() {
     command_.signal(SIGTERM);
     EXPECT_NE(command_.wait(60).status, 0);
@@ -101,7 +101,7 @@ std::vector<int> ranks_of(const std::list<Agent>& agents) {
                                        << last_logged_step(run) << ", not at " << step;
 }
 
-// Four hosts with a rank each: one is lost, one is told to leave, and two others join later. At each start
+// Four hosts with a rank each: one is lost, one is asked to leave, and two others join later. At each start
 // the agents agree again on who is there.
 TEST(Torchrun, LosingAndAddingAgentsDoesNotChangeTheRun) {
   if (!fs::exists(torchrun_program())) GTEST_SKIP() << "there is no " << torchrun_program();

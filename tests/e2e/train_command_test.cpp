@@ -1,4 +1,4 @@
-// The command's other faces: help, the printed config, the logs, comparisons.
+// The help, printed config, logs and comparisons of `titan train` and `titan compare`.
 
 #include <poll.h>
 #include <pty.h>
@@ -188,7 +188,7 @@ std::string train_on_terminal(const Words& words) {
   return shown;
 }
 
-// From the ranks of --nproc, whose own output is a pipe to their parent.
+// Also for the ranks of --nproc, whose output is a pipe to their parent.
 TEST(TrainCommand, PrintsColorsAndRemainingTimeOnlyOnTerminals) {
   const auto words = [](const char* ranks) {
     return model("3") + Words{"--nproc",
@@ -246,7 +246,7 @@ TEST(Compare, ShowsDifferentSettingsAndTheFirstDifferentLoss) {
   train(c, model("4"));
   CommandResult result = run({titan_program(), "compare", a.string(), b.string(), c.string()});
   EXPECT_EQ(result.status, 0) << result.err;
-  // The first step's loss doesn't see the learning rate.
+  // The first step's loss doesn't depend on the learning rate.
   EXPECT_THAT(result.out, AllOf(HasSubstr("optimizer.lr"), HasSubstr("the losses first differ at step 2"),
                                 HasSubstr("all 4 losses are equal, bit for bit")));
 }

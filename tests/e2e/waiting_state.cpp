@@ -1,5 +1,5 @@
-// An object in the checkpoints that waits or fails as files in the folder TITAN_TEST_SAVES say. Load it with
-// `--experimental.custom_import`.
+// An object in the checkpoints that waits or fails while certain files are in the folder TITAN_TEST_SAVES.
+// Load it with `--experimental.custom_import`.
 //   hold_saving     state() of a save waits while the file is there, in the training thread
 //   hold_writing    so does rank 0's part after it, in the background of an asynchronous save
 //   hold_loading    so does loaded()

@@ -28,7 +28,8 @@ inline void require_sound(const config::Document& document, std::string_view tex
   for (const config::Heading& heading : document.headings) require_places(heading.place, text, file);
 }
 
-/// Fills settings of every kind from the file; the result can be printed, and reads back the same.
+/// Fills settings of every kind from the file. The result can be printed, and is the same when it is read
+/// back.
 inline void load_as_job(const std::string& name, std::string_view text) {
   using namespace config::sample;
   static const ScratchFolder folder;

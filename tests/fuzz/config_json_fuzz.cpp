@@ -1,4 +1,4 @@
-// A config file in JSON: as a document, and as settings.
+// Parses a JSON config file as a document and as settings.
 
 #include "config_case.h"
 

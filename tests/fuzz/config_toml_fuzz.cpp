@@ -1,4 +1,4 @@
-// A config file in TOML: as a document, and as settings.
+// Parses a TOML config file as a document and as settings.
 
 #include "config_case.h"
 

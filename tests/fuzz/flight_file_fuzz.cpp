@@ -1,4 +1,4 @@
-// A rank's flight record, ours or PyTorch's, and its report beside a valid one of another rank.
+// Parses a rank's flight record, ours or PyTorch's, and reports on it and a valid one of another rank.
 
 #include "guard/flight_report.h"
 

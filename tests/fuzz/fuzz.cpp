@@ -10,8 +10,8 @@
 namespace titan::fuzz {
 namespace {
 
-// A parser may allocate memory in proportion to a file's size, not to the size it claims: while an input is
-// parsed, one allocation is at most twice the input, or this.
+// A parser may allocate memory in proportion to a file's size, but not to a size that the file claims: while
+// an input is parsed, an allocation may be at most twice the input's size, or this.
 constexpr size_t kAlwaysAllowed = size_t{1} << 20;
 
 std::atomic<size_t> limit{SIZE_MAX};

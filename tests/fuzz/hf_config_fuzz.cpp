@@ -1,4 +1,4 @@
-// config.json of a Hugging Face folder, as text and as the sizes of a Llama 3.
+// Parses config.json of a Hugging Face folder, as text and as the sizes of a Llama 3.
 
 #include "checkpoint/hugging_face/hf_json.h"
 #include "fuzz.h"
@@ -17,7 +17,7 @@ void fuzz_input(std::string_view text) {
   if (!accepted(kFile, [&] { config = detail::parse_hf_config(text, kFile); })) return;
   for (const auto& [key, value] : config) to_text(value);
   models::Llama3Args args;
-  // Its problems name keys, as it isn't given the file's name.
+  // Its messages name keys only, because it isn't given the file's name.
   if (!accepted("", [&] { args = models::args_of_hugging_face(config); })) return;
   if (args.n_layers > kFewLayers) return;
   const HfModel model = models::hugging_face_model(args);

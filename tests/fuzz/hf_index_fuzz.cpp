@@ -1,4 +1,4 @@
-// model.safetensors.index.json of a Hugging Face folder: names of files that will be opened.
+// Parses model.safetensors.index.json of a Hugging Face folder: names of files that will be opened.
 
 #include "checkpoint/hugging_face/hf_json.h"
 #include "fuzz.h"

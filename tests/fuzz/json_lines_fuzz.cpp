@@ -1,4 +1,4 @@
-// A JSON Lines file: indexed, then every document read by the index.
+// Indexes a JSON Lines file, then reads every document by the index.
 
 #include "data/sources/files.h"
 
@@ -22,7 +22,7 @@ void read_all(const std::filesystem::path& path, const char* on_bad_line) {
   }
 }
 
-// In memory of exactly the line's size, as in use: a mapped file hides a read past its end.
+// Copies the line to memory of exactly its size: a mapped file would hide a read past the line's end.
 void read_lines(std::string_view file) {
   while (!file.empty()) {
     const size_t end = std::min(file.find('\n'), file.size());

@@ -1,5 +1,5 @@
-// A checkpoint's manifest.json, the plan made from it (which rank's file has which part of a tensor), and the
-// loader's state among its texts.
+// Parses a checkpoint's manifest.json and the loader's state among its texts, and makes the plan of which
+// rank's file has which part of a tensor.
 
 #include "titan/checkpoint/manifest.h"
 
@@ -17,7 +17,8 @@ using checkpoint::StateTable;
 constexpr const char* kFile = "strange/manifest.json";
 constexpr int64_t kFewPlans = 20'000;
 
-// With a matching digest: otherwise every mutation would be refused at once, and nothing after it be tested.
+// Adds a matching digest: otherwise every mutation would be refused at once, and nothing else would be
+// tested.
 std::string with_digest(std::string_view text) {
   text.remove_prefix(std::min(text.find('\n') + 1, text.size()));
   return str(R"({"titan_checkpoint":)", checkpoint::kFormatVersion, R"(,"digest":")",

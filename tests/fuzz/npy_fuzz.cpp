@@ -1,4 +1,4 @@
-// The header of a .npy file.
+// Parses the header of a .npy file.
 
 #include "data/feed/feeds.h"
 

@@ -1,5 +1,5 @@
-// `pre_tokenizer` of a tokenizer.json, with its regular expressions, then a line "====", then text that it
-// splits.
+// An input is the `pre_tokenizer` of a tokenizer.json with its regular expressions, a line "====", and text
+// that it splits.
 
 #include "core/utf8.h"
 #include "data/tokenizer/pre_tokenizer.h"
@@ -12,7 +12,7 @@ constexpr const char* kFile = "strange/tokenizer.json";
 constexpr std::string_view kSeparator = "\n====\n";
 constexpr size_t kMostText = 256;  // a hostile pattern may take a tenth of a second at each byte
 
-// Whether the words hold exactly the text: nothing is left out or added.
+// Whether the words make up exactly the text: nothing is left out or added.
 bool keeps_text(const JsonFile& file) {
   const std::string json = file.tree().dump();
   return json.find("Removed") == json.npos && json.find("ByteLevel") == json.npos;

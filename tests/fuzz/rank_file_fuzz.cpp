@@ -1,4 +1,4 @@
-// The header of a rank's file of a checkpoint: safetensors, with boxes and checksums in its metadata.
+// Parses the header of a rank's file of a checkpoint: safetensors with boxes and checksums in the metadata.
 
 #include "checkpoint/format/rank_file.h"
 
@@ -42,7 +42,7 @@ void require_reads_back(const RankFileHeader& header, std::string_view file) {
   checkpoint::detail::Checksums checksums;
   for (const std::string& name : header.names) {
     const RankFile::Entry& entry = header.entries.at(name);
-    char* bytes = const_cast<char*>(file.data()) + entry.offset;  // nobody writes there
+    char* bytes = const_cast<char*>(file.data()) + entry.offset;  // nothing writes there
     pieces.push_back({name, entry.box, at::from_blob(bytes, entry.box.length, at::dtype(entry.dtype))});
     checksums.push_back(entry.checksums);
   }

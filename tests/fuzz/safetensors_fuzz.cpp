@@ -1,4 +1,4 @@
-// The header of a safetensors file.
+// Parses the header of a safetensors file.
 
 #include "checkpoint/format/safetensors_header.h"
 
@@ -48,7 +48,7 @@ void fuzz_input(std::string_view file) {
     require(static_cast<size_t>(info.offset + info.num_bytes) <= file.size(), "a tensor lies in the file");
     entries.push_back({name, info.dtype, info.shape});
   }
-  // An accepted header can be written, and reads back the same.
+  // An accepted header can be written, and is the same when it is read back.
   const std::string bytes = detail::make_safetensors_header(entries, header.metadata);
   const std::string again = bytes + std::string(total_bytes(header), '\0');
   require_same(header, parse(again));

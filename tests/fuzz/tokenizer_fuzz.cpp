@@ -1,4 +1,4 @@
-// tokenizer.json, then a line "====", then tokenizer_config.json; then text through the tokenizer.
+// An input is a tokenizer.json, a line "====", and a tokenizer_config.json. The tokenizer then encodes text.
 
 #include "data/tokenizer/bpe_tokenizer.h"
 #include "fuzz.h"
@@ -29,7 +29,7 @@ void fuzz_input(std::string_view input) {
   std::unique_ptr<data::BpeTokenizer> tokenizer;
   if (!accepted(path.parent_path().string(), [&] { tokenizer = std::make_unique<data::BpeTokenizer>(path); }))
     return;
-  // A pattern that takes too many steps is given up; the error names the pattern and not the file.
+  // The error about a pattern that takes too many steps names the pattern, not the file.
   accepted("", [&] { use(*tokenizer); });
 }
 

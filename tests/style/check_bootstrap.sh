@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# check_bootstrap.sh SOURCE_FOLDER: on a machine that is set up, a second bootstrap does nothing, within 3 s.
+# check_bootstrap.sh SOURCE_FOLDER: on a machine that is set up, scripts/bootstrap.sh changes nothing and ends within 3 s.
 set -euo pipefail
 cd "$1"
 if [ -z "${TITAN_TORCH_DIR:-}" ] && [ ! -e .venv/.complete ]; then

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# check_cpu_only_torch.sh SOURCE TORCH: with a LibTorch that has no CUDA, as TITAN_TORCH_DIR, the project configures, builds against it and
-# leaves the plugin out. The LibTorch is TORCH's own but for the CUDA libraries, laid out as an unpacked archive.
+# check_cpu_only_torch.sh SOURCE TORCH: if TITAN_TORCH_DIR is a LibTorch without CUDA, the project configures and builds against it, and
+# leaves the plugin out. The test uses TORCH without its CUDA libraries, laid out like an unpacked archive.
 set -euo pipefail
 source_dir=$1
 torch=$2

@@ -2,9 +2,9 @@
 """No public header includes a header of CUDA, NCCL or all of LibTorch, and with BUILD_DIR each compiles alone.
 check_headers.py SOURCE_DIR [BUILD_DIR]
 
-A header is compiled with the flags of a layer that uses as much of LibTorch as it does, after that layer's precompiled header, which makes it a
-fraction of a second instead of 3 to 15 s. So what LibTorch's headers bring along isn't missed; what isn't included from here is. By clang, which
-reads precompiled headers in a third of GCC's time; where there is none, by the build's compiler."""
+A header is compiled with the flags of a layer that uses as much of LibTorch as it does, after that layer's precompiled header, which takes a
+fraction of a second instead of 3 to 15 s. So missing includes of LibTorch's headers aren't detected, but missing includes of LibTitan's are. The
+compiler is clang, which reads precompiled headers in a third of GCC's time, or else the build's."""
 
 import concurrent.futures
 import json
@@ -37,7 +37,7 @@ class Headers:
         return seen
 
     def layer_like(self, header: str) -> str:
-        """A layer whose flags suit the header."""
+        """A layer with flags that suit the header."""
         reached = self.reached(header)
         if any(name.startswith("torch/nn/") for name in reached):
             return "nn"
@@ -75,7 +75,7 @@ def by_clang(layer: str, words: list[str], source: pathlib.Path, folder: pathlib
 
 
 def compile_each(headers: Headers, source: pathlib.Path, build: pathlib.Path) -> list[str]:
-    """What the compiler says of those that don't compile."""
+    """The compiler's messages for headers that don't compile."""
     commands = json.loads((build / "compile_commands.json").read_text())
     words = {layer: words_of(layer, commands) for layer in ("core", "tensor", "nn")}
     with tempfile.TemporaryDirectory() as folder:

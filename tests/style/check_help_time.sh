@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# check_help_time.sh TITAN: `titan train --help` ends within 0.3 s, best of up to twenty; on a machine where loading LibTorch alone
-# takes longer, within 60 ms of that. The two are measured in turn until the limit is met.
+# check_help_time.sh TITAN: the fastest of up to twenty runs of `titan train --help` takes at most 0.3 s or, on a slow machine, at most 60 ms
+# more than loading LibTorch alone. The two are measured alternately until the limit is met.
 set -euo pipefail
 
 # took_ms COMMAND...

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs into an empty folder, builds docs/examples/custom_trainer against it, and runs it with one and two ranks: the loss falls, and
-# both give the same curve. Three ranks then resume what two have saved. check_install.sh BUILD_DIR SOURCE_DIR
+# both runs have the same curve. Then three ranks resume from what two have saved. check_install.sh BUILD_DIR SOURCE_DIR
 set -euo pipefail
 build=$1
 source=$2

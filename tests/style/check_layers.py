@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Fails on an include that goes up the table of layers (docs/architecture.md): a layer uses those before it, never one after it."""
+"""Fails on an include of a later layer in the table of docs/architecture.md: a layer uses only the layers before it."""
 
 import pathlib
 import re

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Relative links of README.md, CONTRIBUTING.md and every page in docs and benchmarks point to what exists; a link that is labeled with a
-file's name (`x_test`, `x.h`) points to that file, not to its folder. README.md's C++ lines are part of an example that a test builds."""
+"""Relative links in README.md, CONTRIBUTING.md and every page in docs and benchmarks have targets that exist. A link that is labeled with a
+file's name (`x_test`, `x.h`) points to a file, not to its folder. README.md's C++ lines are taken from an example that a test builds."""
 
 import pathlib
 import re

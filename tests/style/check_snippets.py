@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Every C++ block of docs/extending.md compiles. check_snippets.py SOURCE_DIR BUILD_DIR
 
-The blocks become one source, each in a namespace of its own, with the headers that their section links. A block's registration, its last
+All blocks become one source, each in its own namespace, with the headers that their section links. A block's registration, its last
 paragraph, becomes the body of a function. PREAMBLES declares what the text says the reader has already. Errors name lines of the page."""
 
 import json

@@ -15,7 +15,6 @@ def problems_of(root: pathlib.Path, page: pathlib.Path) -> list[str]:
         problems += [f"{page.name}: {name} doesn't exist" for name in missing]
         text = "\n".join((root / name).read_text(encoding="utf-8") for name in files if name not in missing)
         for function in re.findall(r"\*\*(\w+)\*\*", section):
-            # The declaration beside a named source counts: param_group.h for param_group.cpp.
             if not re.search(rf"\b{function}\s*\(", text):
                 problems.append(f"{page.name}: no function {function} in {', '.join(files)}")
     return problems

@@ -1,5 +1,5 @@
-// Your own Float8 recipe: like "rowwise", but with gradients in e5m2, which has a wider range. The program loads it
-// from a shared object:
+// Your own Float8 recipe: like "rowwise", but with gradients in e5m2, which has a wider range. The program
+// loads it from a shared object:
 //
 //   titan train config.toml --experimental.custom_import ./librowwise_e5m2.so
 //     --model.converters quantize.linear.float8 --quantize.linear.float8.recipe_name rowwise_e5m2

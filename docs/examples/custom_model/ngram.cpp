@@ -1,5 +1,5 @@
-// Your own model and parallelism plan in the program. The model predicts a token from the few tokens before it,
-// without attention.
+// Your own model and parallelism plan. The model predicts a token from the few tokens before it, without
+// attention.
 #include "ngram.h"
 
 #include <ATen/ATen.h>
@@ -19,20 +19,21 @@ constexpr double kInitStd = 0.02;
 // The model's sizes: a flavor's, overridden by [model.args].
 struct NgramArgs {
   int64_t vocab_size = 2048;
-  int64_t context = 4;  ///< tokens that predict the next one
+  int64_t context = 4;  ///< number of tokens that predict the next one
   int64_t dim = 64;
   int64_t hidden = 256;
-  double dropout = 0;  ///< share of the hidden layer that a training step drops
+  double dropout = 0;  ///< fraction of the hidden layer that a training step drops
 
   int64_t num_params() const { return vocab_size * dim + hidden * context * dim + vocab_size * hidden; }
 };
 
 void describe(titan::config::Table<NgramArgs>& table) {
   table.field("vocab_size", &NgramArgs::vocab_size, "rows of the embedding", titan::config::at_least(1));
-  table.field("context", &NgramArgs::context, "tokens that predict the next one", titan::config::at_least(1));
+  table.field("context", &NgramArgs::context, "number of tokens that predict the next one",
+              titan::config::at_least(1));
   table.field("dim", &NgramArgs::dim, "width of an embedding", titan::config::at_least(1));
   table.field("hidden", &NgramArgs::hidden, "width of the hidden layer", titan::config::at_least(1));
-  table.field("dropout", &NgramArgs::dropout, "share of the hidden layer that a training step drops",
+  table.field("dropout", &NgramArgs::dropout, "fraction of the hidden layer that a training step drops",
               titan::config::in_range(0, 1));
 }
 

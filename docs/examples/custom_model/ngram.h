@@ -1,4 +1,4 @@
 #pragma once
 
-/// Makes the model "ngram" and the parallelism plan "keep_gathered" known to `titan train`.
+/// Registers the model "ngram" and the parallelism plan "keep_gathered".
 void register_ngram();

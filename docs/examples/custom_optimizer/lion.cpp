@@ -1,7 +1,8 @@
-// Your own optimizer: Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023). It
-// remembers one tensor for each parameter, which is saved, loaded and resharded with the rest of the run.
+// Your own optimizer: Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023). Its state is
+// one tensor per parameter, which is saved, loaded and resharded with the rest of the run.
 //
-//   titan train config.toml --experimental.custom_import ./liblion.so --optimizer.name lion --optimizer.lr 1e-4
+//   titan train config.toml --experimental.custom_import ./liblion.so --optimizer.name lion
+//     --optimizer.lr 1e-4
 
 #include <ATen/ATen.h>
 
@@ -11,17 +12,17 @@ namespace {
 
 // [optimizer.args]
 struct LionArgs {
-  double beta1 = 0.9;  ///< the average's share of the direction
+  double beta1 = 0.9;  ///< weight of the average in the direction
   double beta2 = 0.99;
   double weight_decay = 0.1;
 };
 
 void describe(titan::config::Table<LionArgs>& table) {
-  table.field("beta1", &LionArgs::beta1, "the average's share of the direction",
+  table.field("beta1", &LionArgs::beta1, "weight of the average in the direction",
               titan::config::in_range_below(0, 1));
   table.field("beta2", &LionArgs::beta2, "decay of the gradient's average",
               titan::config::in_range_below(0, 1));
-  table.field("weight_decay", &LionArgs::weight_decay, "taken from the parameter, as by AdamW",
+  table.field("weight_decay", &LionArgs::weight_decay, "subtracted from the parameter, as in AdamW",
               titan::config::finite_at_least(0));
 }
 

@@ -1,5 +1,5 @@
-// A language model without attention, and a plan that spreads it over tensor-parallel ranks, and over ranks that
-// have a slice of each sequence (slices.cpp). docs/adding_a_parallelism.md walks through it.
+// A language model without attention, and a plan that spreads it over tensor-parallel ranks and over ranks
+// that each have a slice of every sequence (slices.cpp). docs/adding_a_parallelism.md walks through it.
 //
 // A block averages the positions so far: y_t = x_t + out(mean(gelu(value(norm(x_1))), ...,
 // gelu(value(norm(x_t))))).
@@ -32,7 +32,7 @@ void describe(titan::config::Table<AveragerArgs>& table) {
   table.field("vocab_size", &AveragerArgs::vocab_size, "rows of the embedding", titan::config::at_least(1));
   table.field("dim", &AveragerArgs::dim, "width between the blocks", titan::config::at_least(1));
   table.field("hidden", &AveragerArgs::hidden, "width of the averaged features", titan::config::at_least(1));
-  table.field("num_blocks", &AveragerArgs::num_blocks, "blocks", titan::config::at_least(1));
+  table.field("num_blocks", &AveragerArgs::num_blocks, "number of blocks", titan::config::at_least(1));
 }
 
 // ---- the model, which doesn't know about ranks. B batch, S sequence, D dim, H hidden.

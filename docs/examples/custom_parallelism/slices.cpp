@@ -1,4 +1,4 @@
-// The slices of a sequence on the ranks of a mesh axis. docs/adding_a_parallelism.md walks through it.
+// Slices of a sequence on the ranks of a mesh axis. docs/adding_a_parallelism.md walks through this file.
 #include "slices.h"
 
 #include <ATen/ATen.h>
@@ -28,7 +28,7 @@ void describe(titan::config::Table<SlicesSettings>& table) {
 
 // ---- the communication
 
-// [B, H] of every rank of the group: [N, B, H].
+// Gathers every rank's [B, H] into [N, B, H].
 at::Tensor gather(const at::Tensor& own_BH, Group& group, Label label) {
   const at::Tensor own = own_BH.contiguous();
   const at::Tensor all_NBH = at::empty({group.size(), own.size(0), own.size(1)}, own.options());
@@ -75,9 +75,9 @@ class OnEarlierRanks final : public EarlierTokens {
   std::shared_ptr<Group> group_;
 };
 
-// ---- what it does to a model
+// ---- applying it to a model
 
-// Cuts tokens and labels, int64 of [batch, sequence], down to this rank's slice as the model is called.
+// Cuts tokens and labels, int64 [batch, sequence], down to this rank's slice when the model is called.
 class CutSlices final : public titan::nn::CallHook {
  public:
   CutSlices(std::shared_ptr<Group> group, std::shared_ptr<CallHook> inner)
@@ -94,7 +94,7 @@ class CutSlices final : public titan::nn::CallHook {
 
  private:
   std::shared_ptr<Group> group_;
-  std::shared_ptr<CallHook> inner_;  // what was in the slot before
+  std::shared_ptr<CallHook> inner_;  // the slot's previous hook
 };
 
 void apply_slices(const titan::nn::AnyRef& root, const titan::DeviceMesh& axis, const SlicesSettings&) {

@@ -1,5 +1,5 @@
-// Your own training loop: an ordinary LibTorch module, generated data, FSDP, AdamW and checkpoints. The losses
-// are the same on any number of ranks. A run resumes from the newest checkpoint in FOLDER:
+// Your own training loop: an ordinary LibTorch module, generated data, FSDP, AdamW and checkpoints. The
+// losses are the same on any number of ranks. A run resumes from the newest checkpoint in FOLDER:
 //   titan launch -n 2 -- ./custom_trainer FOLDER
 #include <cstdio>
 #include <filesystem>

@@ -11,11 +11,11 @@
 //   plan    at the first save only: which pieces of which tensors this rank writes (manifest.h)
 //   stage   copies these pieces to a reused buffer in host memory; then training continues
 //   write   each rank writes its own file into the pending folder, with several threads, and syncs it
-//   gather  what rank 0 has to know of each file (88 bytes) and the texts, over a tree of ranks
+//   gather  sends each file's record (88 bytes) and the texts to rank 0, over a tree of ranks
 //   commit  rank 0 writes the manifest, syncs the folder and renames it; the verdict goes back over the tree
 //
-// Up to `plan` this runs on the caller's thread, from `write` on a thread and a process group of its own;
-// `stage` runs on either (AsyncMode).
+// `agree` and `plan` run on the caller's thread; `write` and all later phases run on a background thread with
+// its own process group; `stage` runs on either (AsyncMode).
 
 #include <chrono>
 #include <cstdint>
@@ -54,7 +54,7 @@ class Stateful {
   virtual ~Stateful() = default;
   /// The current state. The tensors' names, shapes, dtypes and layouts are the same at every call.
   virtual ObjectState state() = 0;
-  /// The tensors of state() hold the saved values now; `text` is the saved text.
+  /// Called after a load: the tensors of state() now hold the saved values. `text` is the saved text.
   virtual void loaded(const std::string& text) = 0;
 };
 
@@ -83,13 +83,13 @@ enum class AsyncMode {
 };
 
 struct SaveOptions {
-  std::filesystem::path folder;  ///< or a path of a registered storage: "s3:/bucket/run" (storage.h)
+  std::filesystem::path folder;  ///< local, or in a registered storage: "s3:/bucket/run" (storage.h)
   bool read_only = false;        ///< only load(): the folder may be read-only, or another run's
   AsyncMode async = AsyncMode::Disabled;
-  int64_t keep_latest = 0;  ///< 0: all
+  int64_t keep_latest = 0;  ///< number of checkpoints to keep; 0: all
   /// Skip a save while another is in progress, instead of waiting for it.
   bool skip_when_busy = false;
-  /// Else a failed save is logged and training continues, unless a rank is lost.
+  /// False: a failed save is logged and training continues, unless a rank is lost.
   bool stop_on_failure = true;
   std::chrono::seconds timeout{1800};  ///< for waiting for another rank, or for the previous save
   int num_threads = 2;                 ///< writer threads
@@ -114,7 +114,7 @@ struct LoadOptions {
 /// The space that a save of this rank takes.
 struct SaveSize {
   int64_t file_bytes = 0;    ///< approximate: the header's length depends on the checksums
-  int64_t staged_bytes = 0;  ///< of host memory, for the copy
+  int64_t staged_bytes = 0;  ///< host memory for the copy
 };
 
 /// Counts of the saves that have ended.
@@ -138,28 +138,29 @@ class Checkpointer {
   ~Checkpointer();
   Checkpointer(Checkpointer&&) noexcept;
 
-  /// `object` has to outlive the checkpointer. Keys: letters, digits, underscores. Before the first save or
-  /// load.
+  /// Call it before the first save or load. `object` must outlive the checkpointer. A key consists of
+  /// letters, digits and underscores.
   void add(const std::string& key, Stateful& object);
 
   /// Plans the saves now instead of at the first one. Collective over the world.
   SaveSize plan();
-  /// Collective over the world. False: skipped because another save is in progress, or failed before anything
-  /// was written. Unless failures are only logged, throws Error on every rank when an earlier save failed in
-  /// the background, and when this one fails before writing or (Disabled) at any point.
+  /// Collective over the world. Returns false when the save was skipped because another is in progress, or
+  /// failed before anything was written. Unless failures are only logged, throws Error on every rank when an
+  /// earlier save failed in the background, and when this one fails before writing or (Disabled) at any
+  /// point.
   bool save(int64_t step);
   /// Returns when the state may change again.
   void wait_for_staging();
-  /// Throws what failed in the background. Ranks learn of it one after the other: to throw at one place, let
-  /// them agree on failed() first.
+  /// Throws Error if a save failed in the background. Ranks learn of it at different times: to throw at the
+  /// same point on all of them, let them agree on failed() first.
   void check();
   /// Whether check() throws.
   bool failed() const;
-  /// Whether check() throws because ranks are out of step, which some ranks may never learn.
+  /// Whether check() throws because ranks are out of step. Some ranks may never learn of that.
   bool lost_ranks() const;
   /// Returns when nothing is in progress; throws as check does.
   void finish();
-  /// Why the last save that ended isn't complete, even where failures are only logged; empty: it is complete.
+  /// Why the last save to end is incomplete, even where failures are only logged; empty: it is complete.
   std::string last_failure() const;
   SaveCounts counts() const;
 

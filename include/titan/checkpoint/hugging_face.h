@@ -2,8 +2,8 @@
 
 // A model under the names and in the layout of Hugging Face's transformers: a folder with config.json, and
 // either model.safetensors or shards with model.safetensors.index.json. A model family describes itself by an
-// HfModel; folders are read and written by it. A folder may come from anyone: the index is checked against
-// the shards' own headers before anything is read by it.
+// HfModel, which determines how folders are read and written. A folder may come from anyone, so the index is
+// checked against the shards' own headers before it is used.
 //
 //   load_hf_model(parameters, model, "Llama-3.1-8B");          // each rank reads its own rows
 //   save_hf_model(parameters, model, "exported", {});          // every rank calls it
@@ -56,7 +56,7 @@ struct HfTensor {
 /// A model of given sizes.
 struct HfModel {
   HfConfig config;                ///< its config.json
-  std::vector<HfTensor> tensors;  ///< of the whole model, each once (a tied matrix under its first name)
+  std::vector<HfTensor> tensors;  ///< the whole model's, each once (a tied matrix under its first name)
   /// Tensors that a folder may also hold: tables that older versions saved.
   std::vector<std::string> ignored = {};
 };
@@ -69,32 +69,31 @@ at::Tensor reorder_rows(const at::Tensor& rows, int64_t rotary_head_dim, RowOrde
 /// The same into `target`: contiguous, of the shape of `rows`, not overlapping it, of any dtype.
 void reorder_rows(const at::Tensor& rows, int64_t rotary_head_dim, RowOrder to, const at::Tensor& target);
 
-/// The part `box`, in terms of the order `to`, of the tensor `name` that `file` holds in the other order.
-/// Reads the rows of that part, and at most as many rows between them.
+/// Reads the part `box`, in terms of the order `to`, of the tensor `name`, which `file` holds in the other
+/// order. Touches the rows of that part, and at most as many rows between them.
 at::Tensor read_reordered(const SafetensorsFile& file, const std::string& name, const Box& box,
                           int64_t rotary_head_dim, RowOrder to);
 
 // ---- folders
 
-/// A folder's config.json. Throws ConfigError that names the file and what is wrong with it.
+/// Reads a folder's config.json. Throws ConfigError that names the file and the problem.
 HfConfig read_hf_config(const std::filesystem::path& folder);
 
-/// Where two configs of the same model have to agree and don't: everything but the longest sequence, which is
-/// training's choice. One line each: "FOLDER/config.json: hidden_size is 64, the configured model's is 128".
+/// The differences between two configs of the same model, one line each: "FOLDER/config.json: hidden_size is
+/// 64, the configured model's is 128". The longest sequence isn't compared, because training chooses it.
 std::vector<std::string> config_differences(const HfModel& found, const HfModel& configured,
                                             const std::filesystem::path& folder);
 
 /// The weights of a folder, memory-mapped: opening reads headers only.
 class HfFolder {
  public:
-  /// Throws ConfigError with everything that is wrong: no weights or two kinds of them, a shard outside the
-  /// folder (or a link out of it), a tensor on which the index and the shards disagree, a tensor in two
-  /// shards.
+  /// Throws ConfigError that lists all problems: no weights or two kinds of them, a shard outside the folder
+  /// (or a link out of it), a tensor on which the index and the shards disagree, a tensor in two shards.
   explicit HfFolder(const std::filesystem::path& folder);
 
   const std::filesystem::path& path() const { return path_; }
   bool contains(std::string_view name) const { return files_.find(name) != files_.end(); }
-  /// The file that holds a tensor. Throws Error where none does.
+  /// The file that holds a tensor. Throws Error if there is none.
   const SafetensorsFile& file_of(std::string_view name) const;
   std::vector<std::string> names() const;
   /// All files, each once.
@@ -103,7 +102,7 @@ class HfFolder {
  private:
   std::filesystem::path path_;
   std::vector<SafetensorsFile> opened_;
-  std::map<std::string, size_t, std::less<>> files_;  // by tensor, position in opened_
+  std::map<std::string, size_t, std::less<>> files_;  // tensor to position in opened_
 };
 
 /// Why a folder doesn't hold the weights of `model`: missing and unexpected tensors, wrong shapes.
@@ -122,10 +121,10 @@ struct HfEntry {
 };
 int64_t num_bytes(const HfEntry& entry);
 
-/// Writes config.json, weights and tokenizer files. `entries`: by element size, largest first. `produce`
-/// appends the rows of entries[index], in Hugging Face's order. Unless in_place, the folder appears under its
-/// name complete, by one rename, or not at all, and one that had the name is kept as NAME.old (or NAME.old.2,
-/// ...). Throws Error.
+/// Writes config.json, weights and tokenizer files. `entries` are sorted by element size, largest first.
+/// `produce` appends the rows of entries[index], in Hugging Face's order. Unless in_place, the folder appears
+/// under its name complete, by one rename, or not at all, and an existing folder of that name is kept as
+/// NAME.old (or NAME.old.2, ...). Throws Error.
 void write_hf_folder(const std::filesystem::path& folder, const HfModel& model,
                      const std::vector<HfEntry>& entries, const HfWriteOptions& options,
                      const ProduceParts& produce);
@@ -141,7 +140,7 @@ void load_hf_model(const std::vector<Parameter>& parameters, const HfModel& mode
 
 struct HfSaveOptions {
   HfWriteOptions folder = {};
-  std::optional<at::ScalarType> export_dtype = std::nullopt;  ///< of all tensors; unset: each keeps its own
+  std::optional<at::ScalarType> export_dtype = std::nullopt;  ///< unset: each tensor keeps its own
   DeviceMesh pipeline = {};                                   ///< the axis of the stages, if there are any
 };
 
@@ -154,19 +153,19 @@ void save_hf_model(const std::vector<Parameter>& parameters, const HfModel& mode
 // model's size. Throws ConfigError where the source isn't `model`'s weights.
 
 struct ConvertOptions {
-  std::optional<at::ScalarType> dtype;  ///< of all tensors; unset: each keeps its own
-  HfWriteOptions folder;                ///< of the folder to write
-  std::function<void(int64_t bytes, int64_t total)> progress = [](int64_t, int64_t) {};  ///< written so far
+  std::optional<at::ScalarType> dtype;  ///< unset: each tensor keeps its own
+  HfWriteOptions folder;                ///< used only when writing a folder
+  std::function<void(int64_t bytes, int64_t total)> progress = [](int64_t, int64_t) {};  ///< bytes written
 };
 
-/// A folder's weights as one file with our names.
+/// Writes a folder's weights as one file with our names.
 void convert_from_hf(const std::filesystem::path& folder, const std::filesystem::path& file,
                      const HfModel& model, const ConvertOptions& options = {});
-/// One file as a folder.
+/// Writes one file as a folder.
 void convert_to_hf(const std::filesystem::path& file, const std::filesystem::path& folder,
                    const HfModel& model, const ConvertOptions& options = {});
-/// The model of a saved state (its tensors "model.NAME", each under NAME) as one file, whatever ranks saved
-/// it: the bytes that save_model would write.
+/// Writes the model of a saved state (its tensors "model.NAME", each under NAME) as one file, whatever ranks
+/// saved it: the same bytes as save_model.
 void convert_state(const checkpoint::SavedState& state, const std::filesystem::path& file,
                    const ConvertOptions& options = {});
 /// The same as a folder.

@@ -42,8 +42,8 @@ struct LayoutAxis {
   friend auto operator<=>(const LayoutAxis&, const LayoutAxis&) = default;
 };
 
-/// The axes, in the order in which they split what is left (chunk_of). Ranks that differ on no listed axis
-/// hold copies of the same part.
+/// The axes, in the order in which they split: each splits the chunks that those before it made (chunk_of).
+/// Ranks that differ on no listed axis hold copies of the same part.
 struct TensorLayout {
   std::vector<LayoutAxis> axes;
   friend auto operator<=>(const TensorLayout&, const TensorLayout&) = default;
@@ -51,23 +51,24 @@ struct TensorLayout {
 
 /// The layout of a tensor held by the ranks at this rank's position in `pipeline` (one axis, or empty). Axes
 /// of size 1 and axes that don't split the tensor have no entry. Throws Error for a Partial tensor, and where
-/// `tensor.box` isn't what the layout says of this rank.
+/// `tensor.box` differs from this rank's box in the layout.
 TensorLayout layout_of(const DTensor& tensor, const DeviceMesh& pipeline = {});
 
 /// Throws Error unless the axes are independent digits of the rank numbers 0 ... world_size - 1, each dim is
 /// one of the shape's, and the shape has at most 2^56 elements (counting sizes of 0 as 1) and 64 dimensions.
-/// Then the distinct parts tile the tensor: chunk_of tiles a dimension, and every combination of positions is
-/// some rank's.
+/// Then the distinct parts tile the tensor: chunk_of tiles a dimension, and every combination of positions
+/// belongs to some rank.
 void check_layout(const TensorLayout& layout, const std::vector<int64_t>& shape, int64_t world_size);
 
 // The functions below expect a layout that passed check_layout.
 
+/// Whether a rank has a part of the tensor.
 bool holds(const TensorLayout& layout, int64_t rank);
-/// The part of a rank that holds the tensor; may be empty.
+/// The part of a rank for which holds() is true; may be empty.
 Box box_of(const TensorLayout& layout, const std::vector<int64_t>& shape, int64_t rank);
 /// How many ranks hold the same part.
 int64_t num_replicas(const TensorLayout& layout, int64_t world_size);
-/// Which of these replicas a rank is: 0 ... num_replicas - 1, ascending with the rank.
+/// A rank's number among these replicas: 0 ... num_replicas - 1, ascending with the rank.
 int64_t replica_of(const TensorLayout& layout, int64_t world_size, int64_t rank);
 /// The inverse of replica_of, for the rank at position 0 on every axis.
 int64_t rank_of_replica(const TensorLayout& layout, int64_t world_size, int64_t replica);
@@ -78,7 +79,7 @@ struct StateTensor {
   /// "model.layers.0.attention.wq.weight": UTF-8, at most 1,000 bytes, without '/', '\', ".." and control
   /// characters.
   std::string name;
-  at::ScalarType dtype = at::kFloat;  ///< one that safetensors has
+  at::ScalarType dtype = at::kFloat;  ///< one that safetensors can hold
   std::vector<int64_t> shape;
   std::shared_ptr<const TensorLayout> layout;  ///< shared: thousands of tensors have a few layouts
 };
@@ -89,7 +90,7 @@ struct Piece {
   Box box;
 };
 
-/// A whole piece that has elements of a box that somebody looks for.
+/// A piece that intersects the box that a reader wants.
 struct Source {
   int64_t rank = 0;
   Box box;
@@ -142,12 +143,12 @@ std::string digest_of(std::string_view bytes);
 /// The manifest's record of a rank's file.
 struct FileRecord {
   int64_t num_bytes = 0;
-  std::string header_digest;  ///< of the 8 length bytes and the JSON text
+  std::string header_digest;  ///< covers the 8 length bytes and the JSON text
   friend bool operator==(const FileRecord&, const FileRecord&) = default;
 };
 
 struct Manifest {
-  std::string run_id;  ///< of the run that wrote it: 32 hexadecimal digits
+  std::string run_id;  ///< the run that wrote it: 32 hexadecimal digits
   int64_t step = 0;
   std::string library;      ///< "titan 0.1.0, torch 2.11.0"
   int64_t num_threads = 0;  ///< per operation on each rank: bit-equal results need the same number
@@ -162,10 +163,10 @@ struct Manifest {
 /// "rank_00003.safetensors"
 std::string file_name(int64_t rank);
 
-/// In `config`, `library` and the texts, bytes that aren't UTF-8 become U+FFFD, so that saving goes on.
-/// Throws Error for what parse_manifest would refuse.
+/// In `config`, `library` and the texts, bytes that aren't UTF-8 become U+FFFD, so that saving doesn't
+/// fail. Throws Error for a manifest that parse_manifest would refuse.
 std::string to_text(const Manifest& manifest);
-/// Throws Error that names `path` and what is wrong: a wrong digest, a newer format, a key that is missing,
+/// Throws Error that names `path` and the problem: a wrong digest, a newer format, a key that is missing,
 /// unknown, duplicate or out of its limits, nesting other than the format's, an unsound layout.
 Manifest parse_manifest(std::string_view text, const std::filesystem::path& path);
 /// Reads a step folder's manifest. Throws Error as parse_manifest does, and where the file can't be read.

@@ -33,7 +33,7 @@ namespace titan {
 struct SafetensorsInfo {
   at::ScalarType dtype = at::kFloat;
   std::vector<int64_t> shape;
-  int64_t offset = 0;     ///< of the first byte, from the start of the file
+  int64_t offset = 0;     ///< first byte, counted from the start of the file
   int64_t num_bytes = 0;  ///< product(shape) * element size
 };
 
@@ -61,8 +61,8 @@ class SafetensorsFile {
   at::Tensor read_slice(std::string_view name, const Box& box) const;
   /// The same into `target`: contiguous, on the CPU, of the box's shape and the file's dtype.
   void read_slice(std::string_view name, const Box& box, const at::Tensor& target) const;
-  /// Releases this process's memory for the pages read so far; touching them reads them again. Lets a large
-  /// file be read through within little memory.
+  /// Releases this process's memory for the pages read so far; touching them reads them again. With it, a
+  /// large file can be read with little memory.
   void drop_pages() const;
 
  private:
@@ -89,7 +89,7 @@ void sort_for_file(std::vector<SafetensorsEntry>& entries);
 /// order.
 using ProduceTensor = std::function<at::Tensor(size_t index)>;
 
-/// Writes a file tensor by tensor, so that one is in memory at a time. `entries`: in the order of
+/// Writes a file tensor by tensor, so that one is in memory at a time. `entries` are in the order of
 /// sort_for_file. The file appears under its name complete or not at all; throws Error.
 void write_safetensors(const std::filesystem::path& path, const std::vector<SafetensorsEntry>& entries,
                        const SafetensorsMetadata& metadata, const ProduceTensor& produce);
@@ -109,21 +109,22 @@ void save_safetensors(const std::filesystem::path& path,
                       const std::vector<std::pair<std::string, at::Tensor>>& tensors,
                       const SafetensorsMetadata& metadata = {});
 
-// ---- a model's weights in one file with TorchTitan's names: what checkpoint.initial_load_path reads and the
-// last step writes
+// ---- a model's weights in one file with TorchTitan's names: checkpoint.initial_load_path reads it, and the
+// last step writes it
 
 /// Copies this rank's part of every parameter out of the file (each rank reads only its own boxes), converted
-/// to the parameter's dtype. Both sides must have the same names; with `pipeline`, those of all its ranks
-/// together (collective over it then). Throws ConfigError that lists all missing and unexpected names and
-/// wrong shapes before any parameter has changed. Parameters must be materialized.
+/// to the parameter's dtype. The file and the parameters must have the same names. With `pipeline`, the
+/// parameters of all its ranks count, and the call is collective over it. Throws ConfigError that lists all
+/// missing and unexpected names and wrong shapes before any parameter has changed. Parameters must be
+/// materialized.
 void load_model(const std::vector<Parameter>& parameters, const std::filesystem::path& path,
                 const DeviceMesh& pipeline = {});
 
-/// Writes all parameters, cast to `export_dtype` (default: each its own), as one file. Collective over the
-/// parameters' meshes and `pipeline`, whose ranks hold other stages: the tensors are gathered one after the
-/// other, brought to the pipeline's rank 0, and written by rank 0 of the largest mesh (in a pipeline, of the
-/// world). A name that several stages have (a tied matrix) is written once. The file appears by one rename.
-/// When it can't be written, every rank throws Error.
+/// Writes all parameters, cast to `export_dtype` (unset: each keeps its own), as one file. Collective over
+/// the parameters' meshes and `pipeline`, whose ranks hold other stages: the tensors are gathered one after
+/// the other, brought to the pipeline's rank 0, and written by rank 0 of the largest mesh (in a pipeline, of
+/// the world). A name that several stages have (a tied matrix) is written once. The file appears by one
+/// rename. When it can't be written, every rank throws Error.
 void save_model(const std::vector<Parameter>& parameters, const std::filesystem::path& path,
                 std::optional<at::ScalarType> export_dtype = std::nullopt, const DeviceMesh& pipeline = {});
 

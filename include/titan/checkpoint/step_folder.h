@@ -1,11 +1,11 @@
 #pragma once
 
-// Checkpoints where they are stored: the folder that holds them, and reading one without a job.
+// Stored checkpoints: the folder that holds them, and reading one without a job.
 //
 // A run's folder:
 //
 //   step-500/                 complete: it got this name by a rename, after everything in it was on disk
-//   step-450.model/           a model alone that a state of its step replaced; step-450.state: the reverse
+//   step-450.model/           a model alone, replaced by a state of its step; step-450.state: the reverse
 //   .step-510.RUN.tmp/        run RUN is writing it, or was killed while writing it
 //   .step-420.RUN.replaced/   a whole step that another step-420 is replacing
 //   .step-400.RUN.old/        being removed
@@ -36,12 +36,12 @@
 
 namespace titan::checkpoint {
 
-// ---- looking
+// ---- listing
 
 struct StepEntry {
   int64_t step = 0;
   std::filesystem::path path;
-  bool has_manifest = false;  ///< else a model alone (model.safetensors or Hugging Face's form), or damaged
+  bool has_manifest = false;  ///< false: a model alone (safetensors or Hugging Face's form), or damaged
 };
 
 std::filesystem::path step_path(const std::filesystem::path& folder, int64_t step);
@@ -50,10 +50,10 @@ std::filesystem::path step_path(const std::filesystem::path& folder, int64_t ste
 /// are left out. A folder that doesn't exist has no steps; throws Error for one that can't be read.
 std::vector<StepEntry> list_steps(const std::filesystem::path& folder);
 
-/// Why a step can't be loaded, one line each, without reading its tensors; empty: nothing was found. Links
-/// count as missing: what they point to isn't part of the checkpoint.
+/// The reasons why a step can't be loaded, one line each, found without reading its tensors. Links count as
+/// missing, because their targets aren't part of the checkpoint.
 std::vector<std::string> quick_problems(const std::filesystem::path& step_folder);
-/// The same, with a manifest that was read before.
+/// The same, with a manifest that has been read already.
 std::vector<std::string> quick_problems(const std::filesystem::path& step_folder, const Manifest& manifest);
 
 /// The newest step whose manifest is valid and whose files have the recorded sizes. The problems of newer
@@ -71,15 +71,15 @@ struct Leftover {
   LeftoverKind kind = LeftoverKind::Pending;
 };
 
-/// By name.
+/// Sorted by name.
 std::vector<Leftover> list_leftovers(const std::filesystem::path& folder);
-/// A replaced step whose successor never arrived: it has to get its name back.
+/// Whether `leftover` is a replaced step whose successor never arrived: then it must get its name back.
 bool lacks_successor(const Leftover& leftover, const std::filesystem::path& folder);
-/// Folders that made way for another kind of step, by name: "step-7.model", "step-7.state.2".
+/// Folders that made way for another kind of step, sorted by name: "step-7.model", "step-7.state.2".
 std::vector<std::filesystem::path> list_put_aside(const std::filesystem::path& folder);
 
-// ---- reading one: whole tensors or boxes of them, assembled from whichever ranks' files hold the pieces;
-// and the check of every byte against its checksum
+// ---- reading a step: whole tensors or boxes of them, assembled from the files that hold the pieces; and
+// checking every byte against its checksum
 
 /// A handle, safe to use from several threads. A rank's file is opened when a piece of it is first needed;
 /// when there are many, the most recently used ones stay open.
@@ -87,7 +87,7 @@ class SavedState {
  public:
   /// Reads the manifest, and no other file. Throws Error.
   explicit SavedState(const std::filesystem::path& step_folder);
-  /// With a manifest that was read before.
+  /// Takes a manifest that has been read already.
   SavedState(const std::filesystem::path& step_folder, Manifest manifest);
 
   const std::filesystem::path& folder() const;
@@ -118,7 +118,7 @@ std::vector<Box> slabs_of(const std::vector<int64_t>& shape, int64_t element_siz
 struct Damage {
   std::filesystem::path file;
   std::string tensor;       ///< empty: the whole file, its header or the manifest
-  int64_t first_block = 0;  ///< of the tensor's piece in this file, kBlockBytes each
+  int64_t first_block = 0;  ///< index in the tensor's piece in this file, in blocks of kBlockBytes
   int64_t num_blocks = 0;
   std::string what;
 };
@@ -136,7 +136,7 @@ struct VerifyReport {
   std::vector<Damage> damages;  ///< by rank, then by place in the file; neighboring blocks are joined
   int64_t num_files = 0;        ///< named by the manifest
   int64_t num_tensors = 0;
-  int64_t num_bytes = 0;  ///< of tensors whose checksums were compared
+  int64_t num_bytes = 0;  ///< tensors' bytes that were compared with their checksums
 };
 
 /// Reads the manifest, every header and every block, and continues after damage. Finds: a manifest that was
@@ -153,7 +153,7 @@ class FolderLock {
   /// Makes the folder. Throws Error that names host and process of the run that holds the lock. Where the
   /// file system has no locks, logs a warning and holds nothing.
   explicit FolderLock(const std::filesystem::path& folder);
-  /// No other run writes here, so leftovers can be removed.
+  /// Whether the folder is locked: then no other run writes here, and leftovers can be removed.
   bool held() const { return lock_ != nullptr; }
 
  private:
@@ -164,7 +164,7 @@ class FolderLock {
 /// logs each. Without the lock it only warns of each. Throws Error where a step can't be restored.
 void clean_leftovers(const std::filesystem::path& folder, const FolderLock& lock);
 
-/// Where run `run_id` writes a step before commit_step gives it its name.
+/// The folder into which run `run_id` writes a step before commit_step renames it.
 std::filesystem::path pending_path(const std::filesystem::path& folder, int64_t step,
                                    const std::string& run_id);
 
@@ -174,10 +174,10 @@ std::filesystem::path pending_path(const std::filesystem::path& folder, int64_t 
 /// is kept (see list_put_aside). Throws Error.
 void commit_step(const std::filesystem::path& folder, int64_t step, const std::string& run_id);
 
-/// The steps to remove so that the newest `keep` remain (0: all), ascending. Never the newest one whose
-/// manifest says that all its numbers are finite, never one without a manifest.
+/// The steps to remove so that the newest `keep` remain (0: all), ascending. They never include the newest
+/// one whose manifest says that all its numbers are finite, nor one without a manifest.
 std::vector<StepEntry> steps_to_prune(const std::vector<StepEntry>& steps, int64_t keep);
-/// Renames it first, so that a half-removed folder isn't a step. Throws Error.
+/// Renames the folder first, so that a half-removed one isn't taken for a step. Throws Error.
 void remove_step(const StepEntry& step, const std::string& run_id);
 
 }  // namespace titan::checkpoint

@@ -156,7 +156,7 @@ Origins load_into(const Schema& schema, const Sources& sources, void* scratch);
 /// Fills `job`; fields that nothing sets keep their value. Leaves it unchanged if it throws ConfigError.
 template <class Job>
 Origins load(const Schema& schema, const Sources& sources, Job& job) {
-  TITAN_CHECK(schema.job_type() == typeid(Job), "this schema describes another struct than the one to fill");
+  TITAN_CHECK(schema.job_type() == typeid(Job), "this schema describes a struct other than the one to fill");
   Job scratch = job;
   Origins origins = detail::load_into(schema, sources, &scratch);
   job = std::move(scratch);
@@ -186,8 +186,8 @@ std::string print_json(const Schema& schema, JobRef job);
 /// Reads what print_toml wrote, without a schema: full name -> value as TOML.
 std::map<std::string, std::string> printed_settings(const std::string& toml);
 
-/// Compares two texts of print_toml: lines like "training.steps: 10 | 20", with "unset" for a missing setting.
-/// Skips the tables in `other_than`.
+/// Compares two texts of print_toml: lines like "training.steps: 10 | 20", with "unset" for a missing
+/// setting. Skips the tables in `other_than`.
 std::vector<std::string> setting_differences(const std::string& a, const std::string& b,
                                              const std::vector<std::string>& other_than = {});
 

@@ -50,8 +50,8 @@ std::string to_text(const Value& value);
 /// A string with quotes and with the escapes that TOML and JSON share.
 std::string quoted(std::string_view text);
 
-/// What a value must satisfy beyond its type. Unset optional fields aren't checked. The empty constraint
-/// accepts everything.
+/// A condition on a value beyond its type. Unset optional fields aren't checked. The empty constraint accepts
+/// everything.
 struct Constraint {
   std::string allowed;  ///< for help and errors
   std::function<bool(const Value&)> accepts;
@@ -72,7 +72,6 @@ Constraint positive_or_minus_one();
 
 /// Type-erased description of one key.
 struct FieldInfo {
-  /// What the key is to this program.
   enum class Role {
     Setting,        ///< a member of the struct
     Refused,        ///< known, but only default_value is accepted; `reason` says why
@@ -88,7 +87,7 @@ struct FieldInfo {
   Value default_value;
   Role role = Role::Setting;
   std::string reason;
-  std::string only_where;  ///< for a refused key: the key that has to be on for the refusal to apply
+  std::string only_where;  ///< for a refused key: the refusal applies only while this key is on
   std::string mapped_to;
   std::function<Value(const void* settings)> get;
   std::function<void(void* settings, const Value&)> set;  ///< the value already has the right alternative

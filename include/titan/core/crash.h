@@ -16,12 +16,12 @@ void install_crash_handler();
 /// Makes later calls of install_crash_handler() leave all signals as they are.
 void decline_crash_handler();
 
-/// A sentence about the likely cause that the report adds to a SIGSEGV below 1 TiB, where only null pointers
-/// and arrays at one point. `static_text` must live as long as the process (a string literal); nullptr
-/// removes it. Thread-safe.
+/// A sentence about the likely cause. The report adds it to a SIGSEGV below 1 TiB, which comes from a null
+/// pointer, possibly plus an offset. `static_text` must live as long as the process (a string literal);
+/// nullptr removes it. Thread-safe.
 void set_crash_note(const char* static_text);
 
-/// A function that the report calls before the backtrace, for what else is worth keeping. It may call only
+/// A function that the report calls before the backtrace, to save other records. It may call only
 /// async-signal-safe functions. nullptr removes it. Thread-safe.
 void set_crash_hook(void (*hook)(const char* signal_name));
 

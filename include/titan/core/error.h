@@ -73,6 +73,8 @@ std::string reason_of(const std::exception& error);
 /// swapped neighbors are cheap), or one contains the other.
 std::vector<std::string> nearest_names(std::string_view name, const std::vector<std::string>& known,
                                        size_t limit = 3);
+/// "; did you mean 'seq_len'?": the nearest of `known`, or "" if none is near.
+std::string did_you_mean(std::string_view name, const std::vector<std::string>& known);
 
 }  // namespace titan
 

@@ -15,7 +15,7 @@
 
 #include "titan/core/error.h"
 
-// Generated, and not there while the library itself is compiled.
+// Generated; absent while the library itself is compiled.
 #if __has_include("titan/core/build_stamp.h")
 #include "titan/core/build_stamp.h"
 #endif
@@ -62,10 +62,8 @@ class Registry {
 
   std::string unknown(const std::string& name) const {
     const auto known = names_unlocked();
-    std::string message =
-        str("unknown ", kind_, " '", name, "'; known: ", known.empty() ? "none" : list_str(known));
-    auto near = nearest_names(name, known, 1);
-    return near.empty() ? message : str(message, "; did you mean '", near.front(), "'?");
+    return str("unknown ", kind_, " '", name, "'; known: ", known.empty() ? "none" : list_str(known),
+               did_you_mean(name, known));
   }
 
   std::string kind_;

@@ -2,11 +2,11 @@
 
 // Global batches, row by row.
 //
-//   lane    one row of every global batch: a finite or endless sequence of samples, whose state is three numbers.
-//           There are `global_batch_size` lanes on any number of ranks; data-parallel rank r of N owns lanes r,
-//           r + N, r + 2N, ...
+//   lane    one row of every global batch: a finite or endless sequence of samples, whose state is three
+//           numbers. There are `global_batch_size` lanes on any number of ranks; data-parallel rank r of N
+//           owns lanes r, r + N, r + 2N, ...
 //   sample  seq_len inputs and, for each, the next token as label. Label -100 doesn't count.
-//   feed    where lanes read: packed documents, or recorded batches
+//   feed    the source of all lanes: packed documents, or recorded batches
 //
 //   auto feed = build_feed({.dataset = "text",
 //                           .source = {.path = "books/"},
@@ -31,8 +31,8 @@ constexpr int64_t kIgnoredLabel = -100;
 struct LaneState {
   int64_t lane = 0;
   int64_t epoch = 0;
-  int64_t position = 0;      ///< of the current piece in the epoch; for recorded batches, the step
-  int64_t token_offset = 0;  ///< tokens of the piece that are used
+  int64_t position = 0;      ///< the current piece in the epoch; for recorded batches, the step
+  int64_t token_offset = 0;  ///< number of the piece's tokens that have been used
   friend bool operator==(const LaneState&, const LaneState&) = default;
 };
 
@@ -63,11 +63,11 @@ class Feed : public std::enable_shared_from_this<Feed> {
   /// Throws ConfigError if the feed can't give batches of this shape.
   virtual void check_shape(int64_t num_lanes, int64_t seq_len) const = 0;
 
-  /// Lane `lane` of `num_lanes` before its first sample.
+  /// The state of lane `lane` of `num_lanes` before its first sample.
   virtual LaneState start(int64_t lane, int64_t num_lanes) const = 0;
   virtual std::unique_ptr<Lane> open(const LaneState& state, int64_t num_lanes) const = 0;
 
-  /// States for `num_lanes` lanes that continue after `lanes`, a complete set of another number.
+  /// States for `num_lanes` lanes that continue after `lanes`, a complete set of a different size.
   virtual std::vector<LaneState> redeal(const std::vector<LaneState>& lanes, int64_t num_lanes) const = 0;
 
   /// The number of steps from the start, if it is known without reading. Not set for an endless feed, nor for

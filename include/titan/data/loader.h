@@ -32,7 +32,7 @@ struct DataloaderSettings {
 };
 void describe(config::Table<DataloaderSettings>& table);
 
-/// What a loader needs to continue: one row per lane, which any number of ranks can share.
+/// A position from which a loader continues: one row per lane, which any number of ranks can share.
 struct LoaderState {
   int64_t steps = 0;      ///< global batches given so far
   int64_t num_lanes = 0;  ///< global batch size
@@ -101,14 +101,14 @@ class DataLoader {
   int64_t num_lanes() const { return options_.global_batch_size; }
   /// This rank's rows of a step, without padding.
   int64_t num_rows() const { return static_cast<int64_t>(lanes_.size()); }
-  /// Feed::num_steps
+  /// As Feed::num_steps.
   std::optional<int64_t> num_steps() const { return num_steps_; }
 
   /// This rank's lanes after the last step returned, whatever is prefetched. Throws Error between the
   /// micro-batches of a step.
   LoaderState state() const;
 
-  /// Continues from `state` of all lanes (merge), on any number of ranks and with any sequence length. For
+  /// Continues from the state of all lanes (merge), on any number of ranks and with any sequence length. For
   /// another global batch size, the feed deals again (Feed::redeal). Throws Error if the state belongs to
   /// other data, with both fingerprints.
   void load_state(const LoaderState& state);
@@ -127,7 +127,7 @@ class DataLoader {
   int64_t steps_ = 0;
   std::optional<int64_t> num_steps_;
   std::vector<LaneState> lanes_;                        // this rank's, after the last step returned
-  std::optional<std::vector<LaneState>> lanes_before_;  // and before it
+  std::optional<std::vector<LaneState>> lanes_before_;  // before that step
   std::vector<Batch> current_;                          // the step that next() is in
   size_t next_micro_batch_ = 0;
   std::unique_ptr<Prefetcher> prefetcher_;

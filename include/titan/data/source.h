@@ -22,12 +22,12 @@ namespace titan::data {
 /// [data]: how documents are found, cut and dealt. The contents of a batch depend on these, not on the number
 /// of ranks.
 struct DataSettings {
-  config::StringList extensions;     ///< of files in a folder, with the dot; empty: those of the kind
+  config::StringList extensions;     ///< extensions read in a folder (".txt"); empty: the kind's own
   std::string text_field = "text";   ///< JSON Lines: the member with a document's text
   std::string on_bad_line = "stop";  ///< JSON Lines: "stop" or "skip"
   int64_t piece_bytes = 256 << 10;   ///< longer documents are cut into pieces of this size, dealt separately
   bool shuffle = true;               ///< deal pieces in a pseudo-random order, a new one each epoch
-  std::optional<int64_t> seed;       ///< of that order, and of synthetic text; unset: debug.seed
+  std::optional<int64_t> seed;       ///< for shuffling and for synthetic text; unset: debug.seed
   int64_t synthetic_documents = 4096;  ///< documents of the synthetic data set
   std::string cache_folder;            ///< for indexes; empty: {job.dump_folder}/data_cache
 
@@ -56,7 +56,7 @@ class Source {
   virtual std::string fingerprint() const = 0;
 };
 
-/// What a config says about a data set.
+/// The settings of one data set.
 struct SourceRequest {
   std::string path;  ///< training.dataset_path; empty if unset
   DataSettings settings;

@@ -65,7 +65,7 @@ class ByteTokenizer : public Tokenizer {
   std::string fingerprint() const override { return "bytes"; }
 };
 
-/// Gets what follows "name:" in model.hf_assets_path; "" if only the name is given.
+/// `argument` is the text after "name:" in model.hf_assets_path; "" if only the name is given.
 using TokenizerFactory = std::function<std::shared_ptr<const Tokenizer>(const std::string& argument)>;
 
 /// The kinds of tokenizer by name. Built in: "bytes" (ByteTokenizer).
@@ -75,8 +75,8 @@ Registry<TokenizerFactory>& tokenizer_kinds();
 bool names_tokenizer_kind(std::string_view assets);
 
 /// Builds the registered kind that `assets` names. Otherwise `assets` is a folder with a Hugging Face
-/// `tokenizer.json` (and perhaps `tokenizer_config.json`), or the path of the former. Throws ConfigError if
-/// it is missing or not supported.
+/// `tokenizer.json` (and perhaps `tokenizer_config.json`), or the path of a `tokenizer.json`. Throws
+/// ConfigError if it is missing or not supported.
 std::shared_ptr<const Tokenizer> build_tokenizer(const std::filesystem::path& assets);
 
 /// Throws ConfigError if the tokenizer can produce ids beyond the `model_vocab_size` rows of the embedding.

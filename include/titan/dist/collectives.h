@@ -29,7 +29,7 @@ struct GroupRecord;
 class StagingPool;
 struct GroupBackends;
 
-/// Which phase and module issues a call. Both point to strings that live until the call is launched;
+/// The phase and the module that issue a call. Both point to strings that live until the call is launched;
 /// recording copies them and allocates nothing.
 struct Label {
   const char* phase = "";   ///< "fsdp::all_gather", "metrics::loss", ...
@@ -64,10 +64,10 @@ class Group {
  public:
   struct Parts {
     std::string name;
-    std::string purpose;     ///< tells groups of the same ranks apart
+    std::string purpose;     ///< distinguishes groups of the same ranks
     std::vector<int> ranks;  ///< world ranks in group order
     int my_world_rank = 0;
-    std::unique_ptr<GroupBackends> backends;  ///< may be null in a group of one rank, or of other ranks
+    std::unique_ptr<GroupBackends> backends;  ///< may be null in a group of one rank or without this rank
     std::shared_ptr<FlightRecorder> recorder;
     std::unique_ptr<CallChecker> checker;  ///< compares calls with the other members'; may be null
   };
@@ -111,12 +111,12 @@ class Group {
   int64_t sum(int64_t value, Label label);
   std::vector<std::string> all_gather_text(const std::string& text, Label label);
 
-  /// "host" (memory of this host's ranks), "gloo", "nccl", "fake"; "none" in a group of one rank, of other
-  /// ranks, or that is closed.
+  /// "host" (memory of this host's ranks), "gloo", "nccl", "fake"; "none" in a group of one rank, without
+  /// this rank, or closed.
   std::string backend_name() const;
-  /// After a call has failed: ends everything that goes over sockets (gloo's calls, sends of "host"), so that
-  /// peers that wait for it get an error, as does every later call here. Drop this rank's calls that nobody
-  /// waits for before. Other backends are left as they are.
+  /// After a failed call: ends everything that goes over sockets (gloo's calls, sends of "host"). Peers that
+  /// wait for it get an error, and so does every later call here. Before it, drop this rank's unfinished
+  /// Works. Other backends stay as they are.
   void close();
   /// For calls launched from now on.
   void set_timeout(std::chrono::milliseconds timeout);

@@ -1,6 +1,6 @@
 #pragma once
 
-// The processes of a job: who we are, how to reach the others, and process groups over any list of ranks.
+// The processes of a job: this rank, its connection to the others, and process groups over any list of ranks.
 //
 //   dist::World world = dist::init();  // before the first tensor
 //   auto group = world.everyone();
@@ -25,7 +25,7 @@ namespace titan::dist {
 
 struct InitOptions {
   std::string backend = "auto";       ///< "auto" (nccl on GPUs, else gloo), "gloo", "nccl", "fake"
-  std::string device = "auto";        ///< "auto" (a GPU where one is visible), "cpu", "cuda"
+  std::string device = "auto";        ///< "auto" (a GPU if one is visible), "cpu", "cuda"
   std::chrono::seconds timeout{300};  ///< for rendezvous and for every group's collectives until set_timeout
   /// Ranks of one host copy from each other's memory (process_vm_readv), where the kernel allows it, instead
   /// of through gloo's sockets. Results are the same except for the rounding of sums. Set it to false to
@@ -55,23 +55,23 @@ class World {
   /// "torchrun", "titan" (titan launch), "env" (plain RANK and WORLD_SIZE), "openmpi", "slurm", "none" or
   /// "fake"
   const std::string& launched_by() const;
-  /// This rank's device: cuda:<local_rank modulo the number of GPUs> where the CUDA plugin is open, else cpu.
+  /// This rank's device: cuda:<local_rank modulo the number of GPUs> if the CUDA plugin is open, else cpu.
   c10::Device device() const;
   std::chrono::seconds timeout() const;
   /// For calls of all groups from now on (a first step may take longer than later ones).
   void set_timeout(std::chrono::seconds timeout) const;
 
   /// The group of the given world ranks (ascending; position = group rank), made once per list and purpose.
-  /// All its members have to make their groups in one order; other ranks needn't take part, and get a group
-  /// whose `contains_me()` is false. Groups of the same ranks with different purposes are independent: their
-  /// collectives need no common order.
+  /// All its members have to make their groups in the same order. Other ranks needn't take part, and get a
+  /// group whose `contains_me()` is false. Groups of the same ranks with different purposes are independent:
+  /// their collectives need no common order.
   std::shared_ptr<Group> group(const std::vector<int>& ranks, const std::string& name,
                                const std::string& purpose = "") const;
   /// The group of all ranks.
   std::shared_ptr<Group> everyone() const;
 
   c10d::Store& store() const;
-  /// The ring of this rank's calls; the shared one lives on as long as somebody has it.
+  /// The ring of this rank's calls. The shared pointer keeps it after the World is gone.
   FlightRecorder& recorder() const;
   std::shared_ptr<FlightRecorder> shared_recorder() const;
 
@@ -83,20 +83,21 @@ class World {
 };
 
 /// Reads torchrun's, SLURM's, Open MPI's or no environment (one rank), meets the other ranks at a TCP store,
-/// and checks every group by a known sum when it is made. Opens the CUDA plugin where a GPU is visible, so it
-/// has to come before the first tensor. Throws ConfigError where environments disagree, Error with the
-/// missing ranks after the time limit.
+/// and checks every group by a known sum when it is made. Opens the CUDA plugin if a GPU is visible, so it
+/// must be called before the first tensor is made. Throws ConfigError if environments disagree, Error with
+/// the missing ranks after the time limit.
 World init(const InitOptions& options = {});
 
-/// Begins the purpose of a group that keeps its own time limit: World::set_timeout leaves it alone. For
-/// groups whose calls are made by other threads than the training thread.
+/// Prefix for the purpose of a group that keeps its own time limit: World::set_timeout leaves it alone. For
+/// groups whose calls are made by threads other than the training thread.
 inline constexpr std::string_view kOwnTimeout = "own_timeout:";
 
-/// Tells the other ranks, through the job's store, that this one fails with `message`. Returns what the first
-/// rank to do so said ("rank 2: ..."), "" if that is this rank: when a rank is lost, its neighbors notice,
-/// then theirs, and each knows only of the one before. If the store is gone, returns that rank 0 probably is,
-/// too. Calls `let_go` once after that: it ends what the others wait for, so that they fail and ask, too.
-/// Then rank 0, which keeps the store, waits two seconds at most for them. Doesn't throw, nor may `let_go`.
+/// Tells the other ranks, through the job's store, that this one fails with `message`. Returns the message of
+/// the first rank that failed ("rank 2: ..."), or "" if that is this rank: when a rank is lost, its neighbors
+/// notice, then theirs, and each knows only of the one before. If the store is gone, returns that rank 0
+/// probably is, too. Then calls `let_go` once, which ends the calls that the others wait for, so that they
+/// fail and report, too. Rank 0, which keeps the store, waits for them at most two seconds. Neither this nor
+/// `let_go` may throw.
 std::string tell_failure(const World& world, const std::string& message, const std::function<void()>& let_go);
 
 }  // namespace titan::dist

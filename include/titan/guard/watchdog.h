@@ -2,11 +2,11 @@
 
 // [Note: watchdog]
 // The watchdog finds out which rank of a job hangs or is lost, names it in one line that is the same on all
-// ranks, and ends a job that hangs. Each rank has one, with a thread of its own:
+// ranks, and ends a job that hangs. Each rank has one, with its own threads:
 //
 //   watchdog thread   judges whether this rank makes progress, and sends what it found as a *beat*, about
 //                     twice a second; receives the others' beats and judges those. It never blocks.
-//   side threads      do what may block for ever: one exchanges beats through the job's store, one writes
+//   side threads      do what may block forever: one exchanges beats through the job's store, one writes
 //                     files.
 //
 // A rank makes progress when it shows one of these signs:
@@ -14,12 +14,12 @@
 //   progress()        a new phase, micro-batch, ...
 //   a collective      launched, or done with its wait
 //   storage           read or written, while the rank loads data, loads or saves a checkpoint
-//   processor time    on a CPU, where a rank that computes doesn't hang (computing_is_progress); elsewhere
-//                     while it reads and writes. Without any other sign it counts for ten limits at most.
+//   processor time    on a CPU, where a rank that computes doesn't hang (computing_is_progress); with a GPU
+//                     only while it reads and writes. Without another sign it counts for ten limits at most.
 //
 // A rank without a sign for longer than the limit of its ProgressKind is overdue. So is a rank whose beats
 // don't arrive for the limit of Compute, whatever it is doing: it is stopped, swapped out, or cut off by a
-// broken network. Rank 0 receives all beats and comes to the verdict. It blames silent ranks first, then
+// broken network. Rank 0 receives all beats and reaches the verdict. It blames silent ranks first, then
 // ranks that aren't in a call that their peers wait in, then the peers, which only wait. A rank that waits is
 // excused while another one loads data, saves or validates within its own limit. Then every rank prints the
 // stacks of all its threads, its last calls and the verdict, and ends the process with kHungExitCode,
@@ -41,14 +41,14 @@
 
 namespace titan::dist {
 
-/// From a rank's failure until it has said what caused it, at most (Watchdog::explain).
+/// Longest time from a rank's failure until it has reported the cause (Watchdog::explain).
 inline constexpr std::chrono::seconds kExplainsWithin{8};
 
-/// From the verdict that the job hangs until a rank's watchdog has ended its process, at most.
+/// Longest time from the verdict that the job hangs until a rank's watchdog has ended its process.
 inline constexpr std::chrono::seconds kHangEndsWithin{8};
 
-/// In all: a job that has lost a rank, or hangs, is over by then. Launchers wait for that long before they
-/// kill.
+/// Longest time for all of it: a job that has lost a rank, or hangs, is over by then. Launchers wait this
+/// long before they kill.
 inline constexpr std::chrono::seconds kJobEndsWithin{10};
 
 /// The exit code of a process that hangs, or whose peers do.
@@ -62,8 +62,8 @@ const char* name_of(ProgressKind kind);
 
 struct TimeLimit {
   std::chrono::milliseconds time{};
-  std::string setting =
-      {};  ///< the setting it comes from, for messages: "comm.train_timeout_seconds"; may be empty
+  /// The setting that it comes from, for messages: "comm.train_timeout_seconds"; may be empty.
+  std::string setting = {};
 };
 
 /// How long a rank may go without any sign of progress.
@@ -78,12 +78,12 @@ struct WatchdogLimits {
 
 struct WatchdogOptions {
   WatchdogLimits limits = {};
-  /// False: nothing is judged until set_limits(). Lost ranks are named, and records written, all the same.
+  /// False: nothing is judged until set_limits(). Lost ranks are named and records are written nevertheless.
   bool judges = true;
-  /// For stacks_<rank>.txt and flight records; empty: the stacks are only printed.
+  /// Folder of stacks_<rank>.txt and flight records; empty: the stacks are only printed.
   std::filesystem::path folder = {};
-  /// Writes this rank's last calls to <folder>/<record_prefix><rank>.json when a rank fails or hangs, when it
-  /// crashes, gets SIGQUIT, or `titan debug dump` asks for it. Unset: never.
+  /// Writes this rank's last calls to <folder>/<record_prefix><rank>.json when any rank fails or hangs, when
+  /// this one crashes or gets SIGQUIT, or when `titan debug dump` asks for it. Unset: never.
   std::optional<std::string> record_prefix = {};
   /// False for a GPU: its host spins while it waits.
   bool computing_is_progress = true;
@@ -102,32 +102,35 @@ struct WatchdogOptions {
 ///     train(batch);
 ///   }
 ///
-/// Collectives keep their own time limits (InitOptions::timeout, World::set_timeout); make those longer than
-/// these: the watchdog then comes first, and knows more. On backend "fake" it does nothing.
+/// Collectives keep their own time limits (InitOptions::timeout, World::set_timeout). Make those longer than
+/// these, so that the watchdog, which knows more, acts first. On backend "fake" it does nothing.
 class Watchdog {
  public:
   Watchdog(const World& world, WatchdogOptions options);
-  /// Tells the other ranks that this one ends.
+  /// Reports to the other ranks that this one ends.
   ~Watchdog();
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
 
-  /// From now on this rank does `kind`. `what` (a literal, or as long-lived) and `step` (-1: none) are for
-  /// messages.
+  /// Reports that this rank begins work of this kind. `what` (a literal, or as long-lived) and `step` (-1:
+  /// none) are for messages.
   void progress(ProgressKind kind, const char* what, int64_t step = -1);
-  /// This rank made progress.
+  /// Reports progress of that work.
   void progress();
 
-  /// Changes the limits, as a first step may take longer than later ones; begins to judge where that was off.
+  /// Changes the limits, because a first step may take longer than later ones; starts to judge if that was
+  /// off.
   void set_limits(const WatchdogLimits& limits);
 
-  /// This rank's training is over, for whatever reason: from now on nobody judges it or waits for it.
+  /// Reports that this rank's training is over, for whatever reason: from now on no rank judges it or waits
+  /// for it.
   void leave();
 
-  /// Why this rank failed with `failure`, as one line that is the same on all ranks that fail: which rank is
-  /// lost, with its host and its last call, or else what the flight records say; and what the first rank to
-  /// fail said. Takes some seconds, as silence takes time to notice, and has all ranks write their records.
-  /// Doesn't throw, and gives up after kExplainsWithin. To be called once, when the process is about to end.
+  /// Returns why this rank failed with `failure`, as one line that is the same on all ranks that fail: the
+  /// lost rank with its host and last call, or else the result of the flight records; and the error of the
+  /// first rank to fail. Makes all ranks write their records. Takes some seconds, because silence takes time
+  /// to notice, and gives up after kExplainsWithin. Doesn't throw. Call it once, when the process is about to
+  /// end.
   std::string explain(const std::string& failure) noexcept;
 
  private:

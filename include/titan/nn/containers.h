@@ -1,7 +1,7 @@
 #pragma once
 
-// Containers whose children are called through their holders, so that hooks run, and LayerSequence: a model
-// that names the modules it calls one after the other, so that a pipeline stage can have a part of them.
+// Containers whose children are called through their holders, so that hooks run; and LayerSequence, a model
+// that names the modules it calls one after the other, so that a pipeline stage can have some of them.
 //
 //   class TinyImpl : public nn::Module, public nn::LayerSequence {
 //    public:
@@ -25,14 +25,14 @@
 
 namespace titan::nn {
 
-/// A container of layers whose elements can be taken out: a pipeline stage keeps some of them, under their
+/// A container of layers whose elements can be removed: a pipeline stage keeps some of them, under their
 /// names in the whole model.
 class LayerList {
  public:
   virtual ~LayerList() = default;
   /// The elements' names, in call order.
   const std::vector<std::string>& names() const { return names_; }
-  /// How many elements were erased before the first that is left.
+  /// The number of elements erased before the first one left.
   int64_t first_number() const { return first_number_; }
   virtual void erase(const std::string& name) = 0;
 
@@ -50,7 +50,7 @@ class LayerList {
   int64_t first_number_ = 0;
 };
 
-/// Modules of one type, in order; children are named "0", "1", ..., or as given.
+/// Modules of one type, in order. Children are named "0", "1", ..., or as given.
 template <class RefType>
 class ModuleListImpl : public Module, public LayerList {
  public:
@@ -81,7 +81,7 @@ class ModuleList : public torch::nn::ModuleHolder<ModuleListImpl<RefType>> {
   void insert(const std::string& name, RefType module) const { this->ptr()->insert(name, std::move(module)); }
   size_t size() const { return all().size(); }
   bool empty() const { return all().empty(); }
-  /// In a pipeline stage: the position of its first element in the whole model.
+  /// In a pipeline stage, the position of the first element in the whole model.
   int64_t first_number() const { return this->ptr()->first_number(); }
   RefType& operator[](size_t i) const { return all().at(i); }
   auto begin() const { return all().begin(); }
@@ -91,7 +91,7 @@ class ModuleList : public torch::nn::ModuleHolder<ModuleListImpl<RefType>> {
   std::vector<RefType>& all() const { return this->ptr()->modules(); }
 };
 
-/// Modules from one tensor to one tensor, called one after the other; children are named "0", "1", ....
+/// Modules from one tensor to one tensor, called one after the other. Children are named "0", "1", ....
 class SequentialImpl : public Module, public LayerList {
  public:
   template <class... Refs>
@@ -115,12 +115,13 @@ TITAN_MODULE(Sequential);
 
 /// A parameter that several modules of a sequence use (tied embeddings).
 struct SharedParameter {
-  std::string name;                  ///< in the whole model; the first in registration order
-  std::vector<std::string> modules;  ///< of the sequence, in call order: "tok_embeddings", "output"
-  ParamInit init;                    ///< the last declaration; its name is "" where there is none
+  std::string name;                  ///< its first name, in registration order, in the whole model
+  std::vector<std::string> modules;  ///< modules of the sequence, in call order: "tok_embeddings", "output"
+  ParamInit init;                    ///< the last declaration; its name is "" if there is none
   at::Tensor parameter;
 };
 
+/// A model that calls a list of modules one after the other.
 class LayerSequence {
  public:
   virtual ~LayerSequence() = default;
@@ -133,22 +134,21 @@ class LayerSequence {
   };
   Names layer_names() const;
 
-  /// Drops all modules of the sequence except these, which must be consecutive in it. Names stay those of the
+  /// Drops all modules of the sequence except these, which must be consecutive in it. Names stay as in the
   /// whole model. Call it before any wrapper; in a deferred model, dropped modules never have memory. A
-  /// parameter that a dropped module shares with a kept one stays, under its name and with its values in the
-  /// whole model, and shared_parameters() lists it. Throws ConfigError for names that aren't in the sequence
-  /// or leave a gap.
+  /// parameter that a dropped module shares with a kept one stays, with its name and values in the whole
+  /// model, and shared_parameters() lists it. Throws ConfigError for names that aren't in the sequence or
+  /// leave a gap.
   void keep_layers(const std::vector<std::string>& names);
 
-  bool is_first() const { return first_; }  ///< has the first module: takes the model's input
-  bool is_last() const { return last_; }    ///< has the last module: returns the model's output
+  bool is_first() const { return first_; }  ///< has the first module, so takes the model's input
+  bool is_last() const { return last_; }    ///< has the last module, so returns the model's output
   bool is_whole() const { return first_ && last_; }
 
   /// The names of dropped modules and of all modules below them.
   const std::vector<std::string>& dropped_modules() const { return dropped_; }
 
-  /// Parameters that more than one module of the sequence uses; in a part, those that dropped modules use
-  /// too.
+  /// Parameters that several modules of the sequence use, including dropped modules.
   std::vector<SharedParameter> shared_parameters() const;
 
  protected:
@@ -171,10 +171,10 @@ class LayerSequence {
     return {std::move(name), list.get(), {}};
   }
 
-  /// Once, in the constructor: children of this module under the names that they are registered by.
+  /// Call it once, in the constructor, with children of this module under their registered names.
   void call_in_order(std::vector<Part> parts) { parts_ = std::move(parts); }
 
-  /// Called after keep_layers(): a model may now drop what only dropped layers used.
+  /// Called after keep_layers(). A model may drop modules here that only dropped layers used.
   virtual void layers_dropped() {}
 
  private:
@@ -185,7 +185,7 @@ class LayerSequence {
   std::vector<Part> parts_;
   bool first_ = true, last_ = true;
   std::vector<std::string> dropped_;
-  std::vector<SharedParameter> shared_;  // with dropped modules
+  std::vector<SharedParameter> shared_;  // shared with dropped modules
 };
 
 /// The sequence of a model, or null.

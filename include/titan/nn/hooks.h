@@ -1,7 +1,8 @@
 #pragma once
 
-// What a module needs so that sharding, checkpointing and tracing can wrap it, and how its parameters start.
-// Light: code that only passes modules around doesn't compile LibTorch's module headers.
+// The base of modules that sharding, checkpointing and tracing can wrap, and the initial values of
+// parameters. This header doesn't include LibTorch's module headers, so code that only passes modules around
+// compiles fast.
 //
 //   void freeze(const titan::nn::AnyRef& model);          // takes any nn::Ref
 //   MyModel model(args, titan::deferred(at::kCPU));       // sizes only, no memory yet
@@ -22,11 +23,11 @@ class Module;
 
 namespace titan::nn {
 
-/// Where and how a module creates its parameters. Passed down by constructors.
+/// Where and how a module creates its parameters. Constructors pass it to their submodules.
 struct Construct {
   at::Device device = at::kCPU;
   at::ScalarType dtype = at::kFloat;
-  bool deferred = false;  ///< sizes only; materialize() allocates and initializes what this rank keeps
+  bool deferred = false;  ///< sizes only; materialize() allocates and initializes this rank's part
 };
 
 /// A distribution to draw a parameter from.
@@ -58,22 +59,22 @@ struct InitStream {
 };
 
 /// Fills `local` (any float dtype, contiguous, the part `box` of a tensor of `global_shape`) with its
-/// elements of the stream. Values are computed in double and rounded once to `local`'s dtype.
-/// Computed on the CPU; other devices get a copy.
+/// elements of the stream. Values are computed in double on the CPU and rounded once to `local`'s dtype;
+/// other devices get a copy.
 ///
 /// Initial weights don't depend on the layout: each element is one uniform number from Philox4x32-10, keyed
 /// by seed, parameter name and the element's global index, and mapped to a (truncated) normal by the inverse
-/// distribution function (Wichura, AS241) in fixed-order double arithmetic: the same bits on any rank and
-/// mesh.
+/// distribution function (Wichura, AS241) in fixed-order double arithmetic. So the bits are the same on any
+/// rank and mesh.
 void fill(const at::Tensor& local, const Init& init, const InitStream& stream, at::IntArrayRef global_shape,
           const Box& box);
 
 // [Note: hook slots]
-// A call through nn::Ref runs, outside in:
+// A call through nn::Ref runs hooks in this order, outermost first:
 //   Fsdp > Label > Checkpoint > PrepareInput (tensor/context) > forward > PrepareOutput (tensor/context)
-// so the order in which wrappers are applied doesn't matter, and a recomputation re-runs only what is inside
-// the checkpoint slot. A slot holds at most one hook. Hooks see the tensors among a call's arguments and
-// results and may replace them.
+// so the order in which wrappers are applied doesn't matter, and a recomputation re-runs only the hooks
+// inside the checkpoint slot. A slot holds at most one hook. Hooks see the tensors among a call's arguments
+// and results and may replace them.
 
 /// Pointers to the tensors of a call, in argument order, including those in optionals and vectors. Undefined
 /// tensors are left out.
@@ -82,20 +83,20 @@ using TensorList = std::vector<at::Tensor>;
 
 class HookHost;
 
-/// Owns the parameters of a module (a group of fully_shard); titan::parameters() finds it again.
+/// The owner of a module's parameters (a group of fully_shard), for titan::parameters().
 class ParamOwner {
  public:
   virtual ~ParamOwner() = default;
 };
 
-/// parallelize()'s record of a module's parameters: which part of each this rank has.
+/// parallelize()'s record of the part that this rank has of each of a module's parameters.
 class ParamParts {
  public:
   virtual ~ParamParts() = default;
 };
 
-/// Fsdp, Label, PrepareInput and PrepareOutput hooks. PrepareOutput runs only post_forward, PrepareInput only
-/// pre_forward.
+/// A hook for the Fsdp, Label, PrepareInput and PrepareOutput slots. PrepareOutput runs only post_forward,
+/// PrepareInput only pre_forward.
 class CallHook {
  public:
   virtual ~CallHook() = default;
@@ -103,8 +104,8 @@ class CallHook {
   virtual void post_forward(HookHost& /*host*/, const TensorRefs& /*outputs*/) {}
 };
 
-/// The checkpoint slot: `run` computes outputs from inputs and may be called again later with the same inputs
-/// detached.
+/// A hook for the Checkpoint slot. `run` computes outputs from inputs and may be called again later with the
+/// same inputs, detached.
 class CheckpointHook {
  public:
   using Run = std::function<TensorList(const TensorList&)>;
@@ -112,8 +113,8 @@ class CheckpointHook {
   virtual TensorList call(HookHost& host, const TensorList& inputs, Run run) = 0;
 };
 
-/// The state that makes a module hookable. A module's Impl inherits it beside torch::nn::Module (nn::Module
-/// does).
+/// The state that makes a module hookable. A module's Impl inherits it together with torch::nn::Module, as
+/// nn::Module does.
 class HookHost {
  public:
   HookHost() = default;
@@ -125,36 +126,37 @@ class HookHost {
   std::shared_ptr<CheckpointHook> checkpoint_hook;
   std::shared_ptr<CallHook> prepare_input_hook;
   std::shared_ptr<CallHook> prepare_output_hook;
-  std::shared_ptr<ParamOwner> param_owner;  ///< of this module's own parameters; null: they are plain tensors
-  std::shared_ptr<ParamParts> param_parts;  ///< of this module's own parameters; null: they are whole
+  std::shared_ptr<ParamOwner> param_owner;  ///< null: this module's own parameters are plain tensors
+  std::shared_ptr<ParamParts> param_parts;  ///< null: this module's own parameters are whole
 
   /// The module itself (the other base of the same object).
   virtual torch::nn::Module& as_module() = 0;
 
-  /// Dotted name from the root, for messages, labels and init; "" until name_modules(root) ran.
+  /// Dotted name from the root, for messages, labels and init; "" until name_modules(root) has run.
   const std::string& fqn() const { return fqn_; }
   void set_fqn(std::string fqn) { fqn_ = std::move(fqn); }
 
-  /// How this module's own parameters start, by parameter name within the module. Empty for modules that
-  /// initialize themselves (LibTorch's own).
+  /// Initial values of this module's own parameters. Empty for modules that initialize themselves
+  /// (LibTorch's).
   const std::vector<ParamInit>& param_inits() const { return param_inits_; }
 
   /// Fills buffers that aren't parameters (rotary tables) on `device`; called by materialize().
   virtual void reset_buffers(const at::Device& /*device*/) {}
 
-  /// False if this module's backward needs only its parameters' gradients, not their values (embedding, loss
-  /// head): a sharded parameter isn't gathered again for it.
+  /// False if this module's backward doesn't need its parameters' values (embedding, loss head), so that a
+  /// sharded parameter isn't gathered again for it.
   virtual bool backward_reads_parameters() const { return true; }
 
-  /// Lets `sink` take the gradient of the parameter `name`; false if the module leaves it to autograd.
+  /// Makes `sink` receive the gradient of the parameter `name`. Returns false if the module leaves the
+  /// gradient to autograd.
   virtual bool set_grad_sink(std::string_view /*name*/, std::shared_ptr<ops::GradSink> /*sink*/) {
     return false;
   }
 
-  /// Called at the top of a module's forward: throws Error with the module's name if the module is wrapped
+  /// Call it at the start of a module's forward: throws Error with the module's name if the module is wrapped
   /// and was called without nn::Ref.
   void check_entered_through_ref() const;
-  /// Throws Error if to(), clone() or the like would replace what a wrapper holds.
+  /// Throws Error if to(), clone() or the like would replace parameters that a wrapper holds.
   void refuse_if_wrapped(const char* operation) const;
   bool is_wrapped() const {
     return fsdp_hook || checkpoint_hook || prepare_input_hook || prepare_output_hook;
@@ -173,14 +175,13 @@ class HookHost {
 /// Sets fqn() of every hookable module below `root` (root itself: "").
 void name_modules(torch::nn::Module& root);
 
-/// The hookable modules of a model: `root`, if it is one, and those below it, in the order of
-/// torch::nn::Module::modules().
+/// The hookable modules at and below `root`, in the order of torch::nn::Module::modules().
 std::vector<HookHost*> hook_hosts(torch::nn::Module& root);
 
 template <class Impl>
 class Ref;
 
-/// Any hookable module, whatever its Impl: what wrappers take. Keeps the module alive.
+/// Any hookable module, independent of its Impl; the argument of wrappers. Keeps the module alive.
 class AnyRef {
  public:
   template <class Impl>
@@ -203,7 +204,7 @@ class AnyRef {
 
 namespace titan {
 using nn::Construct;
-/// Parameters that have only sizes on `device`: nothing is allocated until materialize().
+/// Parameters with sizes only: nothing is allocated on `device` until materialize().
 inline Construct deferred(at::Device device, at::ScalarType dtype = at::kFloat) {
   return {device, dtype, true};
 }

@@ -1,7 +1,8 @@
 #pragma once
 
-// The layers of a transformer besides the loss head, and the interfaces by which wrappers reach into a layer:
-// tensor parallelism cuts its weight, Float8 exchanges its products, context parallelism its attention.
+// The layers of a transformer besides the loss head, and the interfaces by which wrappers change a layer:
+// tensor parallelism cuts its weight, Float8 replaces its products, and context parallelism replaces its
+// attention.
 //
 //   nn::Linear linear(in, out, nn::LinearOptions{.bias = true});
 //   nn::RotaryEmbedding rotary(nn::RotaryOptions{.head_dim = 64, .max_positions = 4096});
@@ -19,28 +20,28 @@ namespace titan::nn {
 
 /// How tensor parallelism cuts a module's weights (Shoeybi et al., "Megatron-LM", 2019).
 enum class Split {
-  Columns,  ///< by output: each rank computes a part of the features (of the logits)
-  Rows,     ///< by input: each rank has a part of the features (of the tokens) and computes a summand
+  Columns,  ///< by output: each rank computes a part of the output features (or logits)
+  Rows,     ///< by input: each rank has a part of the input features (or vocabulary) and computes a summand
 };
 
-/// How one parameter follows a split of its module.
+/// How one parameter is cut when its module is split.
 struct ParamSplit {
   std::string name;                  ///< within the module
   int64_t dim = -1;                  ///< the dimension that is cut; -1: every rank keeps it whole
-  bool gradient_is_summand = false;  ///< for a whole one: each rank's gradient is a part of the sum
+  bool gradient_is_summand = false;  ///< for a whole parameter: each rank's gradient is a summand
 };
 
-/// A module that says how it is cut. Others are cut as torch.nn.Linear: weight [out, in], bias [out].
+/// A module that defines how it is cut. Others are cut as torch.nn.Linear: weight [out, in], bias [out].
 class Splittable {
  public:
   virtual ~Splittable() = default;
   /// Throws Error for a split that the module doesn't support.
   virtual std::vector<ParamSplit> param_splits(Split split) const = 0;
-  /// From now on the parameters are this rank's parts.
+  /// Called when the parameters have become this rank's parts.
   virtual void set_split(Split split, std::shared_ptr<const ops::RankParts> parts) = 0;
 };
 
-/// A module whose matrix products can be exchanged (Float8, fused communication).
+/// A module whose matrix products can be replaced (Float8, fused communication).
 class ProductsUser {
  public:
   virtual ~ProductsUser() = default;
@@ -50,7 +51,7 @@ class ProductsUser {
 /// Gives these products to all modules at and below `root` that multiply by a weight.
 void set_products(torch::nn::Module& root, const ops::SharedProducts& products);
 
-/// A module with a parameter "weight" whose gradient a sink may take.
+/// A module with a parameter "weight" whose gradient a sink may receive.
 class WeightedModule : public Module {
  public:
   bool set_grad_sink(std::string_view name, std::shared_ptr<ops::GradSink> sink) override;
@@ -70,7 +71,7 @@ struct LinearOptions {
 
 class Linear;
 
-/// y = x W^T + b. x: [..., in]; weight: [out, in]; bias: [out], undefined without; y: [..., out].
+/// y = x W^T + b. x: [..., in]; weight: [out, in]; bias: [out], or undefined; y: [..., out].
 class LinearImpl : public WeightedModule, public ProductsUser, public Splittable {
  public:
   LinearImpl(int64_t in_features, int64_t out_features, const LinearOptions& options = {});
@@ -78,28 +79,28 @@ class LinearImpl : public WeightedModule, public ProductsUser, public Splittable
 
   void set_products(ops::SharedProducts products) override;
   const ops::SharedProducts& products() const { return products_; }
-  /// Where the weight's values come from, in place of the parameter; null: the parameter again.
+  /// Sets where the weight's values come from instead of the parameter; null: the parameter.
   void set_weight_source(std::shared_ptr<const ops::WeightSource> source) {
     weight_source_ = std::move(source);
   }
-  /// Columns cut weight and bias; rows cut the weight, and one rank adds the bias.
+  /// Split::Columns cuts weight and bias. Split::Rows cuts the weight, and one rank adds the bias.
   std::vector<ParamSplit> param_splits(Split split) const override;
   void set_split(Split split, std::shared_ptr<const ops::RankParts> parts) override;
-  /// For a split layer: gathers its sequence (columns), or sums and scatters its result (rows), while it
-  /// multiplies. x: [B, S, in]. Not with a bias.
+  /// For a split layer without bias: gathers its sequence (columns), or sums and scatters its result (rows),
+  /// while it multiplies. x: [B, S, in].
   void set_exchange(Split split, std::shared_ptr<const ops::SequenceExchange> exchange);
 
   at::Tensor bias;
 
  private:
-  /// Whether the two may be computed together: neither has a hook of its own.
+  /// Whether the two layers may be computed together, because neither has its own hooks.
   bool joins(const LinearImpl& other) const;
   ops::SinkedWeight sinked_weight() const { return {weight, weight_sink_, weight_source_}; }
 
   ops::SharedProducts products_;  // for `parts_`
   ops::SpreadFeatures parts_;
   std::shared_ptr<const ops::WeightSource> weight_source_;
-  bool adds_bias_ = true;  // in a sum over ranks, one adds it
+  bool adds_bias_ = true;  // in a sum over ranks, only one rank adds it
   Split exchange_split_ = Split::Columns;
   std::shared_ptr<const ops::SequenceExchange> exchange_;
 
@@ -107,8 +108,8 @@ class LinearImpl : public WeightedModule, public ProductsUser, public Splittable
 };
 TITAN_MODULE(Linear);
 
-/// Several layers of one input, as if called one after the other, but as one node where nothing is hooked
-/// around them: the products add up their gradients, and an input that is gathered is gathered once.
+/// Calls several layers on one input. If they have no hooks they are computed as one node: the products add
+/// up the input's gradients, and an input that is gathered is gathered once.
 std::vector<at::Tensor> linears(const at::Tensor& x, std::initializer_list<const Linear*> layers);
 
 // ---- embedding, norm, feed-forward
@@ -123,8 +124,8 @@ class EmbeddingImpl : public WeightedModule, public Splittable {
 
   bool backward_reads_parameters() const override { return false; }
 
-  /// Rows: each rank has a part of the vocabulary, and zeros for tokens of other ranks. Columns: a part of
-  /// `dim`.
+  /// Split::Rows: each rank has a part of the vocabulary, and returns zeros for tokens of other ranks.
+  /// Split::Columns: each rank has a part of `dim`.
   std::vector<ParamSplit> param_splits(Split split) const override;
   void set_split(Split split, std::shared_ptr<const ops::RankParts> parts) override;
 
@@ -148,8 +149,8 @@ TITAN_MODULE(RMSNorm);
 struct FeedForwardOptions {
   int64_t dim = 0;
   int64_t hidden_dim = 0;
-  Init gate_init;    ///< of w1
-  Init output_init;  ///< of w2 and w3
+  Init gate_init;    ///< for w1
+  Init output_init;  ///< for w2 and w3
   Construct construct = {};
 };
 
@@ -165,13 +166,13 @@ TITAN_MODULE(FeedForward);
 
 // ---- positions and attention
 
-// [Note: exchangeable attention]
-// A model's attention and positions can be exchanged, so that a sequence may be split over ranks
-// (titan::context_parallel) without the model's knowledge. Your own module joins by implementing
-// AttentionUser or PositionUser and using what it was given.
+// [Note: replaceable attention]
+// A model's attention and positions can be replaced, so that a sequence may be split over ranks
+// (titan::context_parallel) without changing the model. Your own module takes part by implementing
+// AttentionUser or PositionUser and using the object that it is given.
 
 /// Causal attention, as ops::causal_attention computes it: q [B, S, H, E]; k, v [B, S, K, E]; result as q. S
-/// counts the tokens that this rank holds. Differentiable. Shared by a module's calls, one at a time.
+/// is the number of tokens on this rank. Differentiable. Shared by a module's calls, one at a time.
 class AttentionCore {
  public:
   virtual ~AttentionCore() = default;
@@ -186,7 +187,7 @@ class AttentionUser {
   virtual void set_attention_core(std::shared_ptr<AttentionCore> core) = 0;
 };
 
-/// The positions, in their sequence, of the tokens that this rank holds.
+/// The positions, within their sequence, of this rank's tokens.
 class TokenPositions {
  public:
   virtual ~TokenPositions() = default;
@@ -198,14 +199,14 @@ class TokenPositions {
 class PositionUser {
  public:
   virtual ~PositionUser() = default;
-  /// Used from now on where a caller gives no positions, instead of 0, 1, 2, ...
+  /// Sets the positions to use if a caller passes none, instead of 0, 1, 2, ...
   virtual void set_token_positions(std::shared_ptr<TokenPositions> positions) = 0;
 };
 
 /// Llama 3.1's stretching of the slow rotations (Grattafiori et al., "The Llama 3 herd of models", 2024, and
-/// Meta's model.py). A frequency f of wavelength l = 2 pi / f, in tokens, becomes: f where l <
-/// original_length / high_freq_factor, f / factor where l > original_length / low_freq_factor, and a linear
-/// blend in 1/l between.
+/// Meta's model.py). A frequency f with wavelength l = 2 pi / f, in tokens, stays f if l < original_length /
+/// high_freq_factor, becomes f / factor if l > original_length / low_freq_factor, and is a linear blend in
+/// 1/l in between.
 struct RotaryScaling {
   double factor = 8;
   double low_freq_factor = 1;
@@ -221,19 +222,19 @@ struct RotaryOptions {
   Construct construct = {};
 };
 
-/// f_i = theta^(-2i/head_dim) for i < head_dim/2, scaled. In fp32 with PyTorch's own kernels and roundings,
-/// so that the angles equal TorchTitan's.
+/// f_i = theta^(-2i/head_dim) for i < head_dim/2, scaled. Computed in fp32 with PyTorch's kernels and
+/// rounding, so that the angles equal TorchTitan's.
 at::Tensor rotary_frequencies(int64_t head_dim, double theta, const std::optional<RotaryScaling>& scaling,
                               at::ScalarType dtype = at::kFloat);
 
-/// Rotates queries or keys by position, interleaved pairs. No parameters; a table (cos, sin) in fp32, which
-/// isn't saved with the model and which deferred construction leaves empty until reset_buffers(). One module
-/// serves all layers.
+/// Rotates queries or keys by position, in interleaved pairs. It has no parameters, only a table (cos, sin)
+/// in fp32, which isn't saved with the model and which deferred construction leaves empty until
+/// reset_buffers(). One module serves all layers.
 class RotaryEmbeddingImpl : public Module, public PositionUser {
  public:
   explicit RotaryEmbeddingImpl(const RotaryOptions& options);
-  /// x: [B, S, H, head_dim]; positions: int64 [S] or [B, S]; undefined: those of the tokens that this rank
-  /// holds, 0..S-1 unless set_token_positions() said otherwise.
+  /// x: [B, S, H, head_dim]; positions: int64 [S] or [B, S]; undefined: the positions from
+  /// set_token_positions(), or 0..S-1.
   at::Tensor forward(const at::Tensor& x_BSHD, const at::Tensor& positions = {});
 
   void reset_buffers(const at::Device& device) override;
@@ -254,16 +255,16 @@ struct AttentionOptions {
   int64_t dim = 0;
   int64_t num_heads = 0;
   int64_t num_kv_heads = 0;  ///< a divisor of num_heads
-  Init input_init;           ///< of wq, wk, wv
-  Init output_init;          ///< of wo
+  Init input_init;           ///< for wq, wk, wv
+  Init output_init;          ///< for wo
   Construct construct = {};
 };
 
 /// Causal self-attention with grouped queries and rotary positions (Ainslie et al., GQA, 2023). x: [B, S,
 /// dim]; result the same.
 ///
-/// The number of heads follows from the products' width, so a part of the heads (tensor parallelism) runs the
-/// same code.
+/// The number of heads follows from the width of the products, so tensor parallelism, where a rank has some
+/// of the heads, runs the same code.
 class AttentionImpl : public Module, public AttentionUser {
  public:
   /// `rotary` is shared with the other layers; it belongs to the model.

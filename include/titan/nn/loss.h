@@ -1,7 +1,7 @@
 #pragma once
 
-// The loss head, and the registry of losses that a job file's [loss] may name. A loss of your own is a
-// formula of a token's log-sum-exp, target logit and mean logit (ops::TokenLoss):
+// The loss head, and the registry of losses that a job file's [loss] may name. Your own loss is a formula of
+// a token's log-sum-exp, target logit and mean logit (ops::TokenLoss):
 //
 //   struct FocalArgs { double gamma = 2; };
 //   void describe(config::Table<FocalArgs>& table) { table.field("gamma", &FocalArgs::gamma, "..."); }
@@ -16,17 +16,18 @@
 
 namespace titan::nn {
 
-/// Null: the plain cross-entropy, by fused kernels.
+/// A loss; null means the plain cross-entropy, by fused kernels.
 using Loss = std::shared_ptr<const ops::TokenLoss>;
 
-/// A registered loss with its settings erased: `args` below points to the struct that make_args() returned.
+/// A registered loss with the type of its settings erased: `args` points to the struct that make_args()
+/// returned.
 struct LossKind {
   std::vector<config::FieldInfo> fields;             ///< the keys of [loss.args]
   std::function<std::shared_ptr<void>()> make_args;  ///< the defaults
   std::function<Loss(const void* args)> make;
 };
 
-/// Args: a default-constructible settings struct with a `describe(config::Table<Args>&)` beside it.
+/// Args is a default-constructible settings struct with a `describe(config::Table<Args>&)` beside it.
 template <class Args>
 LossKind loss_kind(std::function<Loss(const Args&)> make) {
   config::Table<Args> table;
@@ -40,7 +41,7 @@ LossKind loss_kind(std::function<Loss(const Args&)> make) {
 /// epsilon, and epsilon is spread evenly over the vocabulary).
 Registry<LossKind>& losses();
 
-/// [loss]: what is minimized. [loss.args] holds the chosen loss's own settings.
+/// [loss]: the loss to minimize. [loss.args] has the chosen loss's own settings.
 struct LossSettings {
   std::string name = "cross_entropy";
 };
@@ -53,7 +54,7 @@ class LossUser {
   virtual void set_loss(Loss loss) = 0;
 };
 
-/// Gives this loss to all modules at and below `root` that compute one; returns how many there are.
+/// Gives this loss to all modules at and below `root` that compute one. Returns the number of these modules.
 int64_t set_loss(torch::nn::Module& root, const Loss& loss);
 
 struct LossHeadOptions {
@@ -64,8 +65,8 @@ struct LossHeadOptions {
   Loss loss = nullptr;
 };
 
-/// The model's last layer and its loss in one call: hidden states become logits or, with labels, the loss,
-/// whose logits never exist as a whole.
+/// The model's last layer and its loss in one call. It turns hidden states into logits or, with labels, into
+/// the loss, without storing all logits.
 class LinearCrossEntropyImpl : public WeightedModule,
                                public ProductsUser,
                                public Splittable,
@@ -75,19 +76,20 @@ class LinearCrossEntropyImpl : public WeightedModule,
 
   /// hidden: [..., dim]; logits: [..., vocab], in hidden's dtype.
   at::Tensor forward(const at::Tensor& hidden);
-  /// labels: int64 [...], -100 doesn't count. The sum of this batch's token losses over
-  /// `global_valid_tokens`, the number of labels that count in the whole optimizer step (0: the loss is 0): a
-  /// scalar in fp32, or float64 in a float64 model.
+  /// labels: int64 [...], where -100 is ignored. Returns the sum of this batch's token losses divided by
+  /// `global_valid_tokens`, the number of labels that aren't ignored in the whole optimizer step (0: the loss
+  /// is 0). The result is a scalar in fp32, or float64 in a float64 model.
   at::Tensor forward(const at::Tensor& hidden, const at::Tensor& labels, int64_t global_valid_tokens);
 
   void set_products(ops::SharedProducts products) override { products_ = std::move(products); }
   void set_loss(Loss loss) override { loss_ = std::move(loss); }
 
-  /// Columns only: each rank has a part of the vocabulary. The loss is whole on every rank (loss parallel),
-  /// the hidden states' gradient a summand; the call without labels returns this rank's part of the logits.
+  /// Supports only Split::Columns, where each rank has a part of the vocabulary. The loss is whole on every
+  /// rank (loss parallel), and the hidden states' gradient is a summand. The call without labels returns this
+  /// rank's part of the logits.
   std::vector<ParamSplit> param_splits(Split split) const override;
   void set_split(Split split, std::shared_ptr<const ops::RankParts> parts) override;
-  /// For a split vocabulary: computes the loss from whole logits, gathered chunk by chunk.
+  /// For a split vocabulary: whether to compute the loss from whole logits, gathered chunk by chunk.
   void set_gather_logits(bool gather) { part_.gather_logits = gather; }
 
  private:

@@ -1,7 +1,7 @@
 #pragma once
 
-// nn::Module and nn::Ref: LibTorch's modules and holders that can be wrapped, built deferred, and initialized
-// independently of the layout.
+// nn::Module and nn::Ref: LibTorch's modules and holders, extended so that they can be wrapped, constructed
+// deferred, and initialized independently of the layout.
 //
 //   class ScaleImpl : public nn::Module {
 //    public:
@@ -27,7 +27,7 @@ namespace titan::nn {
 
 namespace detail {
 
-// Impl as a hookable module whose to() and clone() refuse to replace what a wrapper holds.
+// Impl as a hookable module whose to() and clone() refuse to replace parameters that a wrapper holds.
 template <class Impl>
 class GuardedModule : public Impl, public HookHost {
  public:
@@ -59,7 +59,7 @@ class GuardedModule : public Impl, public HookHost {
 }  // namespace detail
 
 /// LibTorch's own module as a hookable one: `Ref<Hooked<torch::nn::LinearImpl>>`. Once wrapped, its forward
-/// refuses to be called without Ref; torch::nn::Sequential doesn't accept it at all (use nn::Sequential).
+/// can be called only through Ref. torch::nn::Sequential doesn't accept it at all (use nn::Sequential).
 template <class Impl>
 class Hooked : public detail::GuardedModule<Impl> {
  public:
@@ -72,19 +72,19 @@ class Hooked : public detail::GuardedModule<Impl> {
   }
 };
 
-/// Base of hookable modules. Your own Impl may inherit `torch::nn::Module, HookHost` instead and define
+/// Base of hookable modules. Your own Impl may instead inherit `torch::nn::Module, HookHost` and define
 /// as_module().
 class Module : public detail::GuardedModule<torch::nn::Module> {
  public:
   using detail::GuardedModule<torch::nn::Module>::GuardedModule;
 
  protected:
-  /// Registers a parameter of these sizes with its distribution. Unless `construct` is deferred, it is drawn
-  /// at once with seed 0 and its local name; materialize() draws it again with the run's seed and the full
-  /// name.
+  /// Registers a parameter of these sizes with its distribution. Unless `construct` is deferred, its values
+  /// are drawn at once with seed 0 and the local name. materialize() draws deferred ones with the run's seed
+  /// and the full name.
   at::Tensor register_init_parameter(const std::string& name, at::IntArrayRef sizes, const Init& init,
                                      const Construct& construct);
-  /// Deferred parameters have nothing to move.
+  /// Throws Error also for deferred parameters, which have no memory to move.
   void check_movable() const override;
 };
 
@@ -95,8 +95,8 @@ inline constexpr bool is_vector = false;
 template <class T>
 inline constexpr bool is_vector<std::vector<T>> = true;
 
-// Finds the tensors among a call's arguments or results: at::Tensor, std::optional, std::vector, std::pair and
-// std::tuple of them, nested. A struct joins by a member `template <class F> void for_each_tensor(F&&)`.
+// Finds the tensors among a call's arguments or results, also nested in std::optional, std::vector, std::pair
+// and std::tuple. A struct is searched if it has a member `template <class F> void for_each_tensor(F&&)`.
 template <class T>
 void collect(TensorRefs& refs, T& value) {
   if constexpr (std::is_same_v<T, at::Tensor>) {
@@ -131,8 +131,8 @@ inline TensorList tensor_values(const TensorRefs& refs) {
 }
 
 inline void replace_tensors(const TensorRefs& refs, const TensorList& values) {
-  TITAN_INTERNAL_ASSERT(refs.size() == values.size(), "a call has ", refs.size(), " tensors, ", values.size(),
-                        " came back");
+  TITAN_INTERNAL_ASSERT(refs.size() == values.size(), "expected ", refs.size(), " tensors, got ",
+                        values.size());
   for (size_t i = 0; i < values.size(); ++i) *refs[i] = values[i];
 }
 
@@ -142,7 +142,7 @@ class Ref : public torch::nn::ModuleHolder<Impl> {
  public:
   using torch::nn::ModuleHolder<Impl>::ModuleHolder;
 
-  /// Calls forward through the hook slots. Arguments are taken by value where a hook may replace them.
+  /// Calls forward through the hook slots. Arguments are copied if a hook may replace them.
   template <class... Args>
   auto operator()(Args&&... args) const {
     HookHost& host = impl();
@@ -160,7 +160,7 @@ class Ref : public torch::nn::ModuleHolder<Impl> {
   }
 
  private:
-  // A holder's constness isn't its module's.
+  // The module of a const holder isn't const.
   Impl& impl() const { return *this->ptr(); }
 
   struct DepthGuard {
@@ -169,7 +169,7 @@ class Ref : public torch::nn::ModuleHolder<Impl> {
     HookHost& host;
   };
 
-  // Inlined, so that a wrapped module adds one frame to a stack trace.
+  // Inlined, so that a wrapped module adds only one frame to a stack trace.
   template <class Arguments>
   [[gnu::always_inline]] auto call_inner(HookHost& host, Arguments& arguments) const {
     if (host.prepare_input_hook) host.prepare_input_hook->pre_forward(host, tensor_refs(arguments));
@@ -181,8 +181,8 @@ class Ref : public torch::nn::ModuleHolder<Impl> {
   template <class Arguments, class Result>
   struct Call {
     Ref self;
-    Arguments arguments;  // their tensors are empty except while the arguments are copied
-    TensorRefs places;    // of these tensors
+    Arguments arguments;  // their tensors are empty, except while the arguments are copied
+    TensorRefs places;    // points to these tensors
     std::optional<Result> shape_of_result;
   };
 
@@ -214,8 +214,8 @@ class Ref : public torch::nn::ModuleHolder<Impl> {
 
 }  // namespace titan::nn
 
-/// Declares `Name` as the holder of `Name##Impl`: a class of its own, so that it can be forward-declared and
-/// compiler messages stay short.
+/// Declares `Name` as the holder of `Name##Impl`. It is a class, not an alias, so that it can be
+/// forward-declared and compiler messages stay short.
 #define TITAN_MODULE(Name)                           \
   class Name : public ::titan::nn::Ref<Name##Impl> { \
    public:                                           \

@@ -37,12 +37,12 @@ struct MetricsSettings {
 
 void describe(config::Table<MetricsSettings>& table);
 
-/// Receives the metrics of one rank, on the training thread. Throw Error when they can't be written.
+/// Receives the metrics of one rank, on the training thread. Throw Error if they can't be written.
 class MetricsSink {
  public:
   virtual ~MetricsSink() = default;
 
-  /// Comes before the first log(), and again after a rewind. Training continues after `step`: rows up to
+  /// Called before the first log(), and again after a rewind. Training continues after `step`: rows up to
   /// `step` that an earlier run wrote stay valid. 0: a new run.
   virtual void begin_after(int64_t /*step*/) {}
   virtual void log(const StepMetrics& metrics) = 0;
@@ -53,7 +53,7 @@ class MetricsSink {
 
 struct MetricsSinkOptions {
   MetricsSettings settings = {};
-  std::filesystem::path folder;  ///< this rank's; may not exist yet
+  std::filesystem::path folder;  ///< this rank's folder; may not exist yet
   int64_t total_steps = 0;
   bool on_terminal = false;  ///< standard error is a terminal: colors, progress
 };
@@ -61,8 +61,8 @@ struct MetricsSinkOptions {
 using MakeMetricsSink = std::function<std::unique_ptr<MetricsSink>(const MetricsSinkOptions& options)>;
 Registry<MakeMetricsSink>& metrics_sinks();
 
-/// Passes what a trainer logs to this rank's sinks. Throws ConfigError for a sink that isn't registered, and
-/// Error with the file's name when a folder can't be made or written (read-only, full).
+/// Passes a trainer's metrics to this rank's sinks. Throws ConfigError for a sink that isn't registered, and
+/// Error with the file's name if a folder can't be made or written (read-only, full).
 class MetricsLogger : public RunObserver {
  public:
   explicit MetricsLogger(const MetricsSinkOptions& options);

@@ -9,16 +9,16 @@
 
 namespace titan::ops {
 
-/// Rows of weight [V, D] by tokens [...] (int64 in [0, V); CPUs report others as an error): [..., D]. The
-/// weight's gradient is summed in fp32 (float64 for a float64 weight), in token order, and goes to
-/// `weight_sink` if there is one. With `part`, weight holds those rows of a larger vocabulary and tokens of
-/// other parts give zeros: the sum over the parts is the embedding.
+/// Looks up rows of weight [V, D] by tokens [...], int64 in [0, V); result: [..., D]. CPUs report other
+/// tokens as an error. The weight's gradient is summed in fp32 (float64 for a float64 weight), in token
+/// order, and goes to `weight_sink` if there is one. With `part`, weight has those rows of a larger
+/// vocabulary and tokens of other parts give zeros: the sum over the parts is the embedding.
 at::Tensor embedding(const at::Tensor& weight_VD, const at::Tensor& tokens,
                      const std::shared_ptr<GradSink>& weight_sink = nullptr, const VocabularyPart& part = {});
 
 /// x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich, 2019). x: [..., D];
-/// weight: [D]. The weight's gradient is summed in an order that doesn't depend on the number of threads, in
-/// the pass that computes x's, and goes to `weight_sink` if there is one.
+/// weight: [D]. The weight's gradient is computed together with x's and goes to `weight_sink` if there is
+/// one. The order of its sum doesn't depend on the number of threads.
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight_D, double eps,
                     const std::shared_ptr<GradSink>& weight_sink = nullptr);
 
@@ -35,16 +35,16 @@ at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
 /// softmax(q k^T / sqrt(D)) v with a causal mask. q: [B, S, H, D]; k, v: [B, S, K, D], H a multiple of K
 /// (query head h reads key head h / (H/K)). Result: [B, S, H, D], in q's dtype.
 ///
-/// On CPUs by our own kernel in fp32 (and bf16, where LibTorch's products of 16-bit matrices are slow),
-/// otherwise by LibTorch's flash kernels.
+/// Computed on CPUs by our own kernel in fp32 (and in bf16 if LibTorch's products of 16-bit matrices are
+/// slow), otherwise by LibTorch's flash kernels.
 at::Tensor causal_attention(const at::Tensor& q_BSHD, const at::Tensor& k_BSKD, const at::Tensor& v_BSKD);
 
 // [Note: attention in parts]
-// The keys of a sequence may come in parts, in any order. Softmax over all of them follows from the results
-// over each, out_i and lse_i = log(sum(exp(score))), as
+// The keys of a sequence may be processed in parts, in any order. Softmax over all keys follows from the
+// results over each part, out_i and lse_i = log(sum(exp(score))), as
 //   lse = log(sum_i exp(lse_i))    out = sum_i exp(lse_i - lse) out_i
 // attend() adds a part to such a sum; only a small block of the scores exists at a time. The backward of a
-// part needs nothing from the others but the sum: the probabilities are exp(score - lse) with the lse of all
+// part needs only the sum from the other parts: the probabilities are exp(score - lse) with the lse of all
 // keys, and softmax's backward subtracts dO . O with the O of all keys.
 
 /// Queries [B, S, H, D] with keys and values [B, T, K, D], or their gradients.
@@ -52,24 +52,24 @@ struct QueriesKeysValues {
   at::Tensor q, k, v;
 };
 
-/// Attention over the keys that were added so far.
+/// Attention over the keys added so far.
 struct AttentionSum {
-  at::Tensor out_BSHD;         ///< fp32 (float64 for float64), whatever the dtype of the parts
-  at::Tensor log_sum_exp_BHS;  ///< the same dtype; -inf: no key yet
+  at::Tensor out_BSHD;         ///< fp32, or float64 if the parts are float64
+  at::Tensor log_sum_exp_BHS;  ///< the same dtype; -inf: no keys yet
 
   /// Zeros and -inf, for the queries `q`.
   static AttentionSum of_no_keys(const at::Tensor& q_BSHD);
-  /// A view on the queries first .. first + count.
+  /// A view of the queries first .. first + count.
   AttentionSum rows(int64_t first, int64_t count) const;
 };
 
-/// Adds the keys and values of `in` to what its queries have seen. Query i sees the keys 0 .. first_query + i
-/// of these (first_query >= 0): 0 is a causal mask, T - 1 and above is none. Where LibTorch's kernels compute
-/// (CUDA; float64, some bf16), a mask in between must end on a square: first_query + S <= T. Features
-/// adjacent (stride 1), other strides free. Not recorded by autograd.
+/// Adds the attention of the queries of `in` over its keys to `sum`. Query i sees its keys 0 .. first_query +
+/// i (first_query >= 0): 0 is a causal mask, T - 1 and above is none. If LibTorch's kernels compute (CUDA;
+/// float64, some bf16), a mask in between must end in a square: first_query + S <= T. Features must be
+/// adjacent (stride 1); other strides are free. Not recorded by autograd.
 void attend(const AttentionSum& sum, const QueriesKeysValues& in, int64_t first_query);
 
-/// Gradients that parts are added to, in fp32 (float64 for float64).
+/// Sums of the parts' gradients, in fp32 (float64 for float64).
 struct AttentionGradients {
   at::Tensor q_BSHD, k_BTKD, v_BTKD;
   static AttentionGradients zeros(const at::Tensor& q_BSHD, const at::Tensor& k_BTKD);

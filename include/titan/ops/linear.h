@@ -1,12 +1,12 @@
 #pragma once
 
 // Linear layers: their three matrix products as an interface (the output, the input's gradient and the
-// weight's gradient), and layers as nodes of the autograd graph, one by one, several over one input, or
-// exchanging a sequence between ranks while they multiply.
+// weight's gradient), and layers as nodes of the autograd graph: single layers, several layers over one
+// input, or layers that exchange a sequence between ranks while they multiply.
 //
 //   at::Tensor y = ops::linear(x, weight, bias, ops::default_products());
 //
-// Float8 recipes implement the products outside ops. A model's layers take an implementation of your own with
+// Float8 recipes implement the products outside ops. To give a model's layers your own implementation, call
 //
 //   nn::set_products(*model, std::make_shared<MyProducts>());
 
@@ -28,11 +28,11 @@ namespace titan::ops {
 
 // ---- products
 
-/// The phase of gathers of Float8 scales, which --print-plan lists apart from other gathers.
+/// The phase of gathers of Float8 scales, which --print-plan lists separately from other gathers.
 inline constexpr const char* kScalesPhase = "tp::float8_scales";
 
-/// The ranks that hold the parts of one tensor. Implemented over process groups in parallel/tensor, so that
-/// ops don't depend on them.
+/// The ranks that hold the parts of one tensor. It is implemented over process groups in parallel/tensor, so
+/// that ops doesn't depend on them.
 class RankParts {
  public:
   virtual ~RankParts() = default;
@@ -51,12 +51,13 @@ struct VocabularyPart {
   bool gather_logits = false;              ///< gather each chunk's whole logits instead of sums over parts
 };
 
-/// A matrix in fewer bits: its values are data / scale. Products sum over the rows of `data`, so a matrix
+/// A matrix in fewer bits: its values are data / scale. Products sum along the rows of `data`, so a matrix
 /// that is summed down its columns is stored transposed.
 struct ScaledMatrix {
-  at::Tensor data;   ///< [vectors, elements] in an 8-bit floating-point dtype; may be a transposed view
-  at::Tensor scale;  ///< fp32: [] for the whole matrix or [vectors, 1] for each vector; Float8_e8m0fnu:
-                     ///< [vectors, blocks of 32 elements], a factor on data (float8/cast.h)
+  at::Tensor data;  ///< [vectors, elements] in an 8-bit floating-point dtype; may be a transposed view
+  /// fp32: [] for the whole matrix, or [vectors, 1]. Float8_e8m0fnu: [vectors, blocks of 32 elements], a
+  /// factor on data (float8/cast.h).
+  at::Tensor scale;
   bool defined() const { return data.defined(); }
 };
 
@@ -70,16 +71,16 @@ struct Operand {
   Operand(at::Tensor matrix)  // NOLINT(google-explicit-constructor): a matrix is an operand
       : values(std::move(matrix)), dtype(values.scalar_type()) {}
 
-  at::Tensor values;                  ///< undefined where the scaled forms suffice
-  at::ScalarType dtype = at::kFloat;  ///< of `values`, present or not, and of a product's result
+  at::Tensor values;                  ///< undefined if the scaled forms suffice
+  at::ScalarType dtype = at::kFloat;  ///< dtype of `values`, even if undefined, and of a product's result
   ScaledMatrix along_rows, down_columns;
 };
 
-/// Where a weight's values are while its parameter has no memory, for example gathered in fewer bits.
+/// Provides a weight's values if the parameter has no memory, for example when it is gathered in fewer bits.
 class WeightSource {
  public:
   virtual ~WeightSource() = default;
-  /// Each product asks again: the memory comes and goes with the layer's use.
+  /// Called for each product, because the memory exists only while the layer is used.
   virtual Operand weight() const = 0;
 };
 
@@ -92,14 +93,14 @@ struct SpreadFeatures {
 enum class Pass { Forward, Backward };
 
 /// y = x W^T, dx = g W, dW = g^T x, with x: [N, in], W: [out, in], g, y: [N, out]. Results have the operands'
-/// dtype. Operands ([Note: operands]) are plain matrices or what input() and grad() returned.
+/// dtype. Operands ([Note: operands]) are plain matrices or results of input() and grad().
 class Products {
  public:
   virtual ~Products() = default;
   virtual at::Tensor forward(const Operand& x_NI, const Operand& weight_OI) const = 0;
   virtual at::Tensor grad_input(const Operand& grad_NO, const Operand& weight_OI) const = 0;
   virtual at::Tensor grad_weight(const Operand& grad_NO, const Operand& x_NI) const = 0;
-  /// sum + g W, perhaps in sum's memory. The default computes grad_input and adds.
+  /// sum + g W, possibly in sum's memory. The default computes grad_input and adds.
   virtual at::Tensor add_grad_input(const at::Tensor& sum_NI, const Operand& grad_NO,
                                     const Operand& weight_OI) const {
     return sum_NI.add_(grad_input(grad_NO, weight_OI));
@@ -109,44 +110,45 @@ class Products {
     out_OI.add_(grad_weight(grad_NO, x_NI));
   }
 
-  /// x with the scale that all its casts share, if they share one: it must be known before the first product.
-  /// `trains`: true in a training step even if this layer is frozen, false in validation.
+  /// x with the scale that all its casts share, if they share one, as it must be known before the first
+  /// product. `trains`: true in a training step even if this layer is frozen, false in validation.
   virtual Operand scaled(const Operand& x_NI, bool /*trains*/) const { return x_NI; }
   /// x (plain, or scaled()'s result) for a forward, cast once for several weights.
   virtual Operand input(const Operand& x_NI, bool /*trains*/) const { return x_NI; }
   /// The form of x (plain, or from the two above) that grad_weight needs; only this is kept until the
   /// backward.
   virtual Operand kept(const Operand& x_NI) const { return x_NI; }
-  /// g for those of the two backward products that will use it.
+  /// g, cast for the backward products that will use it.
   virtual Operand grad(const Operand& grad_NO, bool /*for_input*/, bool /*for_weight*/) const {
     return grad_NO;
   }
-  /// W for several products of one pass, for example over parts of x.
+  /// W, cast for several products of one pass, for example over parts of x.
   virtual Operand weight(const Operand& weight_OI, Pass /*pass*/) const { return weight_OI; }
 
-  /// [Note: parts of rows] Each rank has some rows of x (in a backward: of g), and all rows will be gathered.
-  /// The form of this rank's rows [n, F] that is sent: the values, or a cast with the scale of the whole.
+  /// [Note: parts of rows] Each rank has some rows of x (in a backward, of g), and all rows will be gathered.
+  /// Returns the form of this rank's rows [n, F] that is sent: the values, or a cast with the scale of the
+  /// whole matrix.
   virtual Operand part(const at::Tensor& rows, Pass /*pass*/, bool /*trains*/) const { return rows; }
-  /// Whether multiplying some rows alone gives the same rows as multiplying all. If not, values that were
-  /// sent are multiplied once all have arrived.
+  /// Whether multiplying some rows separately gives the same rows as multiplying all. If not, values that
+  /// were sent are multiplied once all have arrived.
   virtual bool multiplies_rows_apart(Pass /*pass*/) const { return true; }
 
-  /// These products for a layer whose features are split; null: they are the same for any layer.
+  /// The products for a layer whose features are split; null if these serve any layer.
   virtual std::shared_ptr<const Products> for_parts(const SpreadFeatures& /*parts*/) const { return nullptr; }
-  /// Whether input() of one serves the other, so that the layers may be computed as one node.
+  /// Whether both can use the same input(), so that the layers may be computed as one node.
   virtual bool joins(const Products& other) const { return this == &other; }
 };
 
 /// How fp32 products run on a CPU. LibTorch sends them to MKL, which is slow on AMD processors; oneDNN isn't.
-/// Auto decides by processor vendor: a choice by timing would break bit-equal reruns.
+/// Auto decides by processor vendor, because a choice by timing would make reruns differ.
 enum class CpuMatmul { Auto, Mkl, OneDnn };
 
 using SharedProducts = std::shared_ptr<const Products>;
 
-/// LibTorch's plain products under that policy; thread-safe, stateless.
+/// LibTorch's plain products with that policy; thread-safe, stateless.
 SharedProducts default_products(CpuMatmul policy = CpuMatmul::Auto);
 
-/// [ops]: which kernels compute.
+/// [ops]: the choice of kernels.
 struct OpsSettings {
   std::string cpu_matmul = "auto";  ///< "auto", "mkl", "onednn"
 
@@ -156,7 +158,7 @@ void describe(config::Table<OpsSettings>& table);
 
 // ---- gradients of weights
 
-/// A weight gradient that is ready to be computed: what a linear layer's backward hands to its sink.
+/// A weight gradient that is ready to be computed. A linear layer's backward passes it to the weight's sink.
 struct WeightGrad {
   std::shared_ptr<const Products> products;
   Operand grad_output_NO;
@@ -165,31 +167,33 @@ struct WeightGrad {
   void add_to(const at::Tensor& out_OI) const { products->add_grad_weight(out_OI, grad_output_NO, input_NI); }
 };
 
-/// A gradient that isn't a matrix product: an embedding's, computed when due, or a norm's, computed already.
+/// A gradient that isn't a matrix product: an embedding's, computed when needed, or a norm's, computed
+/// already.
 struct DueGradient {
   std::function<at::Tensor()> compute;
-  std::vector<at::Tensor> reads;  ///< what `compute` keeps alive, for memory accounting
+  std::vector<at::Tensor> reads;  ///< tensors that `compute` keeps alive, for memory accounting
 };
 
-/// Takes one weight's gradients, one call per use and backward. An implementation computes at once (into an
-/// fp32 buffer that it owns) or keeps the WeightGrad for later (zero-bubble schedules). A weight without a
+/// Receives one weight's gradients, one call per use and backward. An implementation computes them at once
+/// (into its own fp32 buffer) or keeps the WeightGrad for later (zero-bubble schedules). A weight without a
 /// sink gets its gradient from autograd.
 class GradSink {
  public:
   virtual ~GradSink() = default;
   virtual void accept(WeightGrad grad) = 0;
-  /// A computed gradient (the loss head's accumulated buffer): adds scale * grad. `scale` is a scalar tensor
-  /// on the gradient's device, so that the host doesn't wait for it; undefined: 1.
+  /// Adds scale * grad, a gradient that is computed already (the loss head's accumulated buffer). `scale` is
+  /// a scalar tensor on the gradient's device, so that the host doesn't wait for it; undefined means 1.
   virtual void accept(const at::Tensor& grad_OI, const at::Tensor& scale) = 0;
-  /// The default computes it at once.
+  /// The default computes the gradient at once.
   virtual void accept(DueGradient gradient) { accept(gradient.compute(), {}); }
 };
 
 // ---- layers
 
-/// A weight [O, I], the sink of its gradient (null: autograd) and the source of its values (null: itself).
+/// A weight [O, I], the sink of its gradient (null: autograd) and the source of its values (null: the
+/// weight).
 struct SinkedWeight {
-  SinkedWeight(at::Tensor weight, std::shared_ptr<GradSink> sink = nullptr,  // NOLINT: a weight alone is one
+  SinkedWeight(at::Tensor weight, std::shared_ptr<GradSink> sink = nullptr,  // NOLINT: implicit by design
                std::shared_ptr<const WeightSource> source = nullptr)
       : weight(std::move(weight)), sink(std::move(sink)), source(std::move(source)) {}
 
@@ -198,60 +202,59 @@ struct SinkedWeight {
   std::shared_ptr<const WeightSource> source;
 };
 
-/// y = x W^T (+ b). x: [..., I]; weight: [O, I]; bias: [O] or undefined; y: [..., O]. With a sink the
-/// weight's gradient goes there in the backward and autograd gets none; the weight must require gradients all
-/// the same. Keeps x if the weight needs a gradient, and the weight if x does: the same tensor object, so
-/// that a sharded weight may lose and regain its memory in between. With a source, `weight` itself needs no
-/// memory. First derivatives only.
+/// y = x W^T (+ b). x: [..., I]; weight: [O, I]; bias: [O] or undefined; y: [..., O]. With a sink, the
+/// backward gives the weight's gradient to the sink instead of autograd; the weight must still require
+/// gradients. Keeps x if the weight needs a gradient, and the weight if x needs one. It keeps the same tensor
+/// object, so a sharded weight may lose and regain its memory in between. With a source, `weight` itself
+/// needs no memory. First derivatives only.
 at::Tensor linear(const at::Tensor& x, const SinkedWeight& weight, const at::Tensor& bias,
                   const SharedProducts& products);
 
 /// y_i = x W_i^T as one node. x: [..., I]; y_i: [..., O_i]. In the backward the products add up the gradients
-/// of x (Products::add_grad_input); separate layers would leave autograd a sum of [..., I] tensors. x is cast
-/// once and kept once ([Note: an input of several layers]).
-/// `products`: one for each weight; those that join share x's casts. `bias`: [O] of the only layer, or
-/// undefined.
+/// of x (Products::add_grad_input); for separate layers autograd would have to add [..., I] tensors. x is
+/// cast once and kept once ([Note: an input of several layers]). `products`: one for each weight; products
+/// that join share x's casts. `bias`: [O], allowed only for a single layer, or undefined.
 std::vector<at::Tensor> joint_linears(const at::Tensor& x, const std::vector<SinkedWeight>& weights,
                                       const std::vector<SharedProducts>& products,
                                       const at::Tensor& bias = {});
 
-/// Brings a sequence that is split over ranks together, and splits sums of it again, part by part, so that
-/// products run on the parts that have arrived while the others travel. Implemented over process groups in
+/// Gathers a sequence that is split over ranks, and scatters sums over ranks, part by part, so that products
+/// run on the parts that have arrived while others are in transit. Implemented over process groups in
 /// parallel/tensor, one object per module.
 class SequenceExchange {
  public:
   virtual ~SequenceExchange() = default;
-  virtual int count() const = 0;  ///< number of ranks, so of parts
+  virtual int count() const = 0;  ///< number of ranks, which is the number of parts
   /// Identifies the transport: two modules with the same one may share an exchange.
   virtual const void* carrier() const { return this; }
 
-  /// An all-gather of parts in flight.
+  /// A running all-gather of parts.
   class Gather {
    public:
     virtual ~Gather() = default;
     /// The rank of the next part to arrive, this rank's own first; -1 when all have arrived.
     virtual int next() = 0;
-    /// What `rank` sent, contiguous; only after next() returned it.
+    /// The part from `rank`, contiguous; valid once next() has returned that rank.
     virtual at::Tensor part(int rank) const = 0;
   };
-  /// `part`: contiguous, of the same shape on all ranks.
+  /// `part` is contiguous and has the same shape on all ranks.
   virtual std::unique_ptr<Gather> gather(const at::Tensor& part) const = 0;
 
-  /// A reduce-scatter in flight: sums over ranks, one part for each rank.
+  /// A running reduce-scatter: sums over ranks, one part for each rank.
   class Scatter {
    public:
     virtual ~Scatter() = default;
-    /// The rank whose part to compute next, this rank's own last; -1 when all were given.
+    /// The rank whose part to compute next, this rank's own last; -1 when all have been given.
     virtual int next() = 0;
-    /// This rank's summand (contiguous) for that rank. It is sent on: don't write to it any more.
+    /// Sends this rank's summand (contiguous) for that rank. Don't write to it afterwards.
     virtual void give(const at::Tensor& summand) = 0;
-    /// The sum of what all ranks gave for this one, in rank order.
+    /// The sum of all ranks' summands for this rank, added in rank order.
     virtual at::Tensor finish() = 0;
   };
   virtual std::unique_ptr<Scatter> scatter() const = 0;
 
-  /// Whether all parts come in one collective, so that nothing can be multiplied meanwhile: then the two
-  /// functions below replace the two above.
+  /// Whether all parts arrive in one collective, so that no product can overlap it. Then the two functions
+  /// below replace the two above.
   virtual bool at_once() const { return false; }
   /// part: [B, S/N, F], contiguous; result: [B, S, F].
   virtual at::Tensor gather_whole(const at::Tensor& part) const;
@@ -259,11 +262,11 @@ class SequenceExchange {
   virtual at::Tensor scatter_whole(const at::Tensor& summand) const;
 };
 
-/// joint_linears over an input that is split along the sequence: x: [B, S/N, I] on each of N ranks; results:
+/// joint_linears over an input that is split along the sequence. x: [B, S/N, I] on each of N ranks; results:
 /// [B, S, O_i], from one gather. Parts are multiplied as they arrive (Wang et al., "Overlap communication
 /// with dependent computation via decomposition", 2023). The backward computes x's gradient part by part into
-/// one scatter. Where all products join and want a cast of x with one scale for the whole (Products::part),
-/// the cast is sent.
+/// one scatter. If all products join and cast x with one scale for the whole (Products::part), the cast is
+/// sent.
 std::vector<at::Tensor> gathered_linears(const at::Tensor& x, const std::vector<SinkedWeight>& weights,
                                          const std::vector<SharedProducts>& products,
                                          const std::shared_ptr<const SequenceExchange>& exchange);

@@ -14,36 +14,37 @@ namespace titan::optim {
 
 struct GradNorm {
   double norm = 0;    ///< 2-norm of all gradients before clipping, the same bits on every rank of a mesh
-  double factor = 1;  ///< the gradients were multiplied by it
-  /// The lowest world rank whose own gradients hold an infinity or NaN; -1: all are finite.
+  double factor = 1;  ///< the factor that the gradients were multiplied by
+  /// The lowest world rank whose own gradients have an infinity or NaN; -1: all are finite.
   int nonfinite_rank = -1;
   bool finite() const { return nonfinite_rank < 0; }
 };
 
 /// Multiplies the gradients (data.local.grad(), placed as their parameters) by min(1, max_norm / (norm +
-/// 1e-6)), as torch.nn.utils.clip_grad_norm_. Squares are summed in double, each element once, whether sharded or
-/// replicated, with one small exchange for all parameters of a mesh. The result doesn't depend on the number of
-/// threads. A parameter without a gradient counts as zero. An infinite `max_norm` only measures, and a norm that
-/// isn't finite changes nothing. `pipeline`: ranks that hold other stages' parameters, whose gradients count,
-/// too. Blocking; collective over the parameters' meshes and `pipeline`. Throws Error for a Partial parameter.
+/// 1e-6)), as torch.nn.utils.clip_grad_norm_. Squares are summed in double, each element once, whether
+/// sharded or replicated, with one small exchange for all parameters of a mesh. The result doesn't depend on
+/// the number of threads. A parameter without a gradient counts as zero. With an infinite `max_norm`, or a
+/// norm that isn't finite, gradients stay unchanged. `pipeline` has the ranks with other stages' parameters,
+/// whose gradients count, too. Blocking; collective over the parameters' meshes and `pipeline`. Throws Error
+/// for a Partial parameter.
 GradNorm clip_grad_norm(const std::vector<Parameter>& parameters,
                         double max_norm = std::numeric_limits<double>::infinity(),
                         const DeviceMesh& pipeline = {});
 
 /// A norm that the host hasn't read yet.
 struct LaunchedGradNorm {
-  /// double [n], on the gradients' device: each rank's own sum of squares; in a pipeline, each stage's sum
-  /// follows from first_summed on.
+  /// double [n], on the gradients' device: each rank's own sum of squares, and in a pipeline, from
+  /// first_summed on, each stage's sum.
   at::Tensor squares;
   size_t first_summed = 0;
-  std::vector<int> ranks;  ///< the n world ranks of `squares`
+  std::vector<int> ranks;  ///< the n world ranks that `squares` belong to
   at::Tensor norm;         ///< double scalar on the device
-  /// What clip_grad_norm() returns, except for the factor, from `squares` copied to the host.
+  /// The result of clip_grad_norm(), except for the factor, from `squares` copied to the host.
   GradNorm read(const double* host_squares) const;
 };
 
-/// clip_grad_norm() that only queues its work on `device`, so that the host can run ahead of a GPU. The device
-/// multiplies the gradients, by 1 if the norm isn't finite.
+/// Like clip_grad_norm(), but only queues the work on `device`, so that the host can run ahead of a GPU. If
+/// the norm isn't finite, the gradients are multiplied by 1.
 LaunchedGradNorm launch_clip_grad_norm(const std::vector<Parameter>& parameters, double max_norm,
                                        at::Device device, const DeviceMesh& pipeline = {});
 

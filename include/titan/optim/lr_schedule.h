@@ -2,8 +2,8 @@
 
 // The learning rate over a run, and the registry of schedules.
 //
-//   titan::optim::LrSchedule schedule({.warmup_steps = 100, .decay_type = "cosine"}, /*training_steps=*/5000);
-//   optimizer.set_lr_factor(schedule.factor(step));
+//   titan::optim::LrSchedule schedule({.warmup_steps = 100, .decay_type = "cosine"},
+//   /*training_steps=*/5000); optimizer.set_lr_factor(schedule.factor(step));
 
 #include <array>
 #include <cstdint>
@@ -17,14 +17,14 @@
 
 namespace titan::optim {
 
-/// [lr_scheduler]. Schedules of their own have the rest of their settings in [lr_scheduler.args].
+/// [lr_scheduler]. A registered schedule's other settings are in [lr_scheduler.args].
 struct LrSchedulerSettings {
   std::string name = "warmup_stable_decay";  ///< an entry of lr_schedules()
   int64_t warmup_steps = 200;
   std::optional<int64_t> total_steps;  ///< length of the schedule; unset: training.steps
-  std::optional<double> decay_ratio;   ///< part of total_steps that decays; unset: all after the warmup
+  std::optional<double> decay_ratio;   ///< fraction of total_steps that decays; unset: all after the warmup
   std::string decay_type = "linear";
-  double min_lr_factor = 0;  ///< floor of the decay, as a part of the peak
+  double min_lr_factor = 0;  ///< floor of the decay, as a fraction of the peak
   /// [lr_scheduler.args]: the Args that the schedule was registered with; null: their defaults.
   std::shared_ptr<const void> args = {};
 
@@ -36,8 +36,8 @@ void describe(config::Table<LrSchedulerSettings>& table);
 /// The factor on the peak learning rate at a 0-based step. A pure function, so there is no state to save.
 using LrFactor = std::function<double(int64_t step)>;
 
-/// A schedule. Args are its settings: a struct with a `describe(config::Table<Args>&)` beside it, whose fields
-/// are the keys of [lr_scheduler.args]; or LrSchedulerSettings, to read [lr_scheduler] itself.
+/// A schedule. Args is the struct of its settings, with a `describe(config::Table<Args>&)` beside it, whose
+/// fields are the keys in [lr_scheduler.args]; or LrSchedulerSettings, to read [lr_scheduler] itself.
 template <class Args>
 struct LrScheduleRule {
   std::function<LrFactor(const Args&, int64_t total_steps)> make;
@@ -57,19 +57,19 @@ class LrScheduleSpec {
   std::function<LrFactor(const void* args, int64_t total_steps)> make;
 };
 
-/// What lr_scheduler.name may name: "warmup_stable_decay" (linear warmup, a stable part at the peak, decay to
-/// a floor), and what users add:
+/// The schedules that lr_scheduler.name may name: "warmup_stable_decay" (linear warmup, a stable part at the
+/// peak, decay to a floor), and schedules that users add:
 ///
 ///   titan::optim::lr_schedules().add("inverse_sqrt", LrScheduleRule<InverseSqrtArgs>{inverse_sqrt});
 Registry<LrScheduleSpec>& lr_schedules();
 
 class LrSchedule {
  public:
-  /// `training_steps` is the length where the settings name none. A warmup or decay that doesn't fit into it
-  /// is cut, with a warning on rank 0, as TorchTitan does. Throws ConfigError for an unknown schedule.
+  /// `training_steps` is the schedule's length if total_steps isn't set. A warmup or decay that doesn't fit
+  /// is shortened, with a warning on rank 0, as in TorchTitan. Throws ConfigError for an unknown schedule.
   LrSchedule(const LrSchedulerSettings& settings, int64_t training_steps);
 
-  /// The factor on the peak learning rate at 0-based `step`; after the end of the schedule the floor.
+  /// The factor on the peak learning rate at 0-based `step`; the floor after the end of the schedule.
   double factor(int64_t step) const { return factor_(step); }
 
  private:

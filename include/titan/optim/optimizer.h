@@ -1,15 +1,15 @@
 #pragma once
 
-// Optimizers: the object that a training loop steps, and the registry of update rules.
+// The optimizer of a training loop, and the registry of update rules.
 //
 //   titan::optim::Optimizer optimizer(titan::parameters(model), {.lr = 3e-4});
 //   loss.backward();
 //   optimizer.step();
 //   optimizer.zero_grad();
 //
-// Each rank steps the parameters that it owns. The update of one element depends on no other, so a shard is
-// stepped like a whole tensor and nothing is communicated. docs/examples/custom_optimizer/lion.cpp registers
-// a rule.
+// Each rank updates the parameters that it owns. The update of an element doesn't depend on other elements,
+// so a shard is updated like a whole tensor, without communication. docs/examples/custom_optimizer/lion.cpp
+// registers a rule.
 
 #include <algorithm>
 #include <array>
@@ -41,8 +41,9 @@ struct OptimizerSettings {
   double eps = 1e-8;
   double weight_decay = 0.1;  ///< applies to every parameter, norms too, as in TorchTitan
   std::string implementation = "fused";
-  /// Exceptions for some parameters, one "regex: key=value, ..." each: "norm: weight_decay=0". Keys are lr and
-  /// the rule's numbers. A parameter follows the first entry whose regex is found in its name.
+  /// Settings for some parameters, as "regex: key=value, ...", for example "norm: weight_decay=0". Keys are
+  /// lr and the rule's numbers. The first entry whose regex matches a part of a parameter's name applies to
+  /// it.
   config::StringList param_groups = {};
   /// [optimizer.args]: the Args that the rule was registered with; null: their defaults.
   std::shared_ptr<const void> args = {};
@@ -52,8 +53,8 @@ struct OptimizerSettings {
 };
 void describe(config::Table<OptimizerSettings>& table);
 
-/// The settings of a registered entry, their type erased. Args is a struct with a
-/// `describe(config::Table<Args>&)` beside it, whose fields are the keys of [optimizer.args] or
+/// The settings of a registered entry, with their type erased. Args is a struct with a
+/// `describe(config::Table<Args>&)` beside it, whose fields are the keys in [optimizer.args] or
 /// [lr_scheduler.args]; or it is Settings, and the entry reads [optimizer] or [lr_scheduler] itself.
 template <class Settings>
 class RegisteredArgs {
@@ -77,11 +78,11 @@ class RegisteredArgs {
   }
 
   const std::vector<config::FieldInfo>& fields() const { return fields_; }
-  /// The table "args" with its defaults; empty where the entry has none.
+  /// The table "args" with its defaults; empty if the entry has none.
   config::DynamicTable table() const {
     return has_table_ ? config::DynamicTable{fields_, make_({})} : config::DynamicTable{};
   }
-  /// Keys of Settings that mean nothing to this entry.
+  /// Keys of Settings that this entry doesn't read.
   std::vector<std::string> unread_keys() const {
     std::vector<std::string> keys;
     if (!has_table_) return keys;
@@ -94,7 +95,7 @@ class RegisteredArgs {
         keys.push_back(field.key);
     return keys;
   }
-  /// An Args of its own with the values of `settings`.
+  /// A new Args with the values in `settings`.
   std::shared_ptr<void> make(const Settings& settings) const { return make_(settings); }
 
  private:
@@ -105,33 +106,35 @@ class RegisteredArgs {
 
 // ---- rules
 
-/// What a rule updates in one call: parameters that share device, dtype and settings. Entry i of each list
-/// belongs to one parameter.
+/// The parameters that a rule updates in one call, which share device, dtype and settings. Entry i of each
+/// list belongs to one parameter.
 struct Update {
-  double lr = 0;                   ///< of this step
+  double lr = 0;                   ///< this step's learning rate
   std::vector<at::Tensor> params;  ///< this rank's part of each parameter
   std::vector<at::Tensor> grads;   ///< laid out as `params`; read-only
-  std::vector<std::vector<at::Tensor>>
-      state;                      ///< a list for each of OptimizerRule::state, laid out as `params`
-  std::vector<at::Tensor> steps;  ///< fp32 scalars: updates of each so far, this one included; on the host
-                                  ///< unless the rule runs on the device
-  at::Tensor skip;  ///< undefined, or an fp32 scalar on the device: where it is 1, nothing may change
+  /// A list for each name in OptimizerRule::state, laid out as `params`.
+  std::vector<std::vector<at::Tensor>> state;
+  /// fp32 scalars: each parameter's number of updates so far, including this one. They are on the host unless
+  /// the rule runs on the device.
+  std::vector<at::Tensor> steps;
+  at::Tensor skip;  ///< undefined, or an fp32 scalar on the device; if it is 1, nothing may change
 };
 
-/// An update rule. Args are its settings: a struct with a `describe(config::Table<Args>&)` beside it, whose
-/// fields are the keys of [optimizer.args]; or OptimizerSettings, for a rule that reads [optimizer] itself.
+/// An update rule. Args is the struct of its settings, with a `describe(config::Table<Args>&)` beside it,
+/// whose fields are the keys in [optimizer.args]; or OptimizerSettings, for a rule that reads [optimizer]
+/// itself.
 template <class Args>
 struct OptimizerRule {
-  /// Names of the tensors that the rule keeps for each parameter: laid out as the parameter, zero at first,
-  /// saved as PARAMETER.NAME beside PARAMETER.step.
+  /// Names of the tensors that the rule keeps for each parameter. They are laid out as the parameter, zero at
+  /// first, and saved as PARAMETER.NAME next to PARAMETER.step.
   std::vector<std::string> state = {};
   std::function<void(const Args&, const Update&)> step;
-  /// Whether `step` never waits for the device: then Update::steps lie there, and `skip` may be given.
-  /// Default: no.
+  /// Whether `step` never waits for the device. Then Update::steps are on the device, and `skip` may be
+  /// given. Default: no.
   std::function<bool(const Args&)> runs_on_device = {};
 };
 
-/// A registered rule with its Args erased: `args` below points to what args.make() returned.
+/// A registered rule with its Args erased: `args` in the calls points to the result of args.make().
 class OptimizerSpec {
  public:
   template <class Args>
@@ -151,30 +154,32 @@ class OptimizerSpec {
   std::function<bool(const void* args)> runs_on_device;
 };
 
-/// What optimizer.name may name: "AdamW", "Adam", and what users add:
+/// The rules that optimizer.name may name: "AdamW", "Adam", and rules that users add:
 ///
-///   titan::optim::optimizers().add("lion", OptimizerRule<LionArgs>{.state = {"exp_avg"}, .step = lion_step});
+///   titan::optim::optimizers().add("lion", OptimizerRule<LionArgs>{.state = {"exp_avg"}, .step =
+///   lion_step});
 Registry<OptimizerSpec>& optimizers();
 
 class Optimizer {
  public:
-  /// Takes those of `parameters` that require gradients (the others are frozen), which must be materialized;
-  /// state is made at its first use. Throws ConfigError for an unknown rule, for groups that don't parse or
-  /// that match no parameter here or in `elsewhere` (names of other pipeline ranks' parameters), and Error for a
-  /// compute parameter of fully_shard (its shard is what can be stepped).
+  /// Takes the `parameters` that require gradients, which must be materialized; state is allocated at its
+  /// first use. Throws ConfigError for an unknown rule, and for groups that don't parse or that match no
+  /// parameter here or in `elsewhere` (names of other pipeline ranks' parameters). Throws Error for a compute
+  /// parameter of fully_shard, because only its shard can be updated.
   Optimizer(const std::vector<Parameter>& parameters, const OptimizerSettings& settings,
             const std::vector<std::string>& elsewhere = {});
   ~Optimizer();
   Optimizer(Optimizer&&) noexcept;
   Optimizer& operator=(Optimizer&&) noexcept;
 
-  /// One update from the gradients in `data.local.grad()`; parameters without one are left as they are.
+  /// Updates the parameters by the gradients in `data.local.grad()`; parameters without a gradient are
+  /// unchanged.
   void step();
-  /// The same unless `skip` is 1: an fp32 scalar on the parameters' device, which the host doesn't read. Only
-  /// where can_skip_on_device().
+  /// The same unless `skip` is 1. `skip` is an fp32 scalar on the parameters' device, which the host doesn't
+  /// read. Requires can_skip_on_device().
   void step_unless(const at::Tensor& skip);
   bool can_skip_on_device() const;
-  /// Forgets the gradients, or fills them with zeros where the buffers are to be kept.
+  /// Drops the gradients, or fills them with zeros if `set_to_none` is false.
   void zero_grad(bool set_to_none = true);
 
   /// Multiplies every group's peak learning rate from now on: LrSchedule::factor.
@@ -182,8 +187,8 @@ class Optimizer {
   /// The current learning rate of the parameters that no group names.
   double lr() const;
 
-  /// What the optimizer remembers, by parameter and name: the rule's tensors, laid out as the parameter, and
-  /// "step", an fp32 scalar: how often the parameter was stepped. Shares memory with the optimizer.
+  /// The optimizer's state, by parameter and name: the rule's tensors, laid out as the parameter, and "step",
+  /// an fp32 scalar with the parameter's number of updates. Shares memory with the optimizer.
   using ParameterState = std::map<std::string, DTensor>;
   std::map<std::string, ParameterState> state();
 

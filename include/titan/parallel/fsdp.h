@@ -1,11 +1,15 @@
 #pragma once
 
-// fully_shard: per-parameter sharding as in FSDP2. Each call makes one group = one all-gather before use and
-// one reduce-scatter after; parameters are sharded on dim 0 over the mesh's last axis and replicated over the
-// one before (HSDP). DDP is (replicate N, shard 1), one rank is N = 1: the same engine.
+// fully_shard: per-parameter sharding as in FSDP2. Each call makes one group, with one all-gather before use
+// and one reduce-scatter after. Parameters are sharded on dim 0 over the mesh's last axis and replicated over
+// the axis before it (HSDP). DDP is (replicate N, shard 1), and one rank is N = 1, with the same engine.
 //
-// Apply bottom-up: layers first, the root last; a group owns the parameters below its modules that no earlier
-// call took.
+// Apply it bottom-up, layers first and the root last: a group owns the parameters below its modules that no
+// earlier call took.
+//
+//   const titan::FsdpOptions options{.mesh = mesh["dp_shard"], .param_dtype = at::kBFloat16};
+//   for (auto& layer : model->layers) titan::fully_shard(layer, options);
+//   titan::fully_shard(model, options);
 
 #include <cstdint>
 #include <initializer_list>
@@ -24,8 +28,9 @@ struct ReshardAfterForward {
     Default,  ///< Always, but Never for the outermost module's own group (its backward comes first)
     Always,
     Never,
-    ToSize,  ///< keep them sharded over `size` neighboring ranks (a divisor of the shard axis): a smaller,
-             ///< faster gather in the backward
+    /// Keep them sharded over `size` neighboring ranks, a divisor of the shard axis: the backward's gather is
+    /// smaller and faster.
+    ToSize,
   };
   Kind kind = Kind::Default;
   int size = 0;
@@ -36,21 +41,20 @@ struct ReshardAfterForward {
 };
 
 struct FsdpOptions {
-  DeviceMesh mesh;                            ///< one axis (shard) or two (replicate, shard)
-  std::optional<at::ScalarType> param_dtype;  ///< gather and compute; default: the parameter's own
-  std::optional<at::ScalarType>
-      reduce_dtype;  ///< of gradients on the wire and in the sum; default: param_dtype
-  std::optional<at::ScalarType> output_dtype;  ///< floating outputs are cast to it
-  bool cast_forward_inputs = true;             ///< floating inputs are cast to param_dtype
+  DeviceMesh mesh;                             ///< one axis (shard) or two (replicate, shard)
+  std::optional<at::ScalarType> param_dtype;   ///< for gathering and computing; default: the parameter's own
+  std::optional<at::ScalarType> reduce_dtype;  ///< for reducing gradients; default: param_dtype
+  std::optional<at::ScalarType> output_dtype;  ///< floating-point outputs are cast to it
+  bool cast_forward_inputs = true;             ///< floating-point inputs are cast to param_dtype
   ReshardAfterForward reshard_after_forward;
-  bool reduce_every_micro_batch =
-      true;                  ///< false: keep whole gradients until the last micro-batch (memory is logged)
-  bool cpu_offload = false;  ///< shards in pinned host memory; GPUs only
+  /// false: keep whole gradients until the last micro-batch; their memory is logged.
+  bool reduce_every_micro_batch = true;
+  bool cpu_offload = false;  ///< keep shards in pinned host memory; GPUs only
 };
 
 /// Gathered copies follow the shards: every write to a shard by a LibTorch operation or a collective raises
-/// its version counter, and the next use gathers again. Writes through data_ptr() or a detached handle
-/// (.data(), variable_data()) go unnoticed.
+/// its version counter, and the next use gathers again. Writes through data_ptr() or a detached tensor
+/// (.data(), variable_data()) aren't noticed.
 void fully_shard(const nn::AnyRef& module, const FsdpOptions& options);
 void fully_shard(std::initializer_list<nn::AnyRef> modules, const FsdpOptions& options);
 
@@ -60,14 +64,15 @@ void set_last_micro_batch(const nn::AnyRef& root, bool last);
 /// Drops gradients that were collected but not reduced, after a step that was abandoned between two
 /// micro-batches; the optimizer zeroes the shards' gradients. All ranks make the same call.
 void discard_gradients(const nn::AnyRef& root);
+
 /// Numbers for tests and logs, summed over the groups below `root`.
 struct FsdpStats {
   int64_t groups = 0;
-  int64_t gathered_groups = 0;                   ///< with gathered storages right now
+  int64_t gathered_groups = 0;                   ///< groups with gathered storages right now
   int64_t max_gathered_groups = 0;               ///< high-water mark since the last call
   int64_t communication_buffer_allocations = 0;  ///< since construction; constant from the third step on
   int64_t sharded_bytes = 0;
-  int64_t kept_gradient_bytes = 0;  ///< of whole gradients between micro-batches; 0 where each is reduced
+  int64_t kept_gradient_bytes = 0;  ///< whole gradients kept between micro-batches; 0 if each is reduced
 };
 FsdpStats fsdp_stats(const nn::AnyRef& root);
 

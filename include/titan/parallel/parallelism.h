@@ -1,20 +1,20 @@
 #pragma once
 
-// Parallelisms with communication of their own, whose ranks share the rows of a batch: one folder and one
-// registration, in this library or in a user's shared object. docs/adding_a_parallelism.md walks through one.
+// Registering a parallelism whose ranks share the rows of a batch. It takes one folder and one registration,
+// in this library or in a user's shared object. docs/adding_a_parallelism.md walks through one.
 //
 //   struct SlicesSettings { int64_t degree = 1; };        // with describe(config::Table<SlicesSettings>&)
 //   titan::register_parallelism<SlicesSettings>(
 //       "slices", {.axis = "slices", .apply = share_rows, .is_applied = shares_rows});
 //
-// [parallelism.args.slices] then holds its settings, and the mesh gets an axis "slices" between dp_shard and
+// [parallelism.args.slices] then has its settings, and the mesh gets an axis "slices" between dp_shard and
 // tp.
 //
 // [Note: axes that share rows]
 // The ranks of such an axis read the same rows. Each computes the loss of its part of the tokens, so losses
 // add up over the axis, and a gradient on one rank is a summand: FSDP shards parameters over dp_shard and
-// these axes together, and its reduction sums the gradients. Tensor parallelism and pipelines see rows that
-// are cut already.
+// these axes together, and its reduction sums the gradients. Tensor parallelism and pipelines see only this
+// rank's part of the rows.
 
 #include <cstdint>
 #include <functional>
@@ -35,12 +35,12 @@ namespace titan {
 /// An axis of the mesh whose ranks share rows.
 struct RowAxis {
   std::string name;             ///< in the mesh: "cp"
-  int degree = 1;               ///< ranks
+  int degree = 1;               ///< number of ranks
   int parts_per_rank = 1;       ///< a row's length is a multiple of degree * parts_per_rank
   std::string degree_key = {};  ///< in [parallelism], for messages: "context_parallel_degree"
   std::string kind = {};        ///< the registered name: "context"
-  /// Every job's mesh has this axis, also with one rank. Checkpoints record the axes of the mesh that wrote
-  /// them, so the axis of a parallelism that is added later exists only where it is used.
+  /// Every job's mesh has this axis, even with one rank. Checkpoints record the axes of the mesh that wrote
+  /// them, so the axis of a parallelism added later exists only where it is used.
   bool always_in_mesh = false;
 };
 
@@ -54,7 +54,7 @@ struct Parallelism {
   std::function<bool(const nn::AnyRef& root)> is_applied;
 };
 
-/// A setting that another one rules out.
+/// A setting that is invalid or conflicts with another one.
 struct SettingProblem {
   std::string key;  ///< in [parallelism]
   std::string what;
@@ -74,12 +74,12 @@ struct ParallelismKind {
   bool always_in_mesh = false;  ///< RowAxis::always_in_mesh
 };
 
-/// A registered parallelism with the type of its settings erased: `settings` is what make_settings()
-/// returned; null stands for the defaults where it is const.
+/// A registered parallelism with the type of its settings erased. `settings` is a result of make_settings();
+/// a const pointer may be null, which means the defaults.
 class ParallelismSpec {
  public:
   virtual ~ParallelismSpec() = default;
-  /// Its settings are [parallelism.args.<name>]; otherwise ParallelismSettings has a member for them.
+  /// Whether its settings are [parallelism.args.<name>]; otherwise ParallelismSettings has a member for them.
   virtual bool has_args_table() const = 0;
   virtual std::vector<config::FieldInfo> fields() const = 0;
   virtual std::shared_ptr<void> make_settings() const = 0;
@@ -94,19 +94,19 @@ using ParallelismArgs = std::map<std::string, std::shared_ptr<void>>;
 
 Registry<std::shared_ptr<const ParallelismSpec>>& parallelisms();
 
-/// Throws Error when the name is taken, something required is missing, or the mesh uses the axis's name for
-/// something else.
+/// Throws Error if the name is taken, a required member is missing, or the mesh uses the axis's name for
+/// another axis.
 template <class Settings>
 void register_parallelism(const std::string& name, ParallelismKind<Settings> kind);
 
 /// All registered parallelisms with their default settings.
 std::vector<Parallelism> default_parallelisms();
 
-/// The axes that a job's mesh has: those of two ranks or more, and those that every mesh has.
+/// The axes in a job's mesh: those of two ranks or more, and those with always_in_mesh.
 std::vector<RowAxis> row_axes(const std::vector<Parallelism>& chosen);
 
-/// Applies those whose axis of `mesh` has two ranks or more. In a model's plan: after parallelize(), before
-/// checkpoint_activations() and fully_shard().
+/// Applies the parallelisms whose axis of `mesh` has two ranks or more. Call it after parallelize() and
+/// before checkpoint_activations() and fully_shard().
 void apply_parallelisms(const nn::AnyRef& root, const std::vector<Parallelism>& chosen,
                         const DeviceMesh& mesh);
 

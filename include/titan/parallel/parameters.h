@@ -1,6 +1,10 @@
 #pragma once
 
 // The list of parameters that optimizer, clipping and checkpoints use.
+//
+//   titan::materialize(model, /*seed=*/1);
+//   const std::vector<titan::Parameter> parameters = titan::parameters(model);
+//   titan::optim::Optimizer optimizer(parameters, {.lr = 1e-3});
 
 #include <cstdint>
 #include <string>
@@ -15,24 +19,25 @@ namespace titan {
 
 /// A parameter as this rank owns it.
 struct Parameter {
-  std::string name;  ///< dotted, as TorchTitan's; of a tied parameter the first in registration order, also
-                     ///< where a pipeline stage has another of its uses only
-  DTensor data;      ///< data.local is the leaf that the optimizer writes; its gradient is data.local.grad()
-  at::Tensor compute;  ///< what the modules use; the same tensor as data.local without fully_shard
+  /// Dotted, as TorchTitan's. For a tied parameter, its first name in registration order, even if a pipeline
+  /// stage has only another of its uses.
+  std::string name;
+  DTensor data;  ///< data.local is the leaf that the optimizer writes; its gradient is data.local.grad()
+  at::Tensor compute;  ///< the tensor that modules use; without fully_shard the same as data.local
   nn::Init init;       ///< as declared by its module
   bool has_init = false;
   /// Another pipeline stage has a copy (tied weights). Copies are equal at the start, and stay equal if the
-  /// gradients of both are summed before the optimizer's step.
+  /// gradients of both are summed before the optimizer step.
   bool on_other_stages = false;
-  /// An earlier stage has the copy that counts where each parameter counts once: in norms and files.
+  /// An earlier stage has the copy that counts in norms and files, where each parameter must count once.
   bool duplicate = false;
 };
 
 /// All parameters below `root` in registration order, tied ones once.
 std::vector<Parameter> parameters(const nn::AnyRef& root);
 
-/// Allocates and draws what this rank owns of every deferred parameter, and fills the buffers. Values depend
-/// on `seed`, the parameter's name and global index alone. Parameters that have values already keep them.
+/// Allocates and draws this rank's part of every deferred parameter, and fills the buffers. Values depend
+/// only on `seed`, the parameter's name and the global index. Parameters that have values already keep them.
 void materialize(const nn::AnyRef& root, uint64_t seed);
 
 }  // namespace titan

@@ -1,6 +1,6 @@
 #pragma once
 
-// How a tensor is spread over one axis of a mesh, and which part of it a rank has.
+// Placements: how a tensor is spread over one axis of a mesh, and which part each rank has.
 //
 //   Placement::shard(0); chunk_of(/*size=*/7, /*parts=*/4, /*index=*/3);  // rows [6, 7)
 
@@ -11,11 +11,11 @@
 
 namespace titan {
 
-/// Shard(dim): chunked along dim; Replicate: whole everywhere; Partial: each rank holds a summand.
+/// Shard(dim): chunked along dim. Replicate: whole on every rank. Partial: each rank has a summand.
 struct Placement {
   enum class Kind { Shard, Replicate, Partial };
   Kind kind = Kind::Replicate;
-  int64_t dim = -1;  ///< of a Shard, >= 0
+  int64_t dim = -1;  ///< for Shard, >= 0
 
   static Placement shard(int64_t dim) { return {Kind::Shard, dim}; }
   static Placement replicate() { return {Kind::Replicate, -1}; }

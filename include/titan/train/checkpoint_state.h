@@ -1,7 +1,6 @@
 #pragma once
 
-// Objects for Checkpointer::add: your own training loop saves its model, its optimizer and its counters with
-// them.
+// Objects for Checkpointer::add, with which your own training loop saves its model, optimizer and counters.
 //
 //   titan::train::ModelState model_state(titan::parameters(model));
 //   titan::train::OptimizerState optimizer_state(optimizer, titan::parameters(model));
@@ -22,8 +21,8 @@
 
 namespace titan::train {
 
-/// The parameters under their names. What modules compute from their settings (tables of positions) isn't
-/// saved; a module with other tensors that change has to be an object of its own.
+/// The parameters, by name. Tensors that modules compute from their settings (tables of positions) aren't
+/// saved. If a module has other tensors that change, add them as a separate object.
 class ModelState : public checkpoint::Stateful {
  public:
   explicit ModelState(std::vector<Parameter> parameters);
@@ -34,11 +33,11 @@ class ModelState : public checkpoint::Stateful {
   std::vector<Parameter> parameters_;
 };
 
-/// For each parameter that is stepped: NAME.step, and what the optimizer keeps of it, such as AdamW's
-/// NAME.exp_avg and NAME.exp_avg_sq.
+/// For each parameter that is stepped: NAME.step and the optimizer's state, such as AdamW's NAME.exp_avg and
+/// NAME.exp_avg_sq.
 class OptimizerState : public checkpoint::Stateful {
  public:
-  /// `parameters`: those that the optimizer was made for. The optimizer must outlive this.
+  /// `parameters`: the ones that the optimizer was made for. The optimizer must outlive this.
   OptimizerState(optim::Optimizer& optimizer, const std::vector<Parameter>& parameters);
   checkpoint::ObjectState state() override;
   void loaded(const std::string& text) override;
@@ -64,14 +63,14 @@ class TextState : public checkpoint::Stateful {
 /// rank does the work that it did before: place() is saved with them and compared before they are loaded.
 class RngState : public checkpoint::Stateful {
  public:
-  /// `seed`: of the whole run.
+  /// `seed`: the run's seed.
   RngState(const Meshes& meshes, at::Device device, uint64_t seed);
   checkpoint::ObjectState state() override;
   void loaded(const std::string& text) override;
 
   /// "pp 1, dp_replicate 1, dp_shard 4, cp 1, tp 2, cpu"
   const std::string& place() const { return place_; }
-  /// Seeds them for resuming after `step` on other ranks: by the run's seed, the rank's position in
+  /// Seeds them for resuming after `step` on different ranks, from the run's seed, the rank's position in
   /// meshes.loss and the step, so that the numbers drawn before aren't drawn again.
   void reseed(int64_t step);
 
@@ -79,7 +78,7 @@ class RngState : public checkpoint::Stateful {
   struct Generator {
     std::string name;
     at::Device device;
-    DTensor states;  // a row a rank of the stage
+    DTensor states;  // one row per rank of the stage
   };
   std::vector<Generator> generators_;
   std::string place_;

@@ -1,6 +1,6 @@
 #pragma once
 
-// A model family as the trainer knows it, and how one joins the program:
+// A model family as the trainer sees it, and how to register one:
 //
 //   titan::train::register_model<TinyArgs>("tiny", {
 //       .flavors = {{"debug", {.dim = 64}}, {"large", {.dim = 1024}}},
@@ -49,21 +49,21 @@ class TrainableModel {
   virtual nn::AnyRef root() = 0;
   /// The sum of the token losses of this micro-batch over `global_valid_tokens`, a scalar in at least
   /// float32, ready for backward(). input: tokens, int64 [batch, sequence] on the model's device, or, at the
-  /// last of several stages, what hidden() of the one before gave; labels_BS: int64 [batch, sequence]; a
-  /// label of -100 doesn't count.
+  /// last of several stages, the result of the previous stage's hidden(). labels_BS: int64 [batch, sequence];
+  /// labels of -100 are ignored.
   virtual at::Tensor loss(const at::Tensor& input, const at::Tensor& labels_BS,
                           int64_t global_valid_tokens) = 0;
   /// For a pipeline stage that isn't the last: the tensor that goes to the next stage, of any shape and
-  /// floating dtype. input: tokens at the first stage, else the hidden() of the stage before. The result is
-  /// this rank's part: for its tokens (parallelisms that share rows), and with sequence parallelism for its part of them.
-  /// The default throws Error: the model can't be a stage.
+  /// floating dtype. input: tokens at the first stage, else the result of the previous stage's hidden(). The
+  /// result covers this rank's tokens: its part of each row under parallelisms that share rows, and its part
+  /// of those tokens under sequence parallelism. The default throws Error: the model can't be a stage.
   virtual at::Tensor hidden(const at::Tensor& input);
 };
 
 /// Sizes that are checked against data and parallelism.
 struct ModelSizes {
   int64_t num_layers = 0;
-  int64_t num_heads = 0;  ///< 0: the model has none, and nothing is checked
+  int64_t num_heads = 0;  ///< 0: no attention heads, nothing to check
   int64_t num_kv_heads = 0;
   int64_t vocab_size = 0;
   int64_t num_params = 0;
@@ -71,61 +71,61 @@ struct ModelSizes {
 
 struct BuildOptions {
   nn::Construct construct;
-  int64_t seq_len = 0;  ///< of the training data: tables by position are this long
-  /// The modules that a pipeline stage keeps, under their names in the whole model, as for
-  /// nn::LayerSequence::keep_layers; empty: all. ModelSpec::build handles it: a family's own `build` makes
+  int64_t seq_len = 0;  ///< tokens per training row; the length of tables by position
+  /// The modules that a pipeline stage keeps, by their names in the whole model, as for
+  /// nn::LayerSequence::keep_layers; empty: all. ModelSpec::build applies it; a family's own `build` makes
   /// the whole model, deferred.
   std::vector<std::string> stage_modules = {};
 };
 
 /// How a model's layers recompute their activations.
 struct ActivationCheckpoint {
-  std::optional<LayersPolicy> policy;  ///< unset: they don't
+  std::optional<LayersPolicy> policy;  ///< unset: they recompute nothing
   ActivationCheckpointOptions options;
 };
 
-/// `layers`: in the order of their calls. `first_number`: the number of the first one in the whole model.
+/// `layers`: in the order of their calls. `first_number`: the first layer's number in the whole model.
 void apply_activation_checkpoint(const std::vector<nn::AnyRef>& layers,
                                  const ActivationCheckpoint& checkpoint, int64_t first_number = 0);
 
-/// How a built model is spread out over the ranks.
+/// How a built model is distributed over the ranks.
 struct ParallelPlan {
   const Meshes& meshes;
   FsdpOptions fsdp;                   ///< mesh, dtypes and policies are filled in from the settings
-  TensorParallelOptions tensor = {};  ///< for a plan over meshes.tp
+  TensorParallelOptions tensor = {};  ///< for tensor parallelism over meshes.tp
   /// For apply_parallelisms over meshes.world.
   std::vector<Parallelism> parallelisms = default_parallelisms();
   ActivationCheckpoint activations = {};  ///< for apply_activation_checkpoint
 };
 
-/// A model family whose argument struct is erased: `args` below points to the struct that make_args()
-/// returned.
+/// A model family with its argument type erased: `args` below points to a struct that make_args() returned.
 class ModelSpec {
  public:
   virtual ~ModelSpec() = default;
   virtual std::vector<std::string> flavors() const = 0;
   /// The arguments of a flavor, to be overridden through arg_fields(). Throws ConfigError for an unknown
-  /// one.
+  /// flavor.
   virtual std::shared_ptr<void> make_args(const std::string& flavor) const = 0;
   virtual std::vector<config::FieldInfo> arg_fields() const = 0;
   virtual ModelSizes sizes(const void* args) const = 0;
   virtual double flops_per_token(const void* args, int64_t seq_len) const = 0;
-  /// Adds the problems of the arguments to `problems`.
+  /// Appends the arguments' problems to `problems`.
   virtual void check(const void* args, std::vector<std::string>& problems) const = 0;
   /// The model, or the stage of it that options.stage_modules names.
   virtual std::unique_ptr<TrainableModel> build(const void* args, const BuildOptions& options) const = 0;
   virtual void parallelize(TrainableModel& model, const ParallelPlan& plan) const = 0;
-  /// Its form in Hugging Face's transformers; nullopt: the family has none.
+  /// The model's form in Hugging Face's transformers; nullopt: the family has none.
   virtual std::optional<HfModel> hugging_face(const void* args) const = 0;
-  /// The arguments that a config.json describes. Throws ConfigError where it isn't this family's.
+  /// The arguments that a config.json describes. Throws ConfigError if it describes another family.
   virtual std::shared_ptr<void> args_of_hugging_face(const HfConfig& config) const = 0;
 };
 
-/// State-dict names, rows and config.json for Hugging Face: both or neither.
+/// Conversion to and from Hugging Face's state-dict names, rows and config.json. Set both functions or
+/// neither.
 template <class Args>
 struct HfForm {
   std::function<HfModel(const Args&)> model;
-  /// Throws ConfigError with everything that keeps the config from being this family's.
+  /// Throws ConfigError with every reason why the config isn't this family's.
   std::function<Args(const HfConfig&)> args;
 };
 
@@ -138,7 +138,7 @@ struct ModelFamily {
   std::function<void(const Args&, std::vector<std::string>& problems)> check = {};
   std::function<std::unique_ptr<TrainableModel>(const Args&, const BuildOptions&)> build;
   std::function<void(TrainableModel&, const ParallelPlan&)> parallelize;
-  HfForm<Args> hugging_face = {};  ///< default: the family can't be read from or written to such folders
+  HfForm<Args> hugging_face = {};  ///< default: no reading or writing of such folders
 };
 
 Registry<std::shared_ptr<const ModelSpec>>& model_specs();
@@ -146,11 +146,11 @@ Registry<std::shared_ptr<const ModelSpec>>& model_specs();
 template <class Args>
 void register_model(const std::string& name, ModelFamily<Args> family);
 
-/// Cuts a model down to its stage. Throws ConfigError where its root doesn't name its layers.
+/// Reduces a model to its stage. Throws ConfigError if its root module isn't an nn::LayerSequence.
 void keep_stage_modules(TrainableModel& model, const std::vector<std::string>& names);
 
-/// Spreads a built model out, as a family's `parallelize` does, but without knowing the family: it finds the
-/// modules that it needs through root().
+/// Distributes a built model as a family's `parallelize` does, but works for any family: it finds the modules
+/// that it needs through root().
 using ParallelPlanFunction = std::function<void(TrainableModel&, const ParallelPlan&)>;
 
 /// Plans that parallelism.plan may name instead of the family's own:
@@ -231,10 +231,10 @@ void register_model(const std::string& name, ModelFamily<Args> family) {
   model_specs().add(name, std::make_shared<const ModelFamilySpec<Args>>(std::move(family)));
 }
 
-// The model in a Hugging Face folder, as a family understands it.
+// ---- Hugging Face folders
 
 /// Reads the folder's config.json. Throws ConfigError that names the file and everything in it that is
-/// missing, wrong, or not this family's.
+/// missing, wrong, or of another family.
 HfModel hf_model_of_folder(const ModelSpec& spec, const std::filesystem::path& folder);
 
 }  // namespace titan::train

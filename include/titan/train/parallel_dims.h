@@ -1,6 +1,10 @@
 #pragma once
 
-// How many ranks each kind of parallelism takes, and the meshes of such a world.
+// The number of ranks in each kind of parallelism, and the device meshes that follow from it:
+//
+//   const titan::train::ParallelDims dims{.dp_shard = 4, .tp = 2};  // a world of 8 ranks
+//   const titan::train::Meshes meshes = titan::train::build_meshes(world, dims);
+//   titan::fully_shard(model, {.mesh = meshes.fsdp});
 
 #include <string>
 #include <vector>
@@ -10,19 +14,19 @@
 
 namespace titan::train {
 
-/// How many ranks each kind of parallelism takes. Resolved: every degree >= 1 and the product is the world's
-/// size.
+/// Number of ranks in each kind of parallelism, with automatic values resolved: every degree is at least 1,
+/// and their product is the world's size.
 struct ParallelDims {
   int dp_replicate = 1;
   int dp_shard = 1;
   std::vector<RowAxis> rows = {};  ///< axes of registered parallelisms, whose ranks share rows
-  bool sequence_parallel = true;   ///< tp ranks have parts of the sequence
+  bool sequence_parallel = true;   ///< each tp rank has a part of the sequence
   int tp = 1;
   int pp = 1;
 
-  /// Ranks that read different rows of a batch.
+  /// Number of ranks that read different rows of a batch.
   int batch_degree() const { return dp_replicate * dp_shard; }
-  /// Ranks that share a row, not counting tensor parallelism.
+  /// Number of ranks that share a row, not counting tensor parallelism.
   int row_degree() const {
     int degree = 1;
     for (const RowAxis& axis : rows) degree *= axis.degree;
@@ -31,27 +35,27 @@ struct ParallelDims {
   int world_size() const { return pp * dp_replicate * dp_shard * row_degree() * tp; }
 };
 
-/// The axis of one registered parallelism.
+/// The mesh axis of one parallelism whose ranks share rows.
 struct RowMesh {
-  std::string kind;  ///< "context"; the axis's own name for an axis without a registered parallelism
+  std::string kind;  ///< the parallelism, such as "context"; the axis's name if none is registered
   DeviceMesh mesh;
 };
 
-/// The grid pp, dp_replicate, dp_shard, the axes whose ranks share rows (cp), tp (row-major, tp fastest) and the
-/// sub-meshes that the trainer uses.
+/// The grid of the axes pp, dp_replicate, dp_shard, those whose ranks share rows (cp), and tp, row-major with
+/// tp fastest; and the sub-meshes that the trainer uses.
 struct Meshes {
   DeviceMesh world;
   DeviceMesh pp;     ///< pipeline parallel, one axis
   DeviceMesh stage;  ///< ranks that have the same stages: all but pp, one axis
-  DeviceMesh
-      fsdp;  ///< what parameters are sharded over: (dp_replicate,) dp_shard x rows, the latter one axis
+  /// For fully_shard: dp_replicate if it has several ranks, and dp_shard x rows as one axis.
+  DeviceMesh fsdp;
   DeviceMesh batch;  ///< ranks that read different rows: dp_replicate x dp_shard, one axis
   DeviceMesh loss;   ///< ranks whose losses add up: pp x dp_replicate x dp_shard x rows, one axis
   DeviceMesh rows;   ///< ranks that share the rows of a batch, one axis
   DeviceMesh tp;     ///< tensor parallel, one axis
-  std::vector<RowMesh> row_axes;  ///< what `rows` is made of: axes of two ranks or more
+  std::vector<RowMesh> row_axes;  ///< the axes in `rows` that have several ranks
 
-  int dp_rank() const { return batch.rank(); }  ///< which lanes of the batch are this rank's
+  int dp_rank() const { return batch.rank(); }  ///< selects this rank's lanes of the batch
   int dp_degree() const { return batch.size(); }
 };
 

@@ -5,8 +5,8 @@
 // whether a step that went wrong is skipped, when the run stops early or goes back to a checkpoint, what is
 // compared or validated between steps. The loop calls its policies in their order, at fixed places of a step;
 // a policy overrides the two or three hooks that it needs. Every rank has the same policies, and each hook is
-// called by the training thread of every rank, so a hook may be collective. Apart from vote(), all ranks have
-// to come to the same result.
+// called by the training thread of every rank, so a hook may be collective. Apart from vote(), a hook must
+// return the same result on all ranks.
 //
 // Your own policy, in your program or in a shared object (experimental.custom_import):
 //
@@ -39,23 +39,23 @@ class Trainer;
 struct StepMetrics;
 struct TrainerParts;
 
-/// The labels of a step that count: those that aren't -100.
+/// Number of a step's valid labels: those that aren't -100.
 struct TokenCounts {
   int64_t local = 0;   ///< in this rank's rows, over its micro-batches
   int64_t global = 0;  ///< in the rows of all ranks
 };
 
-/// What a step computes on: enough to run it again.
+/// A step's input: enough to run it again.
 struct StepInput {
   std::vector<data::Batch> batches;
   TokenCounts tokens;
 };
 
-/// What the host learns from a step.
+/// A step's results on the host.
 struct StepValues {
   int64_t step = 0;
   double local_loss = 0;  ///< this rank's part of the loss
-  int loss_rank = -1;     ///< lowest rank whose loss isn't finite; -1: all are
+  int loss_rank = -1;     ///< lowest rank with a non-finite loss; -1: none
   optim::GradNorm grad_norm;
   bool finite() const { return loss_rank < 0 && grad_norm.finite(); }
 };
@@ -67,59 +67,59 @@ struct NonFiniteStep {
   std::string problem;  ///< "step 7: the loss isn't finite on rank 3"
 };
 
-/// Go: this rank is ready for the next step. Stop: the run is to end before it, and saves its state. Fail: a
-/// checkpoint of this rank has failed.
+/// Go: this rank is ready for the next step. Stop: the run should save its state and end before that step.
+/// Fail: a checkpoint has failed on this rank.
 enum class Vote : uint8_t { Go, Stop, Fail };
 
 class TrainerPolicy {
  public:
   virtual ~TrainerPolicy() = default;
 
-  // ---- whether the run goes on
+  // ---- whether to continue
 
-  /// This rank's vote in the exchange of token counts that every step and every batch of a validation begins
-  /// with. One Stop ends the run before that step, after saving the whole state.
+  /// This rank's vote, which is exchanged with the token counts at the beginning of every step and every
+  /// validation batch. One Stop ends the run before that step, after saving the whole state.
   virtual Vote vote() { return Vote::Go; }
-  /// Asked every 0.1 s while this rank waits for data. True: it gives up waiting, and vote() has to be Stop
-  /// from then on.
+  /// Called every 0.1 s while this rank waits for data. True: the rank stops waiting, and vote() must return
+  /// Stop from then on.
   virtual bool gives_up_waiting() { return false; }
   /// Why the run stops, if this policy stopped it. Called once all ranks have agreed to stop.
   virtual std::optional<StopCause> stop_cause() { return std::nullopt; }
   /// The run stops: nothing that this policy prepares will be used.
   virtual void stopped() {}
 
-  // ---- a step's numbers: called at the end of the step, or one step later where they are read late
+  // ---- a step's numbers: called at the end of the step, or one step later if they are read late
 
-  /// All of them are finite.
+  /// Called if the loss and the gradient norm are finite.
   virtual void judge(Trainer& /*trainer*/, const StepValues& /*values*/) {}
-  /// Not all of them are: `problem` says which. The weights are those from before the step. True: the run
-  /// continues with the next batch. False leaves the decision to the other policies; if none skips the step,
-  /// the run ends with an UnsoundRun. Throws UnsoundRun to end it at once; `explain` gives what all policies
-  /// find out about the cause.
+  /// Called if they aren't; `problem` says which one. The weights are those from before the step. True: the
+  /// run continues with the next batch. False leaves the decision to the other policies; if none skips the
+  /// step, the run ends with an UnsoundRun. Throws UnsoundRun to end it at once; `explain` returns what all
+  /// policies find out about the cause.
   virtual bool skip(const std::string& /*problem*/, const std::function<std::string()>& /*explain*/) {
     return false;
   }
-  /// Finds out where such numbers come from, for the error message. The run ends afterwards.
+  /// Finds the source of the non-finite numbers, for the error message. The run ends afterwards.
   virtual std::string explain(Trainer& /*trainer*/, const NonFiniteStep& /*step*/) { return ""; }
 
   // ---- state that changes
 
-  /// Called before the optimizer changes the weights, when no save reads the state any more.
+  /// Called before the optimizer changes the weights, once no save reads the state.
   virtual void before_update() {}
-  /// The step is over. True: the trainer's state is no longer that of this step (Trainer::load_before), so
-  /// nothing else is done at its end.
+  /// Called at the end of a step. True: the trainer's state is no longer that of this step
+  /// (Trainer::load_before), so later policies aren't called and the step isn't saved.
   virtual bool end_step(Trainer& /*trainer*/) { return false; }
-  /// The state is about to be saved. Throws to prevent it.
+  /// Called before the state is saved. Throws to prevent the save.
   virtual void before_save(Trainer& /*trainer*/) {}
-  /// A reason to put a save off until a later step, which follows "step N isn't saved: "; "": none. The last
-  /// step is saved in any case.
+  /// A reason to postpone the save to a later step, logged after "step N isn't saved: "; "": none. The last
+  /// step is always saved.
   virtual std::string why_not_save() const { return ""; }
 
   // ---- what is logged and saved
 
   virtual void add_metrics(StepMetrics& /*metrics*/) const {}
-  /// State for checkpoints, as JSON; "": there is none. load() gets what state() gave, unless a checkpoint
-  /// lacks it.
+  /// State for checkpoints, as JSON; "": none. load() gets the text that state() returned; it isn't called
+  /// for a checkpoint without one.
   virtual std::string state() const { return ""; }
   virtual void load(const std::string& /*state*/) {}
 };
@@ -130,8 +130,8 @@ struct NamedPolicy {
 };
 using TrainerPolicies = std::vector<NamedPolicy>;
 
-/// Makes a policy of yours for a trainer of these parts, which live as long as the policy; null: not for this
-/// run. They follow the built-in policies, in the order of their names.
+/// Makes your policy for a trainer with these parts, which live as long as the policy; null: not in this run.
+/// Your policies follow the built-in ones, in the order of their names.
 using MakePolicy = std::function<std::unique_ptr<TrainerPolicy>(TrainerParts& parts)>;
 Registry<MakePolicy>& trainer_policies();
 

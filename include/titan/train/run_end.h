@@ -1,6 +1,10 @@
 #pragma once
 
-// How a run ends.
+// How a run ended, as Trainer::train returns it:
+//
+//   const titan::train::RunEnd end = trainer.train();
+//   if (!end.stop.reason.empty())
+//     titan::log::info(titan::str("stopped after step ", end.step, ": ", end.stop.reason));
 
 #include <cstdint>
 #include <string>
@@ -9,22 +13,22 @@
 
 namespace titan::train {
 
-/// Why a run ends before its last step: the same on all ranks.
+/// Why a run ended before its last step. The same on all ranks.
 struct StopCause {
   int signal = 0;  ///< 0: none
-  int rank = -1;   ///< lowest rank that was sent one; -1: unknown, as it came before the ranks had met
-  bool by_launcher = false;  ///< a rank's signal came from the launcher that its SignalWatch knows
+  int rank = -1;   ///< lowest rank that received a signal; -1: unknown, because the ranks hadn't met yet
+  bool by_launcher = false;  ///< the signal came from the launcher
   std::string reason = {};   ///< for the log, before "stops the run": "SIGTERM on rank 1"
 };
 
 struct RunEnd {
-  int64_t step = 0;     ///< the last one made
-  StopCause stop = {};  ///< why it was that one; no reason: all steps are made, or the data ended
+  int64_t step = 0;     ///< last completed step
+  StopCause stop = {};  ///< its reason is empty if all steps were made or the data ended
 };
 
-/// A run finds itself wrong: numbers that aren't finite, spikes without end, replicas that differ. Ranks that
-/// are started again would only come to the same end, or continue from a state that nobody should continue
-/// from, so launchers don't restart them. All ranks throw it together.
+/// The run has found its own state to be wrong: non-finite numbers, endless loss spikes, replicas that
+/// differ. Restarted ranks would fail again, or continue from a bad state, so launchers don't restart them.
+/// All ranks throw it together.
 class UnsoundRun : public Error {
  public:
   using Error::Error;

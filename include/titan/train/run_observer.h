@@ -1,8 +1,13 @@
 #pragma once
 
-// What a trainer measures (the figures of a logged step or validation, and the window that measures speed and
-// memory from one logged step to the next), and the interface through which the watchdog, metrics, event log
-// and profiler see what the trainer does. An observer changes nothing about the run; a policy (policy.h) may.
+// The interface through which the watchdog, metrics, event log and profiler follow a trainer, and the figures
+// of a logged step or validation, with the window that measures speed and memory from one logged step to the
+// next. An observer changes nothing about the run; a policy (policy.h) may. A user's observer:
+//
+//   struct PrintLoss : titan::train::RunObserver {
+//     void logged(const titan::train::StepMetrics& metrics) override { std::printf("%g\n", metrics.loss); }
+//   };
+//   parts.observers.push_back(std::make_unique<PrintLoss>());  // TrainerParts::observers
 
 #include <array>
 #include <chrono>
@@ -24,12 +29,12 @@ struct StepMetrics {
   double grad_norm = 0;       ///< before clipping
   double lr = 0;              ///< used by this step
   double tps = 0;             ///< tokens per second and device
-  double tflops = 0;          ///< of one device
-  std::optional<double> mfu;  ///< percent of the device's peak; unset where the peak is unknown
+  double tflops = 0;          ///< teraFLOP/s per device
+  std::optional<double> mfu;  ///< percent of the device's peak; unset if the peak is unknown
   /// Most memory that the allocator has held since the previous logged step, in GiB (1024^3 bytes). On a CPU:
-  /// peak resident memory since the process started, as the kernel counts it.
+  /// the kernel's count of peak resident memory since the process started.
   double memory_gib = 0;
-  double memory_percent = 0;  ///< of the memory of the device, or of the machine on a CPU
+  double memory_percent = 0;  ///< memory_gib in percent of the device's memory, or the machine's on a CPU
   /// GPU only: most memory in tensors since the previous logged step.
   std::optional<double> active_gib = {}, active_percent = {};
   /// GPU only, since the process started: cache flushes to find room, and allocations that failed.
@@ -37,10 +42,10 @@ struct StepMetrics {
   double data_loading_s = 0;
   double step_s = 0;
   int64_t n_tokens_seen = 0;
-  int64_t local_valid_tokens = 0;             ///< labels of this step that count, on this rank
-  int64_t global_valid_tokens = 0;            ///< the same on all ranks
+  int64_t local_valid_tokens = 0;             ///< this step's valid labels on this rank
+  int64_t global_valid_tokens = 0;            ///< the same over all ranks
   std::optional<int64_t> skipped_steps = {};  ///< non-finite steps skipped so far; unset: skipping is off
-  /// Total time that checkpoint saves have blocked training since the previous logged step; unset: no
+  /// Total time for which checkpoint saves have blocked training since the previous logged step; unset: no
   /// checkpoints.
   std::optional<double> checkpoint_s;
   std::optional<double> startup_s;  ///< seconds from launch to the first step; first logged step only
@@ -54,7 +59,7 @@ struct ValidationMetrics {
   double memory_percent = 0;
 };
 
-/// What a rank is doing. All but Load and Finish are part of a Step.
+/// A rank's current activity. All but Load and Finish are part of a Step.
 enum class Phase : uint8_t {
   Load,
   Step,
@@ -74,7 +79,8 @@ inline const char* name_of(Phase phase) {
   return names[static_cast<size_t>(phase)];
 }
 
-/// Called by the training thread, so a call costs step time: tens of nanoseconds are fine, files are not.
+/// Called by the training thread, so a call costs step time: tens of nanoseconds are fine, file accesses are
+/// not.
 class RunObserver {
  public:
   virtual ~RunObserver() = default;
@@ -82,20 +88,20 @@ class RunObserver {
   virtual void begin(Phase /*phase*/, int64_t /*step*/) {}
   /// `failed`: an exception leaves the phase.
   virtual void end(Phase /*phase*/, int64_t /*step*/, bool /*failed*/) {}
-  /// The next step to run is the one after `step`, at a start (0: from the beginning) and after going back to
-  /// a checkpoint. Records of later steps, from an earlier run or from before going back, no longer hold.
+  /// Called at a start (0: from the beginning) and after a rewind to a checkpoint: the next step is the one
+  /// after `step`. Records of later steps, from an earlier run or from before the rewind, are obsolete.
   virtual void begin_after(int64_t /*step*/) {}
   /// This step's figures as rank 0 logs them; called on every rank.
   virtual void logged(const StepMetrics& /*metrics*/) {}
   virtual void validated(const ValidationMetrics& /*metrics*/) {}
-  /// All ranks have agreed to end the run early, because of this signal (0: of something else).
+  /// All ranks have agreed to end the run early, because of this signal (0: for another reason).
   virtual void stopped(int /*signal*/) {}
   /// The run is over: everything logged should be on disk afterwards.
   virtual void flush() {}
 };
 using RunObservers = std::vector<std::unique_ptr<RunObserver>>;
 
-/// Tells all observers of a phase as long as it lives, in reverse order at its end.
+/// Reports the beginning of a phase to all observers, and in its destructor the end, in reverse order.
 class PhaseScope {
  public:
   PhaseScope(const RunObservers& observers, Phase phase, int64_t step)
@@ -116,10 +122,10 @@ class PhaseScope {
   int exceptions_;
 };
 
-/// How fast this rank computes, by its model and device.
+/// The figures that turn a rank's token rate into FLOP/s and mfu.
 struct DeviceRate {
   double flops_per_token = 0;
-  std::optional<double> peak_flops;  ///< of the device, in FLOP/s
+  std::optional<double> peak_flops;  ///< the device's, in FLOP/s; unset: unknown
   int non_data_parallel_size = 1;    ///< ranks that share the work on a row: rows x tp x pp
 };
 
@@ -134,9 +140,9 @@ class MetricsWindow {
   void count_data_loading(double seconds) { data_loading_s_ += seconds; }
   /// Tokens in this rank's rows, since the count started.
   int64_t local_tokens_seen() const { return local_tokens_seen_; }
-  /// Restarts the count: a checkpoint was loaded, which has its own.
+  /// Restarts that count, because a checkpoint with its own count was loaded.
   void forget_tokens_seen() { local_tokens_seen_ = 0; }
-  /// Excludes time that no step spent (validation, waiting for a checkpoint).
+  /// Excludes time spent outside of steps (validation, waiting for a checkpoint).
   void leave_out(double seconds) { left_out_s_ += seconds; }
 
   /// Fills in rates, times and memory, and starts the next window.
@@ -146,7 +152,7 @@ class MetricsWindow {
   double rate_of(int64_t local_tokens, double seconds) const;
 
  private:
-  /// Also warns when the allocator has run short, and resets the device's peaks.
+  /// Also warns if the allocator has run short of memory, and resets the device's peaks.
   void take_device_memory(StepMetrics& metrics);
 
   using Clock = std::chrono::steady_clock;
@@ -159,7 +165,7 @@ class MetricsWindow {
   int64_t local_tokens_seen_ = 0;
   double data_loading_s_ = 0;
   double left_out_s_ = 0;
-  int64_t num_warned_ = 0;  // allocator retries and failures that have been warned about
+  int64_t num_warned_ = 0;  // allocator retries and failures already warned about
 };
 
 }  // namespace titan::train

@@ -1,7 +1,11 @@
 #pragma once
 
 // The training loop. A step is: fetch, forward and backward, clip, update, log; decisions about a run are
-// policies (policy.h). The program builds its trainer from settings (src/job/build.h).
+// policies (policy.h). The program builds a trainer's parts from settings (src/job/build.h):
+//
+//   titan::train::TrainerParts parts = ...;
+//   titan::train::Trainer trainer(std::move(parts), {.steps = 1000, .log_freq = 10});
+//   const titan::train::RunEnd end = trainer.train();  // on every rank
 
 #include <cstdint>
 #include <functional>
@@ -29,14 +33,14 @@ class RunCheckpoints;  // src/train/checkpoints/run_checkpoints.h
 class StepNumbers;     // src/train/step_runner.h
 class StepRunner;      // src/train/step_runner.h
 
-/// What a trainer works with.
+/// The objects that a trainer works with.
 struct TrainerParts {
   dist::World world;
   Meshes meshes;
   at::Device device;
-  std::vector<std::unique_ptr<TrainableModel>> models;  ///< this rank's: the whole model, or its parts of it
-  std::unique_ptr<StepRunner> runner;                   ///< runs forward and backward of these models
-  std::vector<Parameter> parameters;                    ///< of these models
+  std::vector<std::unique_ptr<TrainableModel>> models;  ///< the whole model, or this rank's stages of it
+  std::unique_ptr<StepRunner> runner;                   ///< runs these models' forward and backward
+  std::vector<Parameter> parameters;                    ///< all parameters of these models
   optim::Optimizer optimizer;
   optim::LrSchedule schedule;
   data::DataLoader loader;
@@ -46,8 +50,8 @@ struct TrainerParts {
   TrainerPolicies policies = {};
 };
 
-/// Makes an object of yours that joins the checkpoints of `titan train` under its name here; null: not those
-/// of this run. Called before anything is loaded; the parts live as long as the object.
+/// Makes your object, which the checkpoints of `titan train` then hold under its registered name; null: not
+/// in this run. Called before anything is loaded; the parts live as long as the object.
 ///
 ///   titan::train::saved_objects().add("averages", [](TrainerParts& parts) {
 ///     return std::make_unique<Averages>(parts.parameters);
@@ -59,22 +63,22 @@ struct TrainerOptions {
   int64_t steps = 0;
   int64_t log_freq = 10;
   double max_norm = 1.0;
-  int64_t train_timeout_s = 100;  ///< of collectives after the first step
+  int64_t train_timeout_s = 100;  ///< time limit of collectives after the first step
   /// The host reads a step's loss and gradient norm one step later, or when they are logged, so that a GPU
-  /// never waits for it; a step that isn't finite is skipped on the device, and the error comes a step later.
-  /// Needs the fused optimizer; unset: on a GPU with it.
+  /// never waits for the host. The device itself skips a non-finite step, and the error comes one step later.
+  /// Needs the fused optimizer. Unset: true on a GPU with that optimizer.
   std::optional<bool> read_late;
   bool seed_checkpoint = false;  ///< save the model as step 0 instead of training
-  uint64_t seed = 0;             ///< of the run, for random numbers that can't continue as they were
-  /// Called once everything is loaded: from here on the records of an earlier run may be replaced.
+  uint64_t seed = 0;             ///< seeds random numbers whose saved state doesn't fit this run's ranks
+  /// Called once everything is loaded: from then on the records of an earlier run may be replaced.
   std::function<void()> on_start = {};
 };
 
-/// How far training is.
+/// How far training has come.
 struct Progress {
   int64_t step = 0;            ///< the step in progress, from 1
-  int64_t schedule_steps = 0;  ///< learning rates used so far: the step, unless the schedule started anew
-  int64_t tokens_before = 0;   ///< seen before this process's first step
+  int64_t schedule_steps = 0;  ///< learning rates used so far: `step`, unless the schedule was restarted
+  int64_t tokens_before = 0;   ///< tokens seen before this process's first step
 };
 
 class Trainer {
@@ -82,12 +86,12 @@ class Trainer {
   Trainer(TrainerParts parts, TrainerOptions options);
   ~Trainer();
 
-  /// Trains the steps that are left, or as many as the data gives. Collective over the world. Throws
-  /// UnsoundRun on every rank, before the optimizer step, when a loss or the gradient norm isn't finite and
-  /// no policy skips the step. The message names the lowest rank whose loss it is or, if all losses are
-  /// finite, the rank in whose shard of the gradients it was first seen. A policy's vote ends the run early,
-  /// between steps, within a validation or while data is awaited; what isn't saved yet is saved once, with
-  /// the whole state.
+  /// Runs the remaining steps, or as many as there is data for. Collective over the world. Throws UnsoundRun
+  /// on every rank, before the optimizer step, if a loss or the gradient norm isn't finite and no policy
+  /// skips the step. The message names the lowest rank with such a loss or, if all losses are finite, the
+  /// rank whose shard of the gradients showed it first. A policy's vote ends the run early: between steps,
+  /// within a validation or while waiting for data. The whole state is then saved, unless it is saved
+  /// already.
   RunEnd train();
 
   // ---- for policies
@@ -97,15 +101,15 @@ class Trainer {
   /// True at step 1 and every `freq` steps.
   bool is_due(int64_t freq) const { return progress_.step == 1 || progress_.step % freq == 0; }
   PhaseScope phase(Phase phase) const { return {parts_.observers, phase, progress_.step}; }
-  /// The numbers of the last step, waiting for the device where they are read late.
+  /// The numbers of the last step. Waits for the device if they are read late.
   const StepValues& settle();
   /// The step's loss over the whole batch: the same bits on all ranks. Collective over the world.
   double loss_of_all(const StepValues& values) const;
   at::Tensor forward_backward(const StepInput& input);
-  /// Waits for the loader's next step. False: a policy gives up waiting.
+  /// Waits for the loader's next step. False: a policy gave up waiting.
   bool wait_for(data::DataLoader& loader);
-  /// The labels that count in these batches of this rank, and those of all ranks; nullopt: a policy stops the
-  /// run, on all ranks. Throws Error on all ranks where one can't go on. Collective over the world.
+  /// Counts the valid labels in these batches of this rank and over all ranks; nullopt: a policy stops the
+  /// run, on all ranks. Throws Error on all ranks if one can't continue. Collective over the world.
   std::optional<TokenCounts> agree(const std::vector<data::Batch>& batches);
   /// Loads the newest checkpoint of this run before `step`; training continues from it with the next batch.
   /// False: there is none. Collective over the world.
@@ -144,12 +148,12 @@ class Trainer {
   Progress progress_;
   std::unique_ptr<StepNumbers> numbers_;
   std::optional<StepInput> unread_;  // input of the step whose numbers haven't been read
-  StepValues values_;                // the last that were read
+  StepValues values_;                // the last ones read
   int64_t last_step_ = 0;
   bool stopping_ = false;
   bool is_loaded_ = false;
   int64_t started_at_ = 0;     // the step whose state was loaded; -1: it was in memory only, not on disk
-  bool save_is_late_ = false;  // a save was put off to the next step whose numbers are finite
+  bool save_is_late_ = false;  // a save was postponed to the next finite step
   std::vector<std::unique_ptr<checkpoint::Stateful>> saved_;  // refer to the members above
 };
 

@@ -34,7 +34,7 @@ constexpr int64_t kMaxTensors = 10'000'000;
 constexpr int64_t kMaxLayouts = 100'000;
 constexpr int64_t kMaxAxes = 64;
 constexpr size_t kMostDims = 64;
-constexpr int64_t kMaxFileBytes = int64_t{1} << 62;  // of all files together
+constexpr int64_t kMaxFileBytes = int64_t{1} << 62;  // all files together
 
 // ---- checks of values, before writing and after reading
 
@@ -121,7 +121,7 @@ std::string text_of(const std::vector<FileRecord>& files) {
 
 // ---- reading
 
-// Reads the JSON; the form of its beginning is check_digest's matter.
+// Reads the JSON. check_digest checks the form of its beginning.
 class ManifestReader {
  public:
   Manifest read(std::string_view text) {
@@ -163,9 +163,9 @@ class ManifestReader {
   Manifest manifest_;
   std::vector<std::shared_ptr<const TensorLayout>> layouts_;
   std::vector<StateTensor> tensors_;
-  std::vector<int64_t> layout_positions_;  // of each tensor
+  std::vector<int64_t> layout_positions_;  // by tensor, position in layouts_
 
-  // What is being read.
+  // Fields of the file, axis, layout or tensor that is being read.
   int64_t format_ = 0;
   std::string digest_;
   FileRecord file_;
@@ -236,7 +236,7 @@ void check_digest(std::string_view text) {
   text.remove_prefix(kDigestDigits);
   TITAN_CHECK(is_digest(digest) && take(text, kAfterDigest),
               "damaged: the digest isn't 32 hexadecimal digits followed by the end of the line");
-  TITAN_CHECK(digest == digest_of(text), "damaged: its digest is ", digest, ", that of its bytes ",
+  TITAN_CHECK(digest == digest_of(text), "damaged: its digest is ", digest, ", but its bytes have ",
               digest_of(text));
 }
 
@@ -255,7 +255,7 @@ std::string to_text(const Manifest& manifest) {
   check_size(num_text_bytes);  // before they are copied
   check_files(manifest.files);
   TITAN_CHECK(static_cast<int64_t>(manifest.files.size()) == manifest.table.world_size(), "a manifest with ",
-              manifest.files.size(), " files of a table for ", manifest.table.world_size(), " ranks");
+              manifest.files.size(), " files and a table for ", manifest.table.world_size(), " ranks");
   std::string text =
       str("\"manifest\":{\"run_id\":\"", manifest.run_id, "\",\n\"step\":", manifest.step,
           ",\n\"library\":", json_quoted(manifest.library), ",\n\"num_threads\":", manifest.num_threads,

@@ -22,10 +22,10 @@ namespace {
 
 using detail::InputFile;
 
-// So many blocks are read at once.
+// Number of blocks read at once.
 constexpr int64_t kReadBlocks = 8;
 
-// Counts of elements.
+// All fields count elements.
 struct Run {
   int64_t from = 0;
   int64_t to = 0;
@@ -49,7 +49,7 @@ class BoxRuns {
       add_outer({end - begin, from_stride, target_strides[dim]});
       from_stride *= source.length[dim];
     }
-    // Every run is contiguous in the source, if need be a single element.
+    // Every run is contiguous in the source; a single element always is.
     if (dims_.empty() || dims_[0].from_stride != 1) dims_.insert(dims_.begin(), {1, 1, 1});
     index_.resize(dims_.size());
   }
@@ -97,12 +97,12 @@ class BoxRuns {
 
 class BlockReader {
  public:
-  // All three outlive it.
+  // The arguments must outlive it.
   BlockReader(const InputFile& file, std::string_view name, const RankFile::Entry& entry)
       : file_(file), name_(name), entry_(entry) {}
 
   int64_t num_blocks() const { return static_cast<int64_t>(entry_.checksums.size()); }
-  // Bytes of the tensor.
+  // The block's bytes within the tensor.
   int64_t begin(int64_t block) const { return block * kBlockBytes; }
   int64_t end(int64_t block) const { return std::min(begin(block + 1), entry_.num_bytes); }
 
@@ -121,7 +121,7 @@ class BlockReader {
       if (found == recorded) continue;
       return str(file_.path().string(), ": tensor '", name_, "' is damaged: block ", block, " of ",
                  num_blocks(), " (bytes ", entry_.offset + begin(block), " to ", entry_.offset + end(block),
-                 " of the file) has checksum ", hex(found), ", recorded is ", hex(recorded));
+                 " of the file) has checksum ", hex(found), ", expected ", hex(recorded));
     }
     return "";
   }
@@ -139,7 +139,7 @@ class BlockReader {
   const RankFile::Entry& entry_;
 };
 
-// One by one, for targets whose elements aren't contiguous.
+// Copies element by element, for targets whose elements aren't contiguous.
 template <size_t kSize>
 void copy_strided(const std::byte* from, std::byte* to, int64_t length, int64_t to_stride) {
   for (int64_t i = 0; i < length; ++i)
@@ -195,7 +195,8 @@ class PieceReader {
     return ranges;
   }
 
-  // How many blocks from `first` on hold nothing but the current run, which is contiguous in the target too.
+  // The number of blocks from `first` on that hold only the current run; 0 unless the run is contiguous in
+  // the target too.
   int64_t num_whole_blocks(int64_t first, int64_t last) const {
     if (run_.to_stride != 1 || run_.from > first * block_elements_) return 0;
     const int64_t end = run_.from + run_.length;
@@ -257,7 +258,7 @@ class PieceReader {
   const int64_t element_size_;
   const int64_t block_elements_;
   BoxRuns runs_;
-  Run run_;  // what is left of the current one
+  Run run_;  // the rest of the current run
   bool more_;
   std::unique_ptr<std::byte[]> buffer_;
 };
@@ -278,7 +279,7 @@ detail::RankFileHeader parse(const std::string& header, const InputFile& file) {
                                         static_cast<size_t>(file.num_bytes()), file.path().string());
 }
 
-// Tells a swapped file from a damaged one: "; it is of step 400, not 500", or nothing.
+// Distinguishes a swapped file from a damaged one: "; it belongs to step 400, not 500", or nothing.
 std::string identity_difference(const InputFile& file, const FileIdentity& expected) {
   try {
     const std::string other = detail::difference(parse(read_header(file), file).identity, expected);
@@ -299,8 +300,8 @@ void check_target(std::string_view name, const RankFile::Entry& entry, const Box
               at::IntArrayRef(entry.box.offset), " of lengths ", at::IntArrayRef(entry.box.length));
 }
 
-// Checks all blocks; returns what is wrong with the first damaged one. The pages read are dropped: verifying
-// a large checkpoint doesn't push everything else out of memory.
+// Checks all blocks; describes the first damaged one. Drops the pages after reading them, so that verifying a
+// large checkpoint doesn't push everything else out of memory.
 std::string verify_entry(const InputFile& file, const std::string& name, const RankFile::Entry& entry,
                          std::span<std::byte> buffer, const std::function<void(int64_t)>& progress) {
   const BlockReader blocks(file, name, entry);
@@ -379,7 +380,7 @@ std::span<const std::byte> bytes_of(const PieceToWrite& piece, int64_t begin, in
   return {static_cast<const std::byte*>(piece.data.const_data_ptr()) + begin, static_cast<size_t>(num_bytes)};
 }
 
-// What the header says of the blocks, computed by several threads.
+// The header's information about the blocks, computed by several threads.
 struct BlockSummary {
   Checksums checksums;
   std::atomic<bool> finite{true};
@@ -445,7 +446,7 @@ WrittenFile write_rank_file(const CreateFile& create, const FileIdentity& identi
     file->write(parts, static_cast<int64_t>(header_bytes) + chunk.offset);
     if (options.progress) options.progress(chunk.num_bytes);
   });
-  // Last: a file without its header can't be mistaken for a whole one.
+  // The header is written last: without it, a file can't be mistaken for a whole one.
   const std::string header = make_rank_file_header(identity, pieces, blocks.checksums);
   TITAN_INTERNAL_ASSERT(header.size() == header_bytes, "checksums have a fixed width");
   const auto bytes = std::as_bytes(std::span(header));
@@ -464,7 +465,7 @@ RankFile open_rank_file(const std::filesystem::path& step_folder, const Manifest
 
 std::shared_ptr<const RankFile> OpenFiles::use(const Manifest& manifest, int64_t rank) {
   const std::shared_ptr<Slot> slot = take_slot(rank);
-  // Other threads wait here for this file, and for no other.
+  // Only threads that need this file wait here.
   const std::lock_guard lock(slot->opening);
   if (!slot->file) slot->file = open_rank_file(folder_, manifest, rank);
   return {slot, &*slot->file};

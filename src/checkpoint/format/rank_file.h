@@ -1,17 +1,17 @@
 #pragma once
 
 // A rank's file of a checkpoint: safetensors whose __metadata__ names the run, step and rank, and gives for
-// every tensor its box in the global tensor and a checksum (XXH3, 64 bits) of each MiB of it. Both are
-// checked, against the manifest and against the bytes, before a value is used.
+// every tensor its box in the global tensor and a checksum (XXH3, 64 bits) of each MiB of its bytes. Before a
+// value is used, the box is checked against the manifest and the checksum against the bytes.
 //
 // [Note: header of a rank's file]
 // In __metadata__ are
 //   "format"                             "titan rank file 1"
 //   "run_id" "step" "rank" "world_size"  the file's identity
 //   NAME of each tensor                  "0:512,256:512 xxh3:0123456789abcdef,89abcdef01234567"
-// The value of NAME is the tensor's box, begin:end of each dimension (for a scalar neither that nor the
+// The value of NAME is the tensor's box, begin:end of each dimension (a scalar has neither the box nor the
 // space), and a checksum of each block. Checksums have a fixed width, so that the header's length is known
-// before them. For any other reader the file is well-formed safetensors.
+// before they are. For any other reader the file is well-formed safetensors.
 
 #include <cstddef>
 #include <cstdint>
@@ -38,7 +38,7 @@ namespace titan::checkpoint {
 /// A checksum covers this many bytes of a tensor; the last one covers the rest.
 constexpr int64_t kBlockBytes = int64_t{1} << 20;
 
-/// A file of another run, step or rank is never taken for this one's.
+/// Identifies a file, so that one of another run, step or rank is never used in its place.
 struct FileIdentity {
   std::string run_id;
   int64_t step = 0;
@@ -50,7 +50,7 @@ struct FileIdentity {
 struct PieceToWrite {
   std::string name;
   Box box;          ///< in the global tensor
-  at::Tensor data;  ///< of the box's lengths; contiguous, on the CPU; unchanged until the call returns
+  at::Tensor data;  ///< has the box's lengths; contiguous, on the CPU; unchanged until the call returns
 };
 
 struct WriteOptions {
@@ -67,9 +67,9 @@ struct WrittenFile {
 /// The size of the file, before it is written.
 int64_t rank_file_bytes(const FileIdentity& identity, std::span<const PieceToWrite> pieces);
 
-/// Writes and syncs the file (not its folder). `pieces`: in the order of StateTable. On a local disk the
-/// space is reserved before a byte is written: where the disk is full, the Error says how many bytes are
-/// needed and how many are free. On failure the file is removed.
+/// Writes and syncs the file (not its folder). `pieces` are in the order of StateTable. On a local disk the
+/// space is reserved before a byte is written: if the disk is full, the Error says how many bytes are needed
+/// and how many are free. On failure the file is removed.
 WrittenFile write_rank_file(const std::filesystem::path& path, const FileIdentity& identity,
                             std::span<const PieceToWrite> pieces, const WriteOptions& options = {});
 
@@ -80,18 +80,18 @@ class RankFile {
   struct Entry {
     at::ScalarType dtype = at::kFloat;
     Box box;
-    int64_t offset = 0;  ///< of its first byte in the file
+    int64_t offset = 0;  ///< first byte in the file
     int64_t num_bytes = 0;
     std::vector<uint64_t> checksums;
   };
 
-  /// Throws Error that names the file and what is wrong: a size or header other than `record` says, another
+  /// Throws Error that names the file and the problem: a size or header that differs from `record`, another
   /// `identity`, a malformed header, boxes that don't match their tensors' shapes.
   RankFile(const std::filesystem::path& path, const FileIdentity& identity, const FileRecord& record);
 
   const detail::InputFile& file() const;
   const std::vector<std::string>& names() const;
-  /// Throws Error where there is none.
+  /// Throws Error if the file has no such tensor.
   const Entry& entry(std::string_view name) const;
 
   /// Copies the elements that are in both the entry's box and `target_box` to `target`, a CPU tensor of the
@@ -127,9 +127,9 @@ bool all_finite(std::span<const std::byte> bytes, at::ScalarType dtype);
 /// "0:512,256:512": begin:end of each dimension.
 std::string box_text(const Box& box);
 
-/// Per piece, its blocks' checksums.
+/// By piece, the checksums of its blocks.
 using Checksums = std::vector<std::vector<uint64_t>>;
-/// As many as the pieces have blocks, all 0.
+/// A checksum of 0 for each block.
 Checksums blank_checksums(std::span<const PieceToWrite> pieces);
 
 /// The 8 length bytes and the JSON text; the pieces' bytes follow in order, without gaps. Throws Error for a
@@ -144,11 +144,11 @@ struct RankFileHeader {
 };
 
 /// Parses the JSON text; `data_start` is the first byte after it. Throws Error that names `path` and the
-/// tensor, for anything that breaks the rules of safetensors or those above.
+/// tensor where a rule of safetensors or of [Note: header of a rank's file] is broken.
 RankFileHeader parse_rank_file_header(std::string_view json, size_t data_start, size_t file_size,
                                       const std::string& path);
 
-/// "it is of step 400, not 500"; empty when they are equal.
+/// "it belongs to step 400, not 500"; empty when they are equal.
 std::string difference(const FileIdentity& found, const FileIdentity& expected);
 
 // ---- writing
@@ -156,7 +156,7 @@ std::string difference(const FileIdentity& found, const FileIdentity& expected);
 /// Whole blocks of one piece.
 struct Segment {
   size_t piece = 0;
-  int64_t begin = 0;  ///< byte of the piece
+  int64_t begin = 0;  ///< first byte, counted from the start of the piece
   int64_t num_bytes = 0;
 };
 
@@ -167,7 +167,8 @@ struct Chunk {
   std::vector<Segment> segments;
 };
 
-/// The pieces' bytes as chunks of about kChunkBytes: parts of large tensors, many small ones together.
+/// Divides the pieces' bytes into chunks of about kChunkBytes: parts of large tensors, many small ones
+/// together.
 constexpr int64_t kChunkBytes = 8 * kBlockBytes;
 std::vector<Chunk> plan_chunks(std::span<const PieceToWrite> pieces);
 
@@ -178,8 +179,8 @@ WrittenFile write_rank_file(const CreateFile& create, const FileIdentity& identi
 
 // ---- the files of a checkpoint that is being read
 
-/// Opens a rank's file in a step's folder. Throws Error as RankFile does, and for anything but a regular file
-/// of that folder: a link may point anywhere.
+/// Opens a rank's file in a step's folder. Throws Error as RankFile does, and for anything but a regular
+/// file, because a link may point anywhere.
 RankFile open_rank_file(const std::filesystem::path& step_folder, const Manifest& manifest, int64_t rank);
 
 /// Opens files when they are first needed, and closes the least recently used one when `most_open` are open:
@@ -191,7 +192,7 @@ class OpenFiles {
 
   /// The file stays open as long as the pointer lives.
   std::shared_ptr<const RankFile> use(const Manifest& manifest, int64_t rank);
-  /// From all files, including those that were closed.
+  /// Bytes read from all files, including closed ones.
   int64_t bytes_read() const;
 
  private:

@@ -27,7 +27,7 @@ bool is_reserved(std::string_view name) {
   return std::find(kReservedNames.begin(), kReservedNames.end(), name) != kReservedNames.end();
 }
 
-// ---- making
+// ---- writing
 
 std::string metadata_value(const Box& box, const std::vector<uint64_t>& checksums) {
   std::string text = box_text(box);
@@ -61,7 +61,7 @@ void check_piece(const PieceToWrite& piece) {
 
 // ---- parsing
 
-// Digits only: no sign, no space. Nothing where the number needs more than 63 bits.
+// Accepts digits only: no sign, no space. Returns nothing if the number needs more than 63 bits.
 std::optional<int64_t> parse_number(std::string_view text) {
   int64_t value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
@@ -98,7 +98,7 @@ std::optional<uint64_t> parse_checksum(std::string_view digits) {
   return value;
 }
 
-// Nothing unless there are exactly `count`.
+// Returns nothing unless there are exactly `count`.
 std::optional<std::vector<uint64_t>> parse_checksums(std::string_view text, int64_t count) {
   const auto expected_size = static_cast<size_t>(count) * (kChecksumDigits + 1);
   if (text.size() + (count > 0 ? 1 : 0) != expected_size) return std::nullopt;
@@ -120,7 +120,7 @@ RankFile::Entry parse_entry(std::string_view value, const SafetensorsInfo& info,
   if (!ranges.empty() && spaced) ranges.remove_suffix(1);
   auto box = parse_box(ranges);
   TITAN_CHECK(box && spaced && ranges.empty() == info.shape.empty(), where, "'", ranges, "' isn't a box");
-  TITAN_CHECK(box->length == info.shape, where, "its box '", ranges, "' isn't of its shape ",
+  TITAN_CHECK(box->length == info.shape, where, "its box '", ranges, "' doesn't have its shape ",
               at::IntArrayRef(info.shape));
   const int64_t count = num_blocks(info.num_bytes);
   auto checksums = parse_checksums(value.substr(prefix + kChecksumPrefix.size()), count);
@@ -158,8 +158,8 @@ FileIdentity parse_identity(const titan::detail::SafetensorsHeader& header, cons
 
 // ---- checksums
 
-// Adding one to the last place of an exponent carries into the sign bit exactly if the exponent is all ones.
-// Every instruction set can vectorize that, unlike comparisons of 64-bit words.
+// Adding one to the last place of an exponent carries into the sign bit if and only if the exponent is all
+// ones. Every instruction set can vectorize that, unlike comparisons of 64-bit words.
 template <class Word>
 bool no_full_exponent(std::span<const std::byte> bytes, Word exponent, Word last_place) {
   constexpr Word kSign = static_cast<Word>(Word{1} << (8 * sizeof(Word) - 1));
@@ -216,23 +216,23 @@ RankFileHeader parse_rank_file_header(std::string_view json, size_t data_start, 
   RankFileHeader header{
       .identity = parse_identity(parsed, path), .names = std::move(parsed.names), .entries = {}};
   for (const auto& [name, info] : parsed.tensors) {
-    TITAN_CHECK(!is_reserved(name), path, ": no tensor of a rank's file has the name '", name, "'");
+    TITAN_CHECK(!is_reserved(name), path, ": a tensor of a rank's file can't be named '", name, "'");
     const std::string& value = metadata_of(parsed, name, path);
     header.entries.emplace(name, parse_entry(value, info, str(path, ": tensor '", name, "': ")));
   }
   for (const auto& [key, value] : parsed.metadata)
     TITAN_CHECK(is_reserved(key) || header.entries.contains(key), path, ": metadata '", key,
-                "' is of no tensor in the file");
+                "' belongs to no tensor in the file");
   return header;
 }
 
 std::string difference(const FileIdentity& found, const FileIdentity& expected) {
   if (found.run_id != expected.run_id)
-    return str("it is of run '", found.run_id, "', not '", expected.run_id, "'");
-  if (found.step != expected.step) return str("it is of step ", found.step, ", not ", expected.step);
-  if (found.rank != expected.rank) return str("it is of rank ", found.rank, ", not ", expected.rank);
+    return str("it belongs to run '", found.run_id, "', not '", expected.run_id, "'");
+  if (found.step != expected.step) return str("it belongs to step ", found.step, ", not ", expected.step);
+  if (found.rank != expected.rank) return str("it belongs to rank ", found.rank, ", not ", expected.rank);
   if (found.world_size != expected.world_size)
-    return str("it is of one of ", found.world_size, " ranks, not of ", expected.world_size);
+    return str("it was saved by ", found.world_size, " ranks, not by ", expected.world_size);
   return "";
 }
 

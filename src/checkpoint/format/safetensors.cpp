@@ -16,10 +16,11 @@
 
 #include "checkpoint/format/safetensors_header.h"
 #include "core/file.h"
+#include "core/json.h"
 #include "titan/checkpoint/storage.h"
 #include "titan/core/error.h"
 
-// [Note: rules of the header] They are those of the format's reference reader, and where that is lax, of its
+// [Note: rules of the header] They follow the format's reference reader and, where that is lax, its
 // specification: the length is at most 100 MB and inside the file; the text is UTF-8, starts with '{' and is
 // padded with spaces only; no key is duplicated (readers that keep the first and readers that keep the last
 // would see different files); `__metadata__` maps strings to strings; sizes are computed with overflow
@@ -52,7 +53,7 @@ using nlohmann::json;
 
 constexpr uint64_t kMaxHeaderBytes = 100'000'000;
 constexpr size_t kMaxRank = 64;
-// In memory a tensor takes several times its text.
+// A tensor takes several times as much memory as text.
 constexpr size_t kMaxTensors = 1'000'000;
 constexpr size_t kMaxMetadata = kMaxTensors + 1'000;  // a rank's file has one for each tensor
 constexpr const char* kMetadataKey = "__metadata__";
@@ -69,119 +70,102 @@ bool has_control_character(std::string_view text) {
   return std::any_of(text.begin(), text.end(), [](unsigned char c) { return c < 0x20 || c == 0x7f; });
 }
 
-// The parser's events, checked against the header's grammar. A handler that returns false stops the parser;
-// `problem` says why.
-class HeaderEvents final : public nlohmann::json_sax<json> {
+/// Checks the header's grammar.
+class HeaderEvents final : public JsonEvents {
  public:
   std::deque<RawEntry> entries;  // a vector of many small ones would take a multiple of the text at once
   SafetensorsMetadata metadata;
-  std::string problem;
 
-  bool null() override { return unexpected("null"); }
-  bool boolean(bool) override { return unexpected("a boolean"); }
-  bool number_integer(number_integer_t) override { return unexpected("a negative number"); }
-  bool number_float(number_float_t, const string_t&) override {
-    return unexpected("a number that is no 64-bit integer");
+  std::string null() override { return unexpected("null"); }
+  std::string boolean(bool) override { return unexpected("a boolean"); }
+  std::string real(double) override { return unexpected("a number that is no 64-bit integer"); }
+  std::string integer(int64_t value) override {
+    return value < 0 ? unexpected("a negative number") : large_integer(static_cast<uint64_t>(value));
   }
-  bool binary(binary_t&) override { return unexpected("binary data"); }
-
-  bool number_unsigned(number_unsigned_t value) override {
+  std::string large_integer(uint64_t value) override {
     if (state_ != State::Array) return unexpected("a number");
     array_->push_back(value);
-    if (array_->size() > kMaxRank) return fail(str("an array of more than ", kMaxRank, " numbers"));
-    return true;
+    return array_->size() > kMaxRank ? str("an array of more than ", kMaxRank, " numbers") : "";
   }
 
-  bool string(string_t& value) override {
+  std::string text(std::string& value) override {
     if (state_ == State::Metadata) {
-      if (metadata.size() == kMaxMetadata) return fail(str("more than ", kMaxMetadata, " keys of metadata"));
+      if (metadata.size() == kMaxMetadata) return str("more than ", kMaxMetadata, " keys of metadata");
       metadata[key_] = value;
-      return true;
+      return "";
     }
     if (state_ != State::Entry || key_ != "dtype") return unexpected("a string");
     entries.back().dtype = value;
-    return true;
+    return "";
   }
 
-  bool start_object(std::size_t) override {
+  std::string open(bool is_array) override {
+    if (is_array) return open_array();
     if (state_ == State::Start) return enter(State::Root);
     if (state_ != State::Root) return unexpected("an object");
     if (key_ == kMetadataKey) return enter(State::Metadata);
-    if (entries.size() == kMaxTensors) return fail(str("more than ", kMaxTensors, " tensors"));
+    if (entries.size() == kMaxTensors) return str("more than ", kMaxTensors, " tensors");
     entries.push_back({.name = key_, .dtype = {}, .shape = {}, .data_offsets = {}});
     return enter(State::Entry);
   }
 
-  bool end_object() override {
+  std::string close() override {
+    if (state_ == State::Array) return enter(State::Entry);
     if (state_ == State::Entry) {
       const RawEntry& entry = entries.back();
-      // At once: an incomplete entry takes much less text than memory.
+      // Checked at once: an incomplete entry takes much less text than memory.
       if (!entry.dtype || !entry.shape || !entry.data_offsets)
-        return fail(str("tensor '", entry.name, "': needs dtype, shape and data_offsets"));
+        return str("tensor '", entry.name, "': needs dtype, shape and data_offsets");
     }
     return enter(state_ == State::Root ? State::End : State::Root);
   }
 
-  bool start_array(std::size_t) override {
-    if (state_ != State::Entry) return unexpected("an array");
-    if (key_ == "shape") {
-      array_ = &entries.back().shape.emplace();
-    } else if (key_ == "data_offsets") {
-      array_ = &entries.back().data_offsets.emplace();
-    } else {
-      return unexpected("an array");
-    }
-    return enter(State::Array);
-  }
-
-  bool end_array() override { return enter(State::Entry); }
-
-  bool key(string_t& value) override {
+  std::string key(std::string& value) override {
     key_ = value;
     if (state_ == State::Root) return root_key();
     if (state_ == State::Metadata)
-      return metadata.count(key_) == 0 || fail(str("metadata key '", key_, "' occurs twice"));
+      return metadata.count(key_) == 0 ? "" : str("metadata key '", key_, "' occurs twice");
     return entry_key();
   }
 
-  bool parse_error(std::size_t position, const std::string&,
-                   const nlohmann::detail::exception& error) override {
-    return fail(str("header is not valid JSON at byte ", position, ": ", error.what()));
+  std::string syntax_error(size_t position, const std::string& reason) override {
+    return str("header is not valid JSON at byte ", position, ": ", reason);
   }
 
  private:
   enum class State { Start, Root, Metadata, Entry, Array, End };
 
-  bool enter(State state) {
+  std::string enter(State state) {
     state_ = state;
-    return true;
+    return "";
   }
 
-  bool root_key() {
-    if (has_control_character(key_)) return fail("a tensor's name contains control characters");
-    return names_.insert(key_).second || fail(str("tensor '", key_, "' occurs twice"));
+  std::string open_array() {
+    const bool is_shape = key_ == "shape";
+    if (state_ != State::Entry || (!is_shape && key_ != "data_offsets")) return unexpected("an array");
+    array_ = &(is_shape ? entries.back().shape : entries.back().data_offsets).emplace();
+    return enter(State::Array);
   }
 
-  bool entry_key() {
+  std::string root_key() {
+    if (has_control_character(key_)) return "a tensor's name contains control characters";
+    return names_.insert(key_).second ? "" : str("tensor '", key_, "' occurs twice");
+  }
+
+  std::string entry_key() const {
     const RawEntry& entry = entries.back();
-    bool known = key_ == "dtype" || key_ == "shape" || key_ == "data_offsets";
-    if (!known) return fail(str("tensor '", entry.name, "': unknown key '", key_, "'"));
-    bool twice = (key_ == "dtype" && entry.dtype) || (key_ == "shape" && entry.shape) ||
-                 (key_ == "data_offsets" && entry.data_offsets);
-    return !twice || fail(str("tensor '", entry.name, "': key '", key_, "' occurs twice"));
+    const bool known = key_ == "dtype" || key_ == "shape" || key_ == "data_offsets";
+    if (!known) return str("tensor '", entry.name, "': unknown key '", key_, "'");
+    const bool twice = (key_ == "dtype" && entry.dtype) || (key_ == "shape" && entry.shape) ||
+                       (key_ == "data_offsets" && entry.data_offsets);
+    return twice ? str("tensor '", entry.name, "': key '", key_, "' occurs twice") : "";
   }
 
-  bool unexpected(const char* what) {
-    if (state_ == State::Metadata) return fail(str("metadata '", key_, "' must be a string, not ", what));
-    if (state_ == State::Start) return fail(str("header must be an object, not ", what));
-    if (state_ == State::Root)
-      return fail(str("tensor '", key_, "' must be described by an object, not ", what));
-    return fail(str("tensor '", entries.back().name, "': ", what, " in '", key_, "'"));
-  }
-
-  bool fail(std::string message) {
-    problem = std::move(message);
-    return false;
+  std::string unexpected(const char* what) const {
+    if (state_ == State::Metadata) return str("metadata '", key_, "' must be a string, not ", what);
+    if (state_ == State::Start) return str("header must be an object, not ", what);
+    if (state_ == State::Root) return str("tensor '", key_, "' must be described by an object, not ", what);
+    return str("tensor '", entries.back().name, "': ", what, " in '", key_, "'");
   }
 
   State state_ = State::Start;
@@ -294,12 +278,9 @@ SafetensorsHeader parse_safetensors_header(std::string_view json_text, size_t da
   std::string_view text = without_padding(json_text);
   TITAN_CHECK(text.starts_with('{') && text.ends_with('}'), path,
               ": header must start with '{' and end with '}', padded with spaces only");
-  // The parser takes a NUL for the end of its input.
-  TITAN_CHECK(text.find('\0') == std::string_view::npos, path, ": header contains a NUL byte");
   HeaderEvents events;
-  bool valid =
-      json::sax_parse(text.begin(), text.end(), &events, json::input_format_t::json, /*strict=*/true);
-  TITAN_CHECK(valid, path, ": ", events.problem);
+  const std::string problem = read_json(text, events);
+  TITAN_CHECK(problem.empty(), path, ": ", problem);
 
   SafetensorsHeader header;
   header.metadata = std::move(events.metadata);
@@ -355,7 +336,7 @@ struct SafetensorsFile::Contents {
 
 namespace {
 
-// LibTorch takes a mutable pointer; nobody writes through it.
+// LibTorch takes a mutable pointer; nothing writes through it.
 void* address_of(const MappedFile& map, int64_t offset) {
   return const_cast<std::byte*>(map.bytes().data() + offset);
 }

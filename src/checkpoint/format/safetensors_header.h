@@ -15,9 +15,9 @@
 
 namespace titan::detail {
 
-/// The format's names of dtypes. Empty for a dtype that we don't read.
+/// The dtype of this name in the format; empty for one that we don't read.
 std::optional<c10::ScalarType> dtype_of_safetensors_name(std::string_view name);
-/// Throws Error for a dtype that the format (or we) can't hold.
+/// The format's name of a dtype. Throws Error for one that it can't hold or that we don't write.
 std::string_view safetensors_name_of(c10::ScalarType dtype);
 
 struct SafetensorsHeader {
@@ -33,7 +33,7 @@ std::string no_tensor_text(const std::string& path, std::string_view name,
 /// Whether a box is a part of a tensor of this shape.
 bool is_inside(const Box& box, const std::vector<int64_t>& shape);
 
-/// The length of the JSON header, from a file's beginning: 8 bytes, or all of a shorter file.
+/// The length of the JSON header. `beginning` is a file's first 8 bytes, or all of a shorter file.
 size_t checked_header_length(std::string_view beginning, size_t file_size, const std::string& path);
 
 /// Parses the JSON text and checks that the tensors tile the file's data part exactly, without holes or

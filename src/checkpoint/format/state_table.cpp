@@ -33,7 +33,7 @@ std::vector<const LayoutAxis*> fastest_first(const TensorLayout& layout) {
   return axes;
 }
 
-// Digits of the rank numbers that belong to no axis: they tell the copies of a part apart.
+// Digits of a rank number that no axis uses. They number the copies of a part.
 struct Gap {
   int64_t size = 1;
   int64_t stride = 1;
@@ -73,7 +73,7 @@ void check_axis(const LayoutAxis& axis, int64_t num_dims) {
               " on it");
 }
 
-// The axis of a mesh by the ranks' numbers, with neither `dim` nor `only`.
+// A mesh axis in terms of rank numbers, with neither `dim` nor `only`.
 LayoutAxis axis_of(const DeviceMesh& mesh, const MeshAxis& mesh_axis) {
   const DeviceMesh line = mesh[mesh_axis.name];
   const std::vector<int>& ranks = line.ranks();
@@ -90,7 +90,7 @@ LayoutAxis axis_of(const DeviceMesh& mesh, const MeshAxis& mesh_axis) {
 
 int64_t this_rank(const DeviceMesh& mesh) { return mesh.ranks()[static_cast<size_t>(mesh.rank())]; }
 
-// Positions of the mesh's axes, the one that splits first in front.
+// Positions of the mesh's axes, in the order in which they split.
 std::vector<int> cutting_order(const DTensor& tensor) {
   std::vector<int> every(static_cast<size_t>(tensor.mesh.num_axes()));
   std::iota(every.begin(), every.end(), 0);
@@ -119,14 +119,14 @@ void add_cuts(const DTensor& tensor, TensorLayout& layout) {
 
 // [Note: which rank writes what] A part that several ranks hold is cut into about as many pieces as it has
 // MiB, at most one per copy and one per row. The pieces are dealt to the copies of a layout's parts in turn,
-// the largest first: then no copy has more to write than another by more than one piece. All parts of a
-// tensor are dealt as its first one is, the largest.
+// the largest first: then no two copies differ by more than one piece in what they write. All parts of a
+// tensor are dealt like its first part, which is the largest.
 
 constexpr int64_t kPieceBytes = int64_t{1} << 20;
-// Sums of sizes that a file claims can't overflow.
+// Keeps sums of the sizes that a file claims from overflowing.
 constexpr int64_t kMaxBytes = int64_t{1} << 62;
 constexpr size_t kMaxNameBytes = 1000;
-constexpr std::string_view kMetadataKey = "__metadata__";  // of safetensors headers
+constexpr std::string_view kMetadataKey = "__metadata__";  // reserved in safetensors headers
 
 int64_t element_size(const StateTensor& tensor) {
   return static_cast<int64_t>(c10::elementSize(tensor.dtype));
@@ -163,7 +163,7 @@ void check_tensor(const StateTensor& tensor, int64_t world_size) {
   }
 }
 
-// One tensor's size is far below what an int64_t holds (check_layout).
+// One tensor's size can't overflow (check_layout).
 void check_total_size(const std::vector<StateTensor>& tensors) {
   int64_t total = 0;
   for (const StateTensor& tensor : tensors) {
@@ -182,7 +182,7 @@ struct Range {
   int64_t end = 0;
 };
 
-// Which of the `parts` chunks of `whole` have elements of `wanted`.
+// The range of the `parts` chunks of `whole` that have elements of `wanted`.
 Range intersecting_chunks(const titan::Chunk& wanted, const titan::Chunk& whole, int64_t parts) {
   const int64_t begin = std::max(whole.offset, wanted.offset) - whole.offset;
   const int64_t end = std::min(whole.offset + whole.length, wanted.offset + wanted.length) - whole.offset;
@@ -205,7 +205,7 @@ Box piece_of(Box part, int64_t num_pieces, int64_t index) {
   return part;
 }
 
-// How many pieces each part has. Where rows don't divide evenly, fewer pieces may have as many rows.
+// The number of pieces of each part. Where rows don't divide evenly, fewer pieces may do.
 int64_t num_pieces_of(const Box& largest_part, int64_t num_bytes, int64_t num_replicas) {
   if (largest_part.length.empty() || num_bytes == 0) return 1;
   const int64_t rows = largest_part.length[0];
@@ -244,7 +244,7 @@ void check_layout(const TensorLayout& layout, const std::vector<int64_t>& shape,
   int64_t below = 1;
   for (const LayoutAxis* axis : fastest_first(layout)) {
     TITAN_CHECK(axis->stride % below == 0, described(*axis),
-                " isn't independent of a faster axis: its stride is no multiple of ", below);
+                " isn't independent of a faster axis: its stride isn't a multiple of ", below);
     TITAN_CHECK(axis->stride <= world_size / axis->size, described(*axis), " needs more than ", world_size,
                 " ranks");
     below = axis->stride * axis->size;
@@ -300,7 +300,7 @@ std::string detail::name_problem(std::string_view name) {
   if (name.empty()) return "is empty";
   if (name.size() > kMaxNameBytes)
     return str("has ", name.size(), " bytes; at most ", kMaxNameBytes, " are allowed");
-  // Before the name is shown.
+  // Checked before the name is shown.
   if (std::any_of(name.begin(), name.end(), is_control)) return "contains control characters";
   if (valid_utf8_prefix(name) != name.size()) return "isn't UTF-8";
   for (std::string_view part : {"/", "\\", ".."})
@@ -398,8 +398,8 @@ std::vector<Source> StateTable::sources_of(size_t tensor, const Box& wanted) con
           {rank + rank_of_replica(layout, world_size_, copy), piece_of(part, num_pieces, piece)});
     }
   };
-  // Visits only the positions whose parts intersect the wanted box. `part`: what the ranks hold whose
-  // positions on the axes before `axis_index` are those of `rank`.
+  // Visits only the positions whose parts intersect the wanted box. `part` is held by the ranks that share
+  // the positions of `rank` on the axes before `axis_index`.
   const std::function<void(size_t, const Box&, int64_t)> visit = [&](size_t axis_index, const Box& part,
                                                                      int64_t rank) {
     if (axis_index == layout.axes.size()) return add_pieces(part, rank);

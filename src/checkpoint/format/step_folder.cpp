@@ -32,7 +32,7 @@ std::optional<int64_t> step_of_name(std::string_view name) {
   return parse_step(name.substr(kPrefix.size()));
 }
 
-// ".step-STEP.RUN" and one of the suffixes.
+// Parses ".step-STEP.RUN" followed by one of the suffixes.
 std::optional<Leftover> leftover_of_name(std::string_view name) {
   const auto suffix = std::find_if(std::begin(kSuffixes), std::end(kSuffixes),
                                    [&](const auto& known) { return name.ends_with(known.first); });
@@ -75,8 +75,8 @@ fs::path without_slash(const fs::path& folder) {
 
 // [Note: what a kill leaves]
 //
-// A step gets its name by one rename. Where an older step has the name, the two names are exchanged at one
-// instant, and the older one, now under the pending name, is removed:
+// A step gets its name by one rename. Where an older step has the name, the two names are exchanged
+// atomically, and the older step, now under the pending name, is removed:
 //
 //   step-N old   .tmp new      before
 //   step-N new   .tmp old      after the exchange; a kill leaves a leftover
@@ -99,7 +99,7 @@ fs::path removed_path(const fs::path& folder, int64_t step, const std::string& r
 void rename_step(const fs::path& from, const fs::path& to) { storage_of(from).rename(from, to); }
 void sync(const fs::path& folder) { storage_of(folder).sync(folder); }
 
-// A folder that has lost its name already only takes space.
+// The folder has already lost its name, so a failure only wastes space.
 void remove_or_warn(const fs::path& folder) {
   try {
     storage_of(folder).remove(folder);
@@ -144,7 +144,7 @@ void keep_aside(const fs::path& old, const fs::path& target) {
   log::warning(str(target.string(), " was replaced by another kind of step; it is kept as ", name.string()));
 }
 
-// The successor has the name now.
+// Called when the successor has the name.
 void retire(const Leftover& replaced) {
   const fs::path folder = replaced.path.parent_path(), target = step_path(folder, replaced.step);
   try {
@@ -164,7 +164,7 @@ void replace_in_two_renames(const fs::path& pending, const fs::path& target, con
     try {
       rename_step(replaced, target);
     } catch (const Error& error) {
-      log::error(str(error.what(), "; the next run does it"));
+      log::error(str(error.what(), "; the next run tries again"));
     }
     throw;
   }
@@ -176,7 +176,7 @@ bool exchange_and_sync(const fs::path& pending, const fs::path& target) {
   try {
     storage.sync(target.parent_path());  // before the older one is removed
   } catch (const Error&) {
-    // The exchange may not last: what the caller removes as pending has to be the new one.
+    // The exchange may not be durable. Undo it, so that the caller removes the new one as pending.
     storage.exchange(pending, target);
     throw;
   }
@@ -207,7 +207,7 @@ bool is_good(const StepEntry& step) {
 std::optional<std::string> detail::step_name_problem(const fs::path& step_folder, const Manifest& manifest) {
   const auto step = step_of_name(without_slash(step_folder).filename().string());
   if (!step || *step == manifest.step) return std::nullopt;
-  return str((step_folder / kManifestName).string(), " is of step ", manifest.step,
+  return str((step_folder / kManifestName).string(), " belongs to step ", manifest.step,
              ", but its folder is named for step ", *step);
 }
 
@@ -298,7 +298,7 @@ void commit_step(const fs::path& folder, int64_t step, const std::string& run_id
     rename_step(pending, target);
     return sync(folder);
   }
-  // A kill after an exchange leaves something that is only removed.
+  // After an exchange, a kill leaves a folder that only needs removing.
   if (!has_to_be_kept(target, pending) && exchange_and_sync(pending, target)) return remove_or_warn(pending);
   const Leftover replaced{.step = step,
                           .run_id = run_id,

@@ -15,6 +15,7 @@
 #include "checkpoint/format/stored_files.h"
 #include "core/durable.h"
 #include "core/file.h"
+#include "core/process.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 
@@ -22,7 +23,6 @@ namespace titan::checkpoint {
 namespace {
 
 namespace fs = std::filesystem;
-using titan::detail::errno_text;
 
 class LocalReader : public Storage::Reader {
  public:
@@ -65,8 +65,8 @@ class LocalReader : public Storage::Reader {
                       " when it was opened: another process is changing it"));
   }
 
-  // There is no hint for bytes that will be read: asked ahead, the kernel reads in small pages and requests,
-  // where a large read gets large ones. Loads took 1.25 times as long.
+  // There is no hint for bytes that will be read: with one, the kernel reads ahead in small pages and
+  // requests, while a large read gets large ones. Loads took 1.25 times as long.
   void drop(int64_t offset, int64_t num_bytes) const override {
     ::posix_fadvise(fd_, offset, num_bytes, POSIX_FADV_DONTNEED);
   }
@@ -116,7 +116,7 @@ class LockFile {
   LockFile(const LockFile&) = delete;
   LockFile& operator=(const LockFile&) = delete;
 
-  // 0, or the errno.
+  // Returns 0 or the errno.
   int try_lock() const {
     int result = 0;
     do result = ::flock(descriptor_, LOCK_EX | LOCK_NB);
@@ -126,12 +126,12 @@ class LockFile {
 
   // For people: it doesn't matter if it can't be written.
   void write_holder() const {
-    const std::string text = str("process ", ::getpid(), " on ", detail::own_host(), "\n");
+    const std::string text = str("process ", ::getpid(), " on ", host_name(), "\n");
     if (::ftruncate(descriptor_, 0) != 0 || ::pwrite(descriptor_, text.data(), text.size(), 0) < 0)
       log::debug("the lock file couldn't be written");
   }
 
-  // The text that its holder wrote there: shown, but not relied on.
+  // The text that the lock's holder wrote: shown, but not relied on.
   std::string holder() const {
     std::array<char, 320> text{};
     const ssize_t length = std::max<ssize_t>(0, ::pread(descriptor_, text.data(), text.size(), 0));
@@ -155,7 +155,7 @@ void warn_of_no_locks(const fs::path& folder, const std::string& reason) {
                    ": make sure that only one run writes there; leftovers of killed runs stay"));
 }
 
-// The folder's own name has to last as long as the steps in it, and its run's folder may be as new.
+// The folder's own name must be as durable as the steps in it, and the run's folder above may be new too.
 void sync_folders_above(const fs::path& folder) {
   fs::path above = fs::absolute(folder).lexically_normal();
   if (!above.has_filename()) above = above.parent_path();
@@ -282,7 +282,7 @@ void write_text(const fs::path& path, std::string_view text) {
 Storage::Kind kind_of(const fs::path& path) { return storage_of(path).status(path).kind; }
 
 std::string not_a_file(const fs::path& path) {
-  return detail::is_there(path) ? " is no regular file" : " is missing";
+  return detail::is_there(path) ? " isn't a regular file" : " is missing";
 }
 
 void remove_quietly(const fs::path& path) {
@@ -295,11 +295,6 @@ void remove_quietly(const fs::path& path) {
 
 std::unique_ptr<Storage::Writer> local_writer(const fs::path& path, int64_t num_bytes, FileCalls calls) {
   return std::make_unique<LocalWriter>(path, num_bytes, std::move(calls));
-}
-
-std::string own_host() {
-  std::array<char, 256> name{};
-  return ::gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "?";
 }
 
 std::string random_id() {

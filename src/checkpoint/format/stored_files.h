@@ -1,7 +1,7 @@
 #pragma once
 
-// Files of a checkpoint, in whatever storage (titan/checkpoint/storage.h) their path names, and the names in
-// them.
+// Reads and writes the files of a checkpoint in the storage that their path names
+// (titan/checkpoint/storage.h), and checks the names in them.
 
 #include <atomic>
 #include <cstddef>
@@ -42,25 +42,23 @@ class InputFile {
 
 /// Throws Error for a file of more than `most_bytes`, before memory is taken for it.
 std::string read_text(const std::filesystem::path& path, int64_t most_bytes = int64_t{1} << 30);
-/// Durable, but for its name.
+/// The contents are durable when it returns; the name becomes durable when its folder is synced.
 void write_text(const std::filesystem::path& path, std::string_view text);
 
 Storage::Kind kind_of(const std::filesystem::path& path);
-/// Itself a regular file, not a link to one.
+/// Whether the path is a regular file, not a link to one.
 inline bool is_file(const std::filesystem::path& path) { return kind_of(path) == Storage::Kind::File; }
-/// Anything of that name, even a broken link.
+/// Whether anything has that name, even a broken link.
 inline bool is_there(const std::filesystem::path& path) { return kind_of(path) != Storage::Kind::Nothing; }
-/// " is missing" or " is no regular file"
+/// " is missing" or " isn't a regular file"
 std::string not_a_file(const std::filesystem::path& path);
-/// With everything in it; what can't be removed is left to the next run.
+/// Removes a file, or a folder with its contents. Whatever can't be removed is left to the next run.
 void remove_quietly(const std::filesystem::path& path);
 
 /// The local storage's writer, with the given calls to the operating system.
 std::unique_ptr<Storage::Writer> local_writer(const std::filesystem::path& path, int64_t num_bytes,
                                               FileCalls calls = {});
 
-/// The name of this machine; "?" where it has none.
-std::string own_host();
 /// 32 hexadecimal digits.
 std::string random_id();
 
@@ -68,8 +66,8 @@ std::string random_id();
 /// error messages, and must not be mistaken for paths.
 std::string name_problem(std::string_view name);
 
-/// A folder "step-N" whose manifest is another step's was renamed, or mixed from two. A copy under any other
-/// name is what its manifest says.
+/// The problem of a folder "step-N" whose manifest belongs to another step: it was renamed, or mixed from
+/// two. A copy under any other name has none.
 std::optional<std::string> step_name_problem(const std::filesystem::path& step_folder,
                                              const Manifest& manifest);
 

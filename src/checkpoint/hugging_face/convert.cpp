@@ -95,7 +95,7 @@ std::vector<Box> pieces_of(const SafetensorsEntry& source, int64_t rotary_head_d
   return pieces;
 }
 
-// The front of a buffer, which grows where it is too small.
+// A tensor at the front of `buffer`, which grows if it is too small.
 at::Tensor part_of(at::Tensor& buffer, const std::vector<int64_t>& sizes, at::ScalarType dtype) {
   const int64_t num_bytes = c10::multiply_integers(sizes) * static_cast<int64_t>(c10::elementSize(dtype));
   if (buffer.numel() < num_bytes) buffer = at::empty({num_bytes}, at::kByte);
@@ -105,7 +105,7 @@ at::Tensor part_of(at::Tensor& buffer, const std::vector<int64_t>& sizes, at::Sc
 // Reads pieces of the source in turn, into the same memory, converts them, and reports progress.
 class Converter {
  public:
-  // `total_bytes`: of everything that is written.
+  // `total_bytes`: the size of everything that is written.
   Converter(const WeightSource& source, int64_t total_bytes, RowOrder to, const ConvertOptions& options)
       : source_(source), to_(to), options_(options), total_(total_bytes) {}
 
@@ -136,7 +136,7 @@ class Converter {
   int64_t done_ = 0, total_ = 0;
 };
 
-// ---- what is written
+// ---- writing
 
 std::vector<std::string> differences(const WeightSource& source, const HfModel& model) {
   std::vector<std::string> problems;
@@ -163,7 +163,7 @@ int64_t total_bytes(const auto& entries) {
   return total;
 }
 
-// From our names.
+// The source has our names.
 void write_as_hf(const WeightSource& source, const std::filesystem::path& folder, const HfModel& model,
                  const ConvertOptions& options) {
   auto problems = differences(source, model);
@@ -171,7 +171,7 @@ void write_as_hf(const WeightSource& source, const std::filesystem::path& folder
   std::vector<HfEntry> entries;
   for (const HfTensor& tensor : model.tensors)
     entries.push_back({&tensor, options.dtype.value_or(source.tensors.at(tensor.name).dtype)});
-  // Each tensor is aligned in this order.
+  // In this order each tensor is aligned.
   std::ranges::stable_sort(entries, std::greater(),
                            [](const HfEntry& entry) { return c10::elementSize(entry.dtype); });
   Converter converter(source, total_bytes(entries), RowOrder::HuggingFace, options);

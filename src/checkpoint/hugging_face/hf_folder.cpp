@@ -28,7 +28,7 @@ namespace fs = std::filesystem;
 constexpr const char* kSingle = "model.safetensors";
 constexpr const char* kIndex = "model.safetensors.index.json";
 
-// "" where `file` is a regular file in the folder.
+// Why `file` isn't a regular file in the folder; empty: it is one.
 std::string problem_of_file(const fs::path& folder, const fs::path& file) {
   std::error_code error;
   const fs::path target = fs::canonical(file, error);
@@ -92,16 +92,15 @@ constexpr const char* kTokenizerFiles[] = {"tokenizer.json",          "tokenizer
                                            "special_tokens_map.json", "added_tokens.json",
                                            "tokenizer.model",         "generation_config.json"};
 
-// A folder that appears whole or not at all, as write_file_atomic does for files. It is made under a
-// temporary name, `.NAME.PID.tmp`, next to its own, and removed by the destructor unless commit() gave it its
-// name.
+// A folder that appears whole or not at all, like a file of write_file_atomic. It is made next to its final
+// place under a temporary name, `.NAME.PID.tmp`. The destructor removes it unless commit() renamed it.
 class NewFolder {
  public:
   explicit NewFolder(const fs::path& path)
       : final_(without_slash(path)),
         temporary_(final_.parent_path() / str(".", final_.filename().string(), ".", ::getpid(), ".tmp")) {
     std::error_code ignored;
-    fs::remove_all(temporary_, ignored);  // of an earlier process with this number
+    fs::remove_all(temporary_, ignored);  // an earlier process with this number may have left it
     make_folder(temporary_);
   }
   ~NewFolder() {
@@ -113,7 +112,7 @@ class NewFolder {
 
   const fs::path& path() const { return temporary_; }
 
-  // Renames it, and syncs. A folder that has the name is kept as NAME.old, NAME.old.2, ...
+  // Renames the folder and syncs. An existing folder of that name is kept as NAME.old, NAME.old.2, ...
   void commit() {
     detail::sync_folder(temporary_);
     if (detail::is_there(final_)) detail::rename_folder(final_, free_name());
@@ -169,7 +168,7 @@ void write_shard(const fs::path& path, const std::vector<HfEntry>& entries, cons
   std::vector<SafetensorsEntry> in_file;
   for (size_t index = shard.begin; index < shard.end; ++index)
     in_file.push_back({entries[index].tensor->hf_name, entries[index].dtype, entries[index].tensor->shape});
-  // transformers refuses a file without this.
+  // transformers refuses a file without this metadata.
   write_safetensors_in_parts(
       path, in_file, {{"format", "pt"}},
       [&](size_t index, const AppendTensor& append) { produce(shard.begin + index, append); });
@@ -270,7 +269,7 @@ HfFolder::HfFolder(const fs::path& folder) : path_(folder) {
   const bool single = fs::exists(folder / kSingle), indexed = fs::exists(folder / kIndex);
   if (single == indexed)
     throw ConfigError(str(folder.string(), single ? ": holds both " : ": holds neither ", kSingle,
-                          single ? " and " : " nor ", kIndex, single ? "; which is meant?" : ""));
+                          single ? " and " : " nor ", kIndex, single ? "; remove one of them" : ""));
   std::map<std::string, std::string> index;
   if (indexed) {
     const std::string problem = problem_of_file(folder, folder / kIndex);
@@ -292,7 +291,8 @@ HfFolder::HfFolder(const fs::path& folder) : path_(folder) {
       if (indexed && listed == index.end())
         problems.push_back(str(file.path().string(), ": '", tensor, "' is not in the index"));
       if (listed != index.end() && listed->second != name)
-        problems.push_back(str(file.path().string(), ": by the index '", tensor, "' is in ", listed->second));
+        problems.push_back(
+            str(file.path().string(), ": the index says that '", tensor, "' is in ", listed->second));
       if (!files_.emplace(tensor, opened_.size() - 1).second)
         problems.push_back(str(file.path().string(), ": '", tensor, "' is in another file too"));
     }
@@ -332,7 +332,7 @@ std::vector<std::string> tensor_differences(const HfFolder& folder, const HfMode
                                     at::IntArrayRef(info.shape), ", the model's has ",
                                     at::IntArrayRef(tensor.shape)));
     if (!at::isFloatingType(info.dtype) || c10::elementSize(info.dtype) < 2)
-      problems.push_back(titan::str(file.path().string(), ": '", tensor.hf_name, "' is of ", info.dtype,
+      problems.push_back(titan::str(file.path().string(), ": '", tensor.hf_name, "' has dtype ", info.dtype,
                                     "; allowed: float64, float32, float16, bfloat16"));
   }
   for (const std::string& name : folder.names())
@@ -400,7 +400,7 @@ std::string to_text(const HfValue& value) {
 HfConfig detail::parse_hf_config(std::string_view text, const std::string& file) {
   HfConfig config;
   for (const auto& [keys, value] : read_json_leaves(text, kMaxConfigBytes, file)) {
-    // {"a.b": 1} and {"a": {"b": 1}} would be one.
+    // {"a.b": 1} and {"a": {"b": 1}} would have the same key.
     const std::string key = c10::Join(".", keys);
     if (!config.emplace(key, value).second) throw ConfigError(str(file, ": '", key, "' occurs twice"));
   }

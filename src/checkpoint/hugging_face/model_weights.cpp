@@ -41,13 +41,13 @@ bool any_rank(const DeviceMesh& mesh, bool value) {
 // Parallel pipelines each have a part of every stage; one of them carries whole tensors.
 bool has_writer(const DeviceMesh& pipeline) { return pipeline.ranks().front() == 0; }
 
-// What a stage tells its peers of a tensor.
+// A stage's description of a tensor for its peers.
 struct SentEntry : SafetensorsEntry {
   static void fields(auto& wire, auto& self) { wire(self.name, self.dtype, self.shape); }
 };
 
-// The tensors of the file in its order (sort_for_file), each gathered from all ranks of its stage when it is
-// asked for, and brought to the pipeline's first rank. A name on several stages is taken from the first.
+// The tensors of the file in its order (sort_for_file). Each is gathered from all ranks of its stage when it
+// is requested, and sent to the pipeline's first rank. A name on several stages is taken from the first.
 class GatheredModel {
  public:
   // Collective over the pipeline.
@@ -72,7 +72,7 @@ class GatheredModel {
 
   const std::vector<SafetensorsEntry>& entries() const { return entries_; }
 
-  // Collective; in order. Undefined on ranks that neither own nor write it.
+  // Collective, called in order. Returns an undefined tensor on ranks that neither own nor write it.
   at::Tensor gather(size_t index) {
     next_ = index + 1;
     const SafetensorsEntry& entry = entries_[index];
@@ -83,7 +83,7 @@ class GatheredModel {
       whole = full_tensor(parameter.data).to(entry.dtype).contiguous();
     }
     if (owner == 0 || !has_writer(pipeline_)) return whole;
-    // From host to host: the writer may have no parameter that shows its device, and no room there to spare.
+    // Sent between hosts' memory: the writer may have no parameter that shows its device, and no room there.
     if (owner == pipeline_.rank()) pipeline_.group()->send(whole.cpu().view(-1), 0, kLabel).wait();
     if (pipeline_.rank() != 0) return whole;
     whole = at::empty(entry.shape, at::TensorOptions().dtype(entry.dtype));
@@ -91,7 +91,7 @@ class GatheredModel {
     return whole;
   }
 
-  // The remaining gathers: the other ranks wait in them.
+  // Makes the remaining gathers, in which the other ranks wait.
   void finish() {
     while (next_ < entries_.size()) gather(next_);
   }
@@ -104,8 +104,8 @@ class GatheredModel {
   size_t next_ = 0;
 };
 
-// Calls `write` on rank 0 of the largest mesh (in a pipeline, of the world); the other ranks take part in
-// what it gathers. When it throws, every rank throws Error.
+// Calls `write` on rank 0 of the largest mesh (in a pipeline, of the world); the other ranks take part in its
+// gathers. When it throws, every rank throws Error.
 void write_gathered(const std::vector<Parameter>& parameters, const std::filesystem::path& path,
                     std::optional<at::ScalarType> export_dtype, const DeviceMesh& pipeline,
                     const std::function<void(GatheredModel&)>& write) {
@@ -117,7 +117,7 @@ void write_gathered(const std::vector<Parameter>& parameters, const std::filesys
   if (writes) {
     try {
       write(model);
-    } catch (const std::exception& error) {  // the peers are waiting, whatever it is
+    } catch (const std::exception& error) {  // whatever it is, the peers are waiting
       failure = error.what();
     }
   }

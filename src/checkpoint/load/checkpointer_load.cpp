@@ -33,10 +33,10 @@ namespace {
 constexpr dist::Label kLoadLabel{.phase = "checkpoint::load"};
 // Bytes that a thread reads at once: enough to keep a disk busy, little compared with the tensors.
 constexpr int64_t kReadBytes = int64_t{32} << 20;
-// Per rank; in a wrong model all tensors are wrong.
+// Limit for each rank: with a wrong model, every tensor is a problem.
 constexpr size_t kShownProblems = 100;
 
-// ---- what is wanted, compared with what the checkpoint has
+// ---- comparing what is to be loaded with the checkpoint
 
 std::string object_key(const std::string& name) { return name.substr(0, name.find('.')); }
 
@@ -51,7 +51,7 @@ std::set<std::string> keys_in(const Manifest& manifest) {
   return keys;
 }
 
-// The keys of the objects to load; what is wrong with the options is added to `problems`, a line each.
+// The keys of the objects to load. Adds a line to `problems` for each problem with the options.
 std::set<std::string> keys_to_load(const std::vector<std::string>& registered, const LoadOptions& options,
                                    const Manifest& manifest, std::vector<std::string>& problems) {
   const std::set<std::string> here(registered.begin(), registered.end()), saved = keys_in(manifest);
@@ -80,9 +80,9 @@ std::set<std::string> keys_to_load(const std::vector<std::string>& registered, c
   for (const auto& key : saved)
     if (options.only.empty() && !contains(options.exclude, key) && !here.count(key) &&
         !contains(options.optional, key))
-      problems.push_back(titan::str("the checkpoint's '", key, "' is no object of this run, which has ",
-                                    quoted_list(registered), " (exclude it to leave it)"));
-  // An object that is missing as a whole was reported; its tensors one by one would repeat that.
+      problems.push_back(titan::str("the checkpoint's '", key, "' isn't an object of this run, which has ",
+                                    quoted_list(registered), " (exclude it to ignore it)"));
+  // A missing object has been reported; reporting each of its tensors would repeat that.
   std::erase_if(keys, [&](const std::string& key) { return !here.count(key) || !saved.count(key); });
   return keys;
 }
@@ -93,11 +93,11 @@ std::string difference_of(const NamedTensor& tensor, const LoadOptions& options,
   const StateTensor& saved = manifest.table.tensors()[*position];
   if (saved.shape != tensor.data.global_shape)
     return titan::str("tensor '", tensor.name, "' has shape ", at::IntArrayRef(saved.shape),
-                      " in the checkpoint, here it has ", at::IntArrayRef(tensor.data.global_shape));
+                      " in the checkpoint, but here it has ", at::IntArrayRef(tensor.data.global_shape));
   const at::ScalarType dtype = tensor.data.local.scalar_type();
   if (saved.dtype == dtype || options.convert_dtypes) return "";
-  return titan::str("tensor '", tensor.name, "' is ", saved.dtype, " in the checkpoint, here it is ", dtype,
-                    " (converted only on request)");
+  return titan::str("tensor '", tensor.name, "' is ", saved.dtype, " in the checkpoint, but here it is ",
+                    dtype, " (converted only on request)");
 }
 
 // The ranks whose files hold parts of these tensors' local parts.
@@ -120,7 +120,7 @@ struct Stretch {
   int64_t first_row = 0;
 };
 
-// Whole blocks of what this rank saved itself, so that none is read twice.
+// Covers whole blocks of the pieces that this rank saved itself, so that none is read twice.
 int64_t rows_at_once(const Box& box, int64_t item_bytes) {
   const int64_t rows = box.length[0];
   const int64_t row_bytes = std::max<int64_t>(1, box.numel() / std::max<int64_t>(1, rows) * item_bytes);
@@ -238,21 +238,20 @@ Loaded Checkpointer::Impl::load(const std::filesystem::path& folder, const LoadO
   std::optional<SavedState> saved;
   throw_if(agree(*control_, problem_of([&] { saved.emplace(folder); })));
   const auto answers = control_->gather(digest_of(to_text(saved->manifest())));
-  throw_if(control_->spread(unequal(*control_, answers, "reads another manifest there than")));
+  throw_if(control_->spread(unequal(*control_, answers, "reads a different manifest than")));
   Loaded loaded{.manifest = saved->manifest()};
   std::set<std::string> keys;
   const auto tensors = tensors_to_load(folder, load_options, loaded.manifest, keys);
   if (load_options.bring_files)
     load_options.bring_files(loaded.manifest, ranks_read(saved->table(), tensors));
-  const auto agree_half_way = [&](const std::string& problem) {
+  const auto agree_halfway = [&](const std::string& problem) {
     const Verdict verdict = agree(*control_, problem);
     if (!verdict.text.empty())
       throw Error(titan::str("loading ", folder.string(),
-                             " failed half-way, so that only some of the state is ",
-                             "the checkpoint's: ", verdict.text));
+                             " failed halfway, with only part of the state loaded: ", verdict.text));
   };
-  agree_half_way(problem_of([&] { read_tensors(*saved, tensors, options.num_threads); }));
-  agree_half_way(problem_of([&] {
+  agree_halfway(problem_of([&] { read_tensors(*saved, tensors, options.num_threads); }));
+  agree_halfway(problem_of([&] {
     for (const std::string& key : keys) objects.at(key)->loaded(loaded.manifest.texts[key]);
   }));
   loaded.num_bytes_read = saved->bytes_read();

@@ -26,23 +26,23 @@ constexpr size_t kMostOpenFiles = 256;
 
 std::string entry_problem(const RankFile::Entry& entry, const StateTensor& tensor, const Box& box) {
   if (entry.dtype != tensor.dtype)
-    return titan::str("is of ", c10::toString(entry.dtype), "; the manifest says ",
+    return titan::str("has dtype ", c10::toString(entry.dtype), "; the manifest says ",
                       c10::toString(tensor.dtype));
   if (entry.box != box)
-    return titan::str("is [", detail::box_text(entry.box), "] of it; the manifest says [",
+    return titan::str("covers [", detail::box_text(entry.box), "]; the manifest says [",
                       detail::box_text(box), "]");
   return "";
 }
 
-// Throws Error unless the header's entry is what the manifest says of this piece.
+// Throws Error unless the header's entry is the manifest's piece.
 void check_entry(const RankFile& file, const StateTensor& tensor, const Box& box) {
   const std::string problem = entry_problem(file.entry(tensor.name), tensor, box);
   if (!problem.empty())
-    throw Error(titan::str(file.file().path().string(), ": its header's part of tensor '", tensor.name, "' ",
-                           problem));
+    throw Error(
+        titan::str(file.file().path().string(), ": in its header, tensor '", tensor.name, "' ", problem));
 }
 
-// Where a header's entries contradict the manifest: a line for each tensor.
+// A line for each tensor on which the header contradicts the manifest, by name.
 std::map<std::string, std::string> header_problems(const RankFile& file, const StateTable& table,
                                                    int64_t rank) {
   std::map<std::string, std::string> problems;
@@ -52,12 +52,12 @@ std::map<std::string, std::string> header_problems(const RankFile& file, const S
   for (const std::string& name : file.names()) {
     const auto piece = expected.find(name);
     if (piece == expected.end()) {
-      problems[name] = "is in the file, but by the manifest it has no part there";
+      problems[name] = "is in the file, but the manifest puts no part of it there";
       continue;
     }
     const std::string problem =
         entry_problem(file.entry(name), table.tensors()[piece->second->tensor], piece->second->box);
-    if (!problem.empty()) problems[name] = "the header's part of it " + problem;
+    if (!problem.empty()) problems[name] = "in the header it " + problem;
     expected.erase(piece);
   }
   for (const auto& [name, piece] : expected) problems[name] = "is missing from the file";
@@ -65,20 +65,21 @@ std::map<std::string, std::string> header_problems(const RankFile& file, const S
 }
 
 // [Note: verifying] Threads take spans of a few blocks from one queue, in the order of the files: so the disk
-// is read forwards, and one large file keeps all threads busy. A file is open from its first span to its
+// is read forward, and one large file keeps all threads busy. A file is open from its first span to its
 // last.
 
 constexpr int64_t kSpanBlocks = 8;
 constexpr size_t kMostNames = 5;
 
-// For a message about a file whose path is shown already.
+// Removes the path from a message about a file whose path is shown separately.
 std::string without_path(std::string message, const fs::path& path) {
   if (message.starts_with(path.string())) message.erase(0, path.string().size());
   return message.substr(std::min(message.size(), message.find_first_not_of(": ")));
 }
 
-// No page that was read stays in memory: a large checkpoint doesn't push everything else out. (What the
-// kernel keeps in a larger unit that extends beyond a span's bytes goes with the whole file.)
+// Drops the pages that were read, so that a large checkpoint doesn't push everything else out of memory.
+// (Each span drops its own; the kernel may keep larger units that extend beyond a span, which go with the
+// file.)
 struct FileUnderCheck {
   RankFile rank_file;
   int64_t rank;
@@ -89,7 +90,7 @@ struct FileUnderCheck {
 struct BlockSpan {
   std::shared_ptr<const FileUnderCheck> file;
   std::string tensor;
-  const RankFile::Entry* entry = nullptr;  // of `file`
+  const RankFile::Entry* entry = nullptr;  // points into `file`
   int64_t first_block = 0;
   int64_t num_blocks = 0;
 };
@@ -123,7 +124,7 @@ int64_t total_bytes(const StateTable& table) {
   return bytes;
 }
 
-// Neighboring blocks with the same problem.
+// Whether `next` follows `last` in the same tensor and has the same problem.
 bool continues(const Damage& last, const Damage& next) {
   return next.num_blocks > 0 && last.first_block + last.num_blocks == next.first_block &&
          std::tie(last.file, last.tensor, last.what) == std::tie(next.file, next.tensor, next.what);
@@ -131,17 +132,17 @@ bool continues(const Damage& last, const Damage& next) {
 
 class VerifyWork {
  public:
-  // The arguments outlive it.
+  // The arguments must outlive it.
   VerifyWork(const fs::path& step_folder, const Manifest& manifest, const VerifyOptions& options)
       : folder_(step_folder), manifest_(manifest), options_(options), total_(total_bytes(manifest.table)) {}
 
-  // Takes spans until none is left. By any number of threads.
+  // Checks spans until none is left. Called by any number of threads.
   void run() {
     std::vector<std::byte> buffer;
     while (const auto span = next()) check(*span, buffer);
   }
 
-  // After all threads have returned.
+  // Called after all threads have returned.
   VerifyReport report() {
     std::stable_sort(found_.begin(), found_.end(), [](const Found& a, const Found& b) {
       return std::tie(a.rank, a.offset) < std::tie(b.rank, b.offset);
@@ -257,7 +258,7 @@ const StateTensor& SavedState::tensor(std::string_view name) const {
 
 void SavedState::read(std::string_view name, const Box& box, const at::Tensor& target) const {
   const StateTensor& wanted = tensor(name);
-  TITAN_CHECK(target.scalar_type() == wanted.dtype, folder().string(), ": tensor '", name, "' is of ",
+  TITAN_CHECK(target.scalar_type() == wanted.dtype, folder().string(), ": tensor '", name, "' has dtype ",
               c10::toString(wanted.dtype), ", not ", c10::toString(target.scalar_type()));
   TITAN_CHECK(target.sizes() == at::IntArrayRef(box.length), "a box of lengths ", at::IntArrayRef(box.length),
               " of tensor '", name, "' can't be read into a tensor of shape ", target.sizes());
@@ -278,7 +279,7 @@ at::Tensor SavedState::read(std::string_view name) const {
 std::vector<Box> slabs_of(const std::vector<int64_t>& shape, int64_t element_size, int64_t most_bytes) {
   if (std::find(shape.begin(), shape.end(), 0) != shape.end()) return {};
   if (shape.empty()) return {Box{}};
-  // The dimension to cut: several of its indices fit, but not one index of the dimension before.
+  // The dimension to cut: one of its indices fits, but not one index of the dimension before.
   int64_t index_bytes = element_size;
   for (int64_t length : shape) index_bytes *= length;
   size_t cut = 0;

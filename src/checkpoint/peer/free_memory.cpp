@@ -17,6 +17,7 @@
 #include "checkpoint/peer/peer_folder.h"
 #include "checkpoint/save/rank_tree.h"
 #include "core/durable.h"
+#include "core/process.h"
 #include "core/units.h"
 #include "titan/core/error.h"
 
@@ -30,14 +31,14 @@ struct GroupFiles {
   std::vector<const char*> limits;
   const char* usage;
   std::vector<const char*> page_cache;  // in memory.stat: files that are also on a disk
-  const char* shared;                   // likewise: files in memory
+  const char* shared;                   // in memory.stat: files in memory
 };
 
 const GroupFiles kVersion1 = {{"memory.limit_in_bytes"},
                               "memory.usage_in_bytes",
                               {"total_inactive_file", "total_active_file"},
                               "total_shmem"};
-// Above `high` the kernel throttles processes, here until they stall, since files in memory can't be given
+// Above memory.high the kernel throttles processes until they stall, because files in memory can't be given
 // up.
 const GroupFiles kVersion2 = {
     {"memory.max", "memory.high"}, "memory.current", {"inactive_file", "active_file"}, "shmem"};
@@ -50,7 +51,7 @@ struct Mount {
 // A hierarchy of control groups that limits memory.
 struct Hierarchy {
   const GroupFiles* files;
-  std::string path;  // of this process's group
+  std::string path;  // this process's group
   std::vector<Mount> mounts;
 };
 
@@ -67,7 +68,7 @@ std::optional<int64_t> number_in(std::string_view text) {
   return error == std::errc() && end != text.data() ? std::optional(value) : std::nullopt;
 }
 
-// Nothing where the file doesn't exist, or says "max".
+// Returns nothing if the file doesn't exist, or says "max".
 std::optional<int64_t> number_of_file(const fs::path& path) {
   const auto lines = lines_in(path);
   return lines.empty() ? std::nullopt : number_in(lines.front());
@@ -116,8 +117,8 @@ std::vector<Mount> mounts_of(const fs::path& mounts, const GroupFiles& files) {
   return found;
 }
 
-// "4:memory:/slurm/job_7", or in version 2 "0::/slurm/job_7". Memory is limited in one of the two; the other
-// one's folders lack the files.
+// "4:memory:/slurm/job_7", or in version 2 "0::/slurm/job_7". Only one of the two limits memory; the folders
+// of the other lack the files.
 std::vector<Hierarchy> hierarchies(const MemoryPaths& paths) {
   std::vector<Hierarchy> found;
   for (const std::string& line : lines_in(paths.groups)) {
@@ -161,7 +162,7 @@ std::string identity_of(const fs::path& folder) {
 }
 
 std::optional<MemoryLimit> limit_of(const fs::path& folder, const GroupFiles& files, int64_t held_bytes) {
-  constexpr int64_t unlimited = int64_t{1} << 60;  // version 1 has a number for that
+  constexpr int64_t unlimited = int64_t{1} << 60;  // version 1 reports a larger number
   int64_t limit = unlimited;
   for (const char* name : files.limits)
     limit = std::min(limit, number_of_file(folder / name).value_or(unlimited));
@@ -218,7 +219,8 @@ std::optional<MemoryUse> tightest(const std::vector<MemoryNeed>& needs) {
 
 }  // namespace titan::checkpoint::detail
 
-// PeerFolder: what generations take at each place, compared with what is available.
+// ---- PeerFolder::check_memory: the memory that generations take at each place, and the memory available
+// there
 
 namespace titan::checkpoint {
 namespace {
@@ -244,7 +246,7 @@ bool is_memory(const fs::path& folder) {
 int64_t free_space(const fs::path& folder) {
   struct statvfs status = {};
   if (::statvfs(folder.c_str(), &status) != 0)
-    throw Error(titan::str("cannot look at ", folder.string(), ": ", titan::detail::errno_text(errno)));
+    throw Error(titan::str("cannot stat ", folder.string(), ": ", errno_text(errno)));
   return static_cast<int64_t>(status.f_bavail) * static_cast<int64_t>(status.f_frsize);
 }
 
@@ -261,7 +263,7 @@ void check_folder(const PeerFolder::Memory& need, const fs::path& path) {
   if (need.files_bytes <= need.free_bytes) return;
   throw Error(titan::str("two generations take ", size_text(need.files_bytes), " in ", path.string(),
                          ", which has ", size_text(need.free_bytes),
-                         " for them: use another checkpoint.peer_folder, or give that one more"));
+                         " for them: use another checkpoint.peer_folder, or give that one more space"));
 }
 
 void check_limit(const detail::MemoryUse& use) {

@@ -16,6 +16,7 @@
 #include "checkpoint/save/rank_tree.h"
 #include "core/durable.h"
 #include "core/file.h"
+#include "core/process.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 
@@ -24,7 +25,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Most files of a generation are at other places.
+// The files of a generation that are at this place; most are at other places.
 std::vector<int64_t> files_in(const fs::path& folder, const Manifest& manifest,
                               std::vector<std::string>& problems) {
   std::vector<int64_t> ranks;
@@ -41,7 +42,7 @@ std::vector<int64_t> files_in(const fs::path& folder, const Manifest& manifest,
   return ranks;
 }
 
-// Takes turns without counting who sends how much.
+// Lets the holders take turns, without counting how much each of them sends.
 int sender_of(int64_t file, int to_place, const std::vector<int>& holders, const PeerPlaces& places) {
   const auto turn = static_cast<size_t>(file + to_place);
   const std::vector<int>& ranks = places.ranks_of(holders[turn % holders.size()]);
@@ -77,17 +78,12 @@ std::vector<int> PeerPlaces::copy_sources(int rank) const {
   return sources;
 }
 
-// Inodes alone are equal on hosts that boot alike, and hosts may share a name.
+// Inodes alone may be equal on hosts that boot alike, and hosts may share a name.
 std::string place_identity(const fs::path& folder) {
   struct stat status = {};
   if (::stat(folder.c_str(), &status) != 0)
-    throw Error(titan::str("cannot look at ", folder.string(), ": ", titan::detail::errno_text(errno)));
-  std::string boot;
-  try {
-    boot = read_file("/proc/sys/kernel/random/boot_id");
-  } catch (const Error&) {  // hidden in some containers; then the host's name has to do
-  }
-  return titan::str(own_host(), " ", boot, " ", status.st_dev, " ", status.st_ino);
+    throw Error(titan::str("cannot stat ", folder.string(), ": ", errno_text(errno)));
+  return titan::str(host_identity(), " ", status.st_dev, " ", status.st_ino);
 }
 
 std::vector<HeldGeneration> held_generations(const fs::path& folder, std::vector<std::string>& problems) {
@@ -95,7 +91,7 @@ std::vector<HeldGeneration> held_generations(const fs::path& folder, std::vector
   for (const StepEntry& entry : list_steps(folder)) {
     try {
       const Manifest manifest = read_manifest(entry.path);
-      TITAN_CHECK(manifest.step == entry.step, entry.path.string(), " is of step ", manifest.step);
+      TITAN_CHECK(manifest.step == entry.step, entry.path.string(), " belongs to step ", manifest.step);
       held.push_back({entry.step, digest_of(to_text(manifest)), static_cast<int64_t>(manifest.files.size()),
                       files_in(entry.path, manifest, problems)});
     } catch (const Error& error) {
@@ -150,7 +146,6 @@ namespace titan::checkpoint {
 namespace {
 
 namespace fs = std::filesystem;
-using titan::detail::errno_text;
 
 constexpr dist::Label kFolderLabel{.phase = "checkpoint::peer_folder"};
 constexpr const char* kPlaceName = ".place";
@@ -162,18 +157,18 @@ std::string short_digest(const std::string& text) { return digest_of(text).subst
 
 std::string name_prefix() { return titan::str("titan-peers-", ::geteuid(), "-"); }
 
-// titan-peers-UID-JOB-RUN: a job's folders are found by the first, a run's by the second.
+// titan-peers-UID-JOB-RUN: JOB identifies a job's folders, RUN a run's.
 std::string folder_name(const PeerFolder::Options& options) {
   return titan::str(name_prefix(), short_digest(options.job), "-", short_digest(options.run));
 }
 
-// Other users may write to its parent.
+// Checks owner and mode, because other users may write to the parent.
 void make_private_folder(const fs::path& path) {
   if (::mkdir(path.c_str(), 0700) != 0 && errno != EEXIST)
     throw Error(titan::str("cannot make ", path.string(), ": ", errno_text(errno)));
   struct stat status = {};
   if (::lstat(path.c_str(), &status) != 0)
-    throw Error(titan::str("cannot look at ", path.string(), ": ", errno_text(errno)));
+    throw Error(titan::str("cannot stat ", path.string(), ": ", errno_text(errno)));
   if (!S_ISDIR(status.st_mode) || status.st_uid != ::geteuid() || (status.st_mode & 077) != 0)
     throw Error(titan::str(path.string(), " isn't a folder that only this user can access"));
 }
@@ -188,16 +183,17 @@ std::vector<fs::path> peer_folders(const fs::path& parent) {
   return folders;
 }
 
-// Left by a job whose launcher was killed: nobody else removes them. A run's mark may have been copied with
-// the run's folder (train/checkpoints/peer_saves.h), so the mark alone isn't enough. The lock is held by
-// whoever is using a folder.
+// Removes folders of jobs whose launcher was killed: nothing else removes them. A run's mark may have been
+// copied with the run's folder (train/checkpoints/peer_saves.h), so the mark alone isn't enough. A folder in
+// use is locked.
 void remove_earlier_jobs(const fs::path& own, const PeerFolder::Options& options) {
   for (const fs::path& folder : peer_folders(options.parent)) {
     if (folder == own || !folder.filename().string().ends_with("-" + short_digest(options.run))) continue;
     try {
       const bool has_owner = detail::is_there(folder / kOwnerName);
       if (has_owner && read_file(folder / kOwnerName) != options.owner) {
-        log::warning(titan::str(folder.string(), " has this run's mark, but is of a run that saves in ",
+        log::warning(titan::str(folder.string(),
+                                " carries this run's mark but belongs to a run that saves in ",
                                 read_file(folder / kOwnerName), ": remove it if that run is over"));
         continue;
       }
@@ -210,8 +206,7 @@ void remove_earlier_jobs(const fs::path& own, const PeerFolder::Options& options
   }
 }
 
-// ---- a generation as a step on disk, when no rank is left to save it. It has the same files, so it is
-// copied.
+// ---- copying a generation to disk when no rank is left to save it: a step there has the same files
 
 // Throws to stop copying.
 using Poll = std::function<void()>;
@@ -233,7 +228,7 @@ void copy_file(const fs::path& from, const fs::path& to, const FileRecord& recor
   output->finish();
 }
 
-// A damaged generation doesn't become a step: the damage would only be found when a run loads it.
+// Verifies each copy: damage in a step would otherwise be found only when a run loads it.
 void copy_files(const fs::path& from, const fs::path& to, const Poll& poll) {
   const Manifest manifest = read_manifest(from);
   const auto num_files = static_cast<int64_t>(manifest.files.size());
@@ -264,13 +259,13 @@ void copy_step(const fs::path& from, int64_t step, const fs::path& disk, const P
 fs::path disk_of(const fs::path& folder) {
   const fs::path disk = read_file(folder / kDiskName);
   if (is_local(disk) && !fs::is_directory(disk))
-    throw Error(str(disk.string(), ", where the run saves, isn't there"));
+    throw Error(str(disk.string(), ", where the run saves, doesn't exist"));
   return disk;
 }
 
 // Copies the newest generation of which this place has all files to the run's disk, and compares every
-// checksum. nullopt: there is no generation, or a complete step on disk is as new. Throws Error where
-// `folder` can't be read; any other failure is the state's problem, and leaves the disk unchanged.
+// checksum. Returns nothing if there is no such generation, or if a complete step on disk is as new. Throws
+// Error if `folder` can't be read; any other failure is recorded in the state, and leaves the disk unchanged.
 std::optional<LeftState> save_newest_generation(const fs::path& folder,
                                                 const std::function<bool()>& gives_up) {
   std::vector<std::string> ignored;
@@ -282,7 +277,7 @@ std::optional<LeftState> save_newest_generation(const fs::path& folder,
     state.disk = step_path(disk, newest->step);
     if (newest_complete(disk, ignored).value_or(-1) >= newest->step) return std::nullopt;
     copy_step(state.memory, newest->step, disk, [&] {
-      if (gives_up && gives_up()) throw Error("told to end at once");
+      if (gives_up && gives_up()) throw Error("the copy was stopped before it was complete");
     });
   } catch (const std::exception& error) {
     state.problem = error.what();
@@ -290,12 +285,12 @@ std::optional<LeftState> save_newest_generation(const fs::path& folder,
   return state;
 }
 
-// ---- which generation the ranks continue from, and how its files get to where they are read.
+// ---- choosing the generation to load, and sending its files to the places that read them
 
 constexpr dist::Label kPeerLoadLabel{.phase = "checkpoint::peer_load"};
 
-// Removed, so that a later start doesn't count on it either. Throws Error where the file exists but can't be
-// opened: that says nothing about its contents.
+// Describes a file's damage; empty: it has none. Removes a damaged file, so that a later start doesn't rely
+// on it either. Throws Error if the file exists but can't be opened, which says nothing about its contents.
 std::string remove_if_damaged(const fs::path& folder, const Manifest& manifest, int64_t file) {
   const fs::path path = folder / file_name(file);
   if (fs::exists(path)) const detail::InputFile opened(path);
@@ -321,7 +316,7 @@ PeerFolder::PeerFolder(const dist::World& world, Options options)
       path_(options_.parent / folder_name(options_)) {
   TITAN_CHECK(!options_.job.empty() && !options_.run.empty(), "peer checkpoints: the job has no name");
   require_local(path_, "the folder of peer checkpoints");
-  hosts_ = group_->all_gather_text(detail::own_host(), kFolderLabel);
+  hosts_ = group_->all_gather_text(host_name(), kFolderLabel);
   std::string identity;
   require_on_all([&] {
     make_private_folder(path_);
@@ -377,7 +372,7 @@ void PeerFolder::check_place(const std::string& identity) const {
   const std::string other = read_file(path_ / kPlaceName);
   if (other != identity)
     throw Error(titan::str(path_.string(), " is shared with the host '", other.substr(0, other.find(' ')),
-                           "': checkpoint.peer_folder has to be each host's own"));
+                           "': each host needs its own checkpoint.peer_folder"));
 }
 
 // The next start removes what can't be removed now.
@@ -430,7 +425,7 @@ std::optional<int64_t> PeerFolder::choose_newest() {
   on_all([&] {
     if (is_leader()) own = detail::to_wire(detail::held_generations(path_, problems));
   });
-  for (const std::string& problem : problems) log::warning("peer checkpoints: passed over: " + problem);
+  for (const std::string& problem : problems) log::warning("peer checkpoints: skipped: " + problem);
   std::vector<std::vector<detail::HeldGeneration>> held;
   for (const std::string& text : gather(own))
     held.push_back(detail::from_wire<std::vector<detail::HeldGeneration>>(text));
@@ -444,7 +439,7 @@ std::optional<int64_t> PeerFolder::choose_newest() {
   return chosen_->step;
 }
 
-// Places without the manifest get it from the first one that has it.
+// Sends the manifest to places without it, from the first one that has it.
 void PeerFolder::take_manifest() {
   const std::vector<bool>& has = chosen_->has_manifest;
   const auto first = static_cast<int>(std::find(has.begin(), has.end(), true) - has.begin());
@@ -478,8 +473,8 @@ void PeerFolder::bring_files(const Manifest& manifest, const std::set<int64_t>& 
   int64_t num_bytes = 0;
   on_all([&] {
     std::string problem;
-    // In one order on all ranks, so that no two wait for each other; moves between other pairs run at the
-    // same time.
+    // All ranks make the moves in the same order, so that no two wait for each other. Moves between other
+    // pairs run at the same time.
     for (const detail::FileMove& move : moves) {
       const int64_t file_bytes = manifest.files.at(static_cast<size_t>(move.file)).num_bytes;
       num_bytes += file_bytes;

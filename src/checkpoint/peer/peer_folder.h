@@ -1,17 +1,18 @@
 #pragma once
 
-// [Note: peer checkpoints] The state in the memory of the hosts, for ranks that are restarted: a lost rank
-// then costs a few steps, and no read of a disk. It consists of the same files as a checkpoint on disk.
+// [Note: peer checkpoints] Peer checkpoints keep the state in the hosts' memory, for ranks that are
+// restarted: a lost rank then costs a few steps, and nothing is read from disk. A generation consists of the
+// same files as a checkpoint on disk.
 //
-//   place        the ranks that see one folder in a host's memory: usually those of a host
-//   folder       PARENT/titan-peers-UID-...: one job's and one run's, mode 0700
+//   place        the ranks that see one folder in a host's memory: usually all ranks of a host
+//   folder       PARENT/titan-peers-UID-..., for one job and one run, mode 0700
 //   generation   FOLDER/step-N with the manifest, the files of the place's own ranks, and copies
-//   copy         of a rank's file, at the next place: a lost host's files exist there. With one place there are
-//                no copies: a lost process takes no file with it, and a lost host would take both
+//   copy         a rank's file at the next place, where it survives the loss of the rank's host. With one
+//                place there are no copies: a lost process takes no file with it, a lost host would take both
 //
 // The newest complete generation stays until the next one is complete at all places (peer_writer.h). When the
-// ranks are restarted, they determine together the newest generation of which every file exists somewhere,
-// and what a place lacks of the files that its ranks read is sent there.
+// ranks are restarted, they determine together the newest generation of which every file exists somewhere.
+// Files that a place's ranks need but the place lacks are sent there.
 
 #include <cstdint>
 #include <filesystem>
@@ -32,14 +33,14 @@
 namespace titan::checkpoint {
 namespace detail {
 
-// ---- which places hold which files of which generation, who keeps whose copy, and which files have to be
-// sent where: arithmetic, the same on all ranks
+// ---- which places hold which files of a generation, which rank keeps whose copy, and which files have to be
+// sent where: every rank computes the same
 
-/// Which ranks share a folder of a host's memory. Places are numbered by their lowest rank.
+/// The groups of ranks that share a folder in a host's memory. Places are numbered by their lowest rank.
 class PeerPlaces {
  public:
   PeerPlaces() = default;
-  /// `identities`: by rank; equal ones are one place.
+  /// `identities` are by rank; ranks with equal ones are one place.
   explicit PeerPlaces(const std::vector<std::string>& identities);
 
   int size() const { return static_cast<int>(ranks_of_.size()); }
@@ -64,14 +65,14 @@ std::string place_identity(const std::filesystem::path& folder);
 /// The files of a generation at one place.
 struct HeldGeneration {
   int64_t step = 0;
-  std::string digest;  ///< of the manifest: tells different generations of one step apart
+  std::string digest;  ///< the manifest's: it distinguishes generations of the same step
   int64_t num_files = 0;
-  std::vector<int64_t> ranks;  ///< whose files are there, in the size that the manifest records
+  std::vector<int64_t> ranks;  ///< the ranks whose files are there, with the size in the manifest
   static void fields(auto& wire, auto& self) { wire(self.step, self.digest, self.num_files, self.ranks); }
 };
 
-/// The generations in a folder whose manifest is valid, with their files of the right size; a line in
-/// `problems` for every other one.
+/// The generations in a folder whose manifest is valid, with their files of the right size. Adds a line to
+/// `problems` for every other generation and file.
 std::vector<HeldGeneration> held_generations(const std::filesystem::path& folder,
                                              std::vector<std::string>& problems);
 
@@ -81,11 +82,11 @@ struct ChosenGeneration {
   std::vector<std::vector<int>> holders;  ///< by file: the places, ascending
   std::vector<bool> has_manifest;         ///< by place
 
-  /// Every file is at some place.
+  /// Whether every file is at some place.
   bool is_whole() const;
 };
 
-/// The newest whole generation. `held`: by place.
+/// The newest whole generation. `held` is by place.
 std::optional<ChosenGeneration> newest_generation(const std::vector<std::vector<HeldGeneration>>& held);
 
 struct FileMove {
@@ -94,8 +95,8 @@ struct FileMove {
   friend bool operator==(const FileMove&, const FileMove&) = default;
 };
 
-/// The files to send so that each place has all that its ranks want. A file goes to a place once; the first
-/// rank there that wants it receives it. Its holders take turns sending. `wanted`: by rank.
+/// The files to send so that each place has all that its ranks need. A file is sent to a place once, to the
+/// first rank there that needs it. Its holders take turns sending. `wanted` is by rank.
 std::vector<FileMove> moves_for(const std::vector<std::set<int64_t>>& wanted,
                                 const std::vector<std::vector<int>>& holders, const PeerPlaces& places);
 
@@ -106,18 +107,18 @@ class PeerFolder {
  public:
   struct Options {
     std::filesystem::path parent = "/dev/shm";
-    std::string job;  ///< the same when its ranks are restarted, and different for every other job
+    std::string job;  ///< the same after a restart of the job's ranks, and different for every other job
     std::string run;  ///< another run of the same job doesn't load these generations
-    /// The folder on disk where the run saves: what earlier jobs of the run left is removed if they saved
-    /// there too.
+    /// The folder on disk where the run saves. Folders that earlier jobs of the run left in memory are
+    /// removed if those jobs saved there too.
     std::string owner = {};
-    /// Where end_peer_folders() saves a generation. Empty: it can't.
+    /// Where end_peer_folders() saves a generation. Empty: it doesn't save one.
     std::filesystem::path disk = {};
   };
 
-  /// Makes the folder, or opens what the ranks before these left there; removes what earlier jobs of the same
-  /// run left. Collective over the world, as are all calls but the getters. Throws ConfigError on all ranks
-  /// where one can't have such a folder, or where two hosts share one.
+  /// Makes the folder, or opens the one that the ranks had before a restart; removes folders that earlier
+  /// jobs of the same run left. Collective over the world, like all calls but the getters. Throws ConfigError
+  /// on all ranks if one can't have such a folder, or if two hosts share one.
   PeerFolder(const dist::World& world, Options options);
   PeerFolder(const PeerFolder&) = delete;
   PeerFolder& operator=(const PeerFolder&) = delete;
@@ -128,50 +129,50 @@ class PeerFolder {
   int copy_target() const { return places_.copy_target(world_.rank()); }
   /// The ranks whose files this rank keeps copies of.
   std::vector<int> copy_sources() const { return places_.copy_sources(world_.rank()); }
-  /// This rank acts for its place.
+  /// Whether this rank acts for its place.
   bool is_leader() const { return places_.is_leader(world_.rank()); }
 
-  /// The step of the newest generation of which every file exists. From then on each place has its manifest,
+  /// The step of the newest generation of which every file exists. Afterwards each place has its manifest,
   /// and no other generation.
   std::optional<int64_t> choose_newest();
-  /// Sends files of the chosen generation to where they are read: for LoadOptions.
+  /// Sends files of the chosen generation to the places that read them. For LoadOptions::bring_files.
   void bring_files(const Manifest& manifest, const std::set<int64_t>& ranks);
   struct Damage {
     std::vector<std::string> found;  ///< a line for each file, with rank, host and path
     bool is_whole = true;            ///< an undamaged copy of every file is left at some place
   };
   /// Compares every byte of the chosen generation's files, at all places, with its checksum, and removes
-  /// damaged files. Where it is still whole afterwards, bring_files sends the undamaged copies. Throws Error
-  /// on all ranks where files can't be read at all.
+  /// damaged files. If it is still whole afterwards, bring_files sends the undamaged copies. Throws Error on
+  /// all ranks if files can't be read at all.
   Damage remove_damaged();
-  /// Removes all generations, at all places: the run continues from something else.
+  /// Removes all generations, at all places, because the run continues from another state.
   void forget();
-  /// Removes the folder: the job has ended.
+  /// Removes the folder, because the job has ended.
   void remove();
 
-  /// The memory that two generations with their copies, and the staged copy, take at the place that needs
-  /// most, and what it has available.
+  /// The memory that two generations with their copies and the staged copy take at the place that needs the
+  /// most, and the memory that is available.
   struct Memory {
     int64_t files_bytes = 0;   ///< in the folder
     int64_t staged_bytes = 0;  ///< in the processes
-    int64_t free_bytes = 0;    ///< for files, including what existing generations take
-    bool in_memory = true;     ///< else the folder is on a disk of the host
+    int64_t free_bytes = 0;    ///< for files, including the bytes of existing generations
+    bool in_memory = true;     ///< false: the folder is on a disk of the host
   };
-  /// Throws ConfigError on all ranks where a place has too little.
+  /// Throws ConfigError on all ranks if a place has too little.
   Memory check_memory(const SaveSize& own);
 
  private:
   std::vector<std::string> problems_of_all(const std::function<void()>& own) const;
-  /// Collective: what `own` throws on any rank is thrown on all ranks, as Error.
+  /// Collective: if `own` throws on any rank, all ranks throw Error.
   void on_all(const std::function<void()>& own) const;
-  /// The same, thrown as ConfigError.
+  /// The same with ConfigError.
   void require_on_all(const std::function<void()>& own) const;
-  /// The texts of the places' leaders; the others' are ignored.
+  /// Collective: returns the texts of the places' leaders, by place; other ranks' texts are ignored.
   std::vector<std::string> gather(const std::string& own) const;
   void check_place(const std::string& identity) const;
   void remove_generations(std::optional<int64_t> except) const;
   void take_manifest();
-  /// Checks this rank's share of its place's files and removes damaged ones: what is wrong, by file.
+  /// Checks this rank's share of its place's files and removes damaged ones. Returns the damage by file.
   std::map<int64_t, std::string> remove_own_damaged() const;
 
   dist::World world_;

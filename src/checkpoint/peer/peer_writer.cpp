@@ -38,10 +38,10 @@ std::string failure_in(const Verdict& verdict) {
 }
 
 constexpr dist::Label kCopyLabel{.phase = "checkpoint::copy"};
-// One byte after the bytes of each piece.
+// The values of the byte that follows each piece.
 constexpr std::byte kContinues{0}, kEndsHere{1};
 
-// One file in transit. Only a lost peer makes it throw.
+// A file in transit. It throws only if a peer is lost.
 class MovingFile {
  public:
   MovingFile(const FileTransfer& transfer, const std::atomic<bool>* ends_early)
@@ -95,7 +95,7 @@ class MovingFile {
   }
 
  private:
-  // After the first problem nothing is tried.
+  // Runs `part` unless there has been a problem.
   template <class Part>
   void attempt(Part part) {
     if (!problem_.empty()) return;
@@ -122,7 +122,7 @@ class MovingFile {
   std::unique_ptr<Storage::Writer> output_;
   std::optional<dist::Work> work_;
   int64_t offset_ = 0, length_ = 0;
-  bool ended_ = false;  // by its sender, before everything was sent
+  bool ended_ = false;  // the sender stopped before everything was sent
   std::string problem_;
 };
 
@@ -138,8 +138,8 @@ std::string transfer_files(dist::Group& group, const std::vector<FileTransfer>& 
     for (const auto& file : files)
       if (!file->done()) moving.push_back(file.get());
     if (moving.empty()) break;
-    // A rank that sends to the next one receives from the one before: all have to be started before any is
-    // awaited.
+    // A rank that sends to the next one also receives from the one before, so all have to start before any
+    // can be waited for.
     for (MovingFile* file : moving) file->start(group);
     for (MovingFile* file : moving) file->wait();
     if (options.progress) options.progress();
@@ -152,7 +152,7 @@ std::string transfer_files(dist::Group& group, const std::vector<FileTransfer>& 
   return problem;
 }
 
-// Shared with the thread that copies, which may outlive the rest.
+// Shared with the thread that copies, which may outlive the writer.
 struct PeerWriter::Round {
   explicit Round(int64_t number) : step(number) {}
 
@@ -164,8 +164,8 @@ struct PeerWriter::Round {
 
   const int64_t step;
   std::shared_ptr<std::atomic<bool>> given_up = std::make_shared<std::atomic<bool>>(false);
-  std::string problem;  // of files; written before it has ended
-  std::mutex mutex;     // guards what follows
+  std::string problem;  // why files are unusable; written before `ended`
+  std::mutex mutex;     // guards the members below
   bool ended = false;
   std::string connection_lost;
 };
@@ -183,10 +183,10 @@ std::string PeerWriter::busy_reason() const {
   if (!round) return "";
   const std::string own = tree_.name_of(tree_.rank());
   const std::lock_guard lock(round->mutex);
-  if (!round->ended) return titan::str(own, ": the copies of step ", round->step, " are still on their way");
+  if (!round->ended) return titan::str(own, ": still sending the copies of step ", round->step);
   if (round->connection_lost.empty()) return "";
-  return titan::str(own, ": copies can't be made since those of step ", round->step, ": ",
-                    round->connection_lost);
+  return titan::str(own, ": can't send copies since those of step ", round->step,
+                    " failed: ", round->connection_lost);
 }
 
 SaveOutcome PeerWriter::write(const SaveJob& job) {
@@ -213,7 +213,7 @@ Verdict PeerWriter::manifest_or_failure(const SaveJob& job, const std::vector<An
   Verdict verdict = conclude(job, answers, [&](const std::vector<SaveReport>& reports) -> Verdict {
     const Manifest manifest = manifest_of(job, reports);
     if (manifest.finite) return {kManifest + to_text(manifest) + kEnd};
-    return {"not all numbers of the state are finite"};
+    return {"the state has numbers that aren't finite"};
   });
   if (!verdict.text.ends_with(kEnd)) verdict.text.insert(verdict.text.begin(), kFailure);
   return verdict;

@@ -44,8 +44,8 @@ std::vector<int> all_ranks(const dist::World& world) {
   return ranks;
 }
 
-// Numbers the checkpointers of a job: each has groups of its own, so that the messages of their saves don't
-// mix. The same on all ranks, whatever each of them made before.
+// Numbers the checkpointers of a job: each has its own groups, so that the messages of their saves don't mix.
+// Returns the same number on all ranks, however many checkpointers each of them made before.
 int64_t next_number(const dist::World& world) {
   static std::atomic<int64_t> made = 0;
   const auto number = static_cast<int64_t>(
@@ -75,7 +75,7 @@ SaveOptions checked(SaveOptions options) {
   return options;
 }
 
-// Adds the duration of its scope.
+// Adds the duration of its scope to a sum.
 class Timer {
  public:
   explicit Timer(double& sum) : sum_(sum) {}
@@ -95,7 +95,7 @@ struct AgreedFailure : Error {
   using Error::Error;
 };
 
-// Ends the reason for a skipped save that is no cause for concern.
+// Ends the reason for skipping a save when that is no cause for concern.
 constexpr std::string_view kBusy = " is still being written";
 
 std::string of_step(int64_t step) { return titan::str("checkpoint of step ", step, ": "); }
@@ -106,7 +106,7 @@ bool stops_run(const SaveOptions& options, const SaveOutcome& outcome) {
   return options.stop_on_failure || (outcome.lost && !options.peers);
 }
 
-// In these phases a rank waits for others, with a time limit of its own.
+// In these phases a rank waits for others, and the wait has its own time limit.
 bool waits_for_ranks(SavePhase phase) {
   return phase == SavePhase::Gather || phase == SavePhase::Verdict || phase == SavePhase::CopyPiece;
 }
@@ -141,7 +141,7 @@ void throw_agreed(const Verdict& verdict) {
 }
 
 void log_failed(const std::string& failure, int64_t number) {
-  log::error(titan::str(failure, "; training goes on without it",
+  log::error(titan::str(failure, "; training continues without it",
                         number > 1 ? titan::str(" (failure number ", number, ")") : ""));
 }
 
@@ -221,11 +221,11 @@ Checkpointer::Impl::Impl(const dist::World& given, const DeviceMesh& stages, Sav
   for (const auto& group : {control_group_, save_group_, copy_group}) {
     if (!group) continue;
     group->set_timeout(options.timeout);
-    // Beside NCCL, the group for host memory is made at its first collective, which all ranks have to join.
+    // With NCCL, the group for host memory is made at its first collective, which all ranks have to join.
     static_cast<void>(group->sum(int64_t{1}, {.phase = "checkpoint::connect"}));
   }
   if (copies) copy_group->set_timeout(detail::kNoLimit);
-  // A PeerFolder is open already.
+  // A PeerFolder has opened its folder already.
   folder_ = options.read_only || options.peers
                 ? detail::open_to_read(*control_group_)
                 : detail::open_shared_folder(*control_group_, options.folder, options.timeout);
@@ -245,9 +245,9 @@ Checkpointer::Impl::Impl(const dist::World& given, const DeviceMesh& stages, Sav
 
 Checkpointer::Impl::~Impl() {
   try {
-    const bool told = progress_->told;
+    const bool thrown = progress_->thrown;
     const std::string problem = wait_for_last();
-    if (!problem.empty() && !told) log::error(problem);
+    if (!problem.empty() && !thrown) log::error(problem);
   } catch (const std::exception& error) {
     log::error(error.what());
   }
@@ -369,9 +369,9 @@ bool Checkpointer::Impl::save(int64_t step) {
 
 std::string Checkpointer::Impl::skip_reason() const {
   std::lock_guard lock(progress_->mutex);
-  if (background_.busy()) return titan::str("that of step ", progress_->step, kBusy);
+  if (background_.busy()) return titan::str("the save of step ", progress_->step, kBusy);
   if (options.peers && progress_->outcome.lost)
-    return titan::str("the ranks fell out of step in that of step ", progress_->step);
+    return titan::str("the ranks lost their common order while saving step ", progress_->step);
   return writer_->busy_reason();
 }
 
@@ -383,10 +383,11 @@ bool Checkpointer::Impl::skips(int64_t step) {
   const std::string text = titan::str(of_step(step), "skipped, as ", reason);
   std::lock_guard lock(progress_->mutex);
   ++progress_->counts.skipped;
-  // In memory skipping is normal, since states come as often as possible. A lasting reason is logged once.
+  // States are saved to memory as often as possible, so skipping is normal there. A lasting reason is logged
+  // once.
   if (!options.peers)
     log::warning_rank0(text);
-  else if (is_busy || std::exchange(told_reason_, reason) == reason)
+  else if (is_busy || std::exchange(logged_reason_, reason) == reason)
     log::debug("peer " + text);
   else
     log::warning_rank0("peer " + text);
@@ -402,7 +403,7 @@ std::vector<KeyedState> Checkpointer::Impl::states(const std::set<std::string>* 
   return states;
 }
 
-// Whatever fails here on one rank, the others wait for it in agree().
+// Even if `part` fails on this rank, the others wait for it in agree().
 void Checkpointer::Impl::attempt(int64_t step, std::string& problem, const std::function<void()>& part) {
   if (problem.empty()) {
     problem = detail::problem_of(part);
@@ -411,7 +412,7 @@ void Checkpointer::Impl::attempt(int64_t step, std::string& problem, const std::
   throw_agreed(agree(*control_, problem));
 }
 
-// All ranks make a first plan, or none does: the next save makes the same calls on each.
+// Either all ranks make a plan or none does, so that the next save makes the same calls on each.
 void Checkpointer::Impl::make_plan(int64_t step, std::string& problem, std::vector<KeyedState>& states,
                                    std::vector<NamedTensor>& tensors) {
   try {
@@ -475,7 +476,7 @@ void Checkpointer::Impl::start(SaveJob job) {
     job.staging_failure = titan::str("the copy from the device failed: ", error.what());
   }
   if (!later) {
-    // The caller may change what a GPU is still copying.
+    // The caller may change the tensors while a GPU is still copying them.
     job.staging->order_current_stream();
     copy_or_note(job, options);
     set_staged(*progress_);
@@ -494,7 +495,7 @@ void Checkpointer::Impl::start(SaveJob job) {
     if (!complete && is_root && !stops_run(options, outcome)) log_failed(outcome.failure, num_failed);
     // Only this thread changes the outcome while a save is in progress.
     if (complete && is_root && options.peers && !progress->outcome.failure.empty())
-      log::info(titan::str("peer ", of_step(shared_job->step), "states are kept in memory again"));
+      log::info(titan::str("peer ", of_step(shared_job->step), "in-memory checkpoints work again"));
     set_ended(*progress, std::move(outcome));
     if (complete) writer->prune(shared_job->step);
   });
@@ -506,7 +507,7 @@ void Checkpointer::Impl::note_failed(const std::string& failure) {
   set_ended(*progress_, {.failure = failure});
 }
 
-// ---- waiting and asking
+// ---- waiting, and the last save's failure
 
 bool Checkpointer::Impl::takes_too_long(Clock::time_point start) const {
   return Clock::now() - start > options.timeout && !waits_for_ranks(writer_->phase());
@@ -538,7 +539,7 @@ std::string Checkpointer::Impl::failure() {
   std::lock_guard lock(progress_->mutex);
   const SaveOutcome& outcome = progress_->outcome;
   if (outcome.failure.empty() || !stops_run(options, outcome)) return "";
-  progress_->told = true;
+  progress_->thrown = true;
   return outcome.failure;
 }
 

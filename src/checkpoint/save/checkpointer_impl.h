@@ -1,6 +1,6 @@
 #pragma once
 
-// The parts of a Checkpointer. Saves in checkpointer.cpp, loads in load/checkpointer_load.cpp.
+// The parts of a Checkpointer. checkpointer.cpp saves, load/checkpointer_load.cpp loads.
 
 #include <chrono>
 #include <condition_variable>
@@ -22,19 +22,19 @@
 namespace titan::checkpoint {
 namespace detail {
 
-/// Does one job at a time, on a thread of its own.
+/// Runs one job at a time on its own thread.
 class Background {
  public:
   Background() = default;
-  /// A job in progress is abandoned.
+  /// Abandons a job in progress.
   ~Background();
   Background(const Background&) = delete;
   Background& operator=(const Background&) = delete;
 
-  /// Only while there is no other. `job` owns what it uses, and doesn't throw.
+  /// Call it only while no job is in progress. `job` owns everything it uses, and doesn't throw.
   void start(std::function<void()> job);
   bool busy() const;
-  /// Returns true when there is no job; false when `give_up`, which is polled, returns true.
+  /// Returns true when no job is in progress; false when `give_up`, which is polled, returns true.
   bool wait(const std::function<bool()>& give_up) const;
 
  private:
@@ -52,15 +52,15 @@ class Background {
 struct Progress {
   std::mutex mutex;
   std::condition_variable changed;
-  int64_t step = -1;  // of the last save that began
+  int64_t step = -1;  // the last save that began
   bool staged = true;
   bool ended = true;    // apart from pruning
-  SaveOutcome outcome;  // of the last save that ended; a failure that stops the run stays
+  SaveOutcome outcome;  // the last ended save's; a failure that stops the run stays
   SaveCounts counts;
-  bool told = false;  // the failure was thrown
+  bool thrown = false;  // failure() returned the failure
 };
 
-/// Throws Error when there is a text.
+/// Throws Error unless the text is empty.
 void throw_if(const Verdict& verdict);
 
 }  // namespace detail
@@ -70,21 +70,21 @@ struct Checkpointer::Impl {
   ~Impl();
 
   bool save(int64_t step);
-  /// The failure of an earlier save that stops the run; empty where there is none. Marks it as told.
+  /// The failure of an earlier save that stops the run; empty if there is none. Marks it as thrown.
   std::string failure();
-  /// Whether there is one; `only_lost`: because of lost ranks.
+  /// Whether there is such a failure; `only_lost`: one because of lost ranks.
   bool stops(bool only_lost = false) const;
-  /// Waits for the save in progress; returns what is wrong with it.
+  /// Waits for the save in progress; returns failure(), or why the wait ended early.
   std::string wait_for_last();
-  /// The same, but not for the pruning after it, which may take longer than the other ranks' next collective
-  /// waits.
+  /// The same without waiting for the pruning, which may take longer than the time limit of the other ranks'
+  /// next collective.
   std::string wait_for_verdict();
   Loaded load(const std::filesystem::path& step_folder, const LoadOptions& options);
 
-  /// The states of the objects with these keys; null: of all.
+  /// The states of the objects with these keys; null: all objects.
   std::vector<detail::KeyedState> states(const std::set<std::string>* keys = nullptr) const;
 
-  /// In a wait since `start`: this rank's own part of the save takes too long.
+  /// Whether this rank's own part of the save takes too long, in a wait that began at `start`.
   bool takes_too_long(std::chrono::steady_clock::time_point start) const;
   std::string late_text() const;
   /// Why this rank skips a save; empty: it doesn't.
@@ -95,14 +95,14 @@ struct Checkpointer::Impl {
   /// Collective, once.
   void make_plan(int64_t step, std::string& problem, std::vector<detail::KeyedState>& states,
                  std::vector<detail::NamedTensor>& tensors);
-  /// Collective: lays out this rank's copies; all ranks throw where one can't.
+  /// Collective: lays out this rank's copies; all ranks throw if one can't.
   void lay_out(int64_t step, std::string problem, std::vector<detail::KeyedState>& states,
                detail::SaveJob& job);
-  /// Records a save that failed on all ranks alike before anything was written.
+  /// Records a save that all ranks abandoned before anything was written.
   void note_failed(const std::string& failure);
   void start(detail::SaveJob job);
 
-  /// Collective: the tensors to load; all ranks throw everything that is wrong.
+  /// Collective: returns the tensors to load; all ranks throw an error with all ranks' problems.
   std::vector<detail::NamedTensor> tensors_to_load(const std::filesystem::path& folder,
                                                    const LoadOptions& load_options, const Manifest& manifest,
                                                    std::set<std::string>& keys);
@@ -113,7 +113,7 @@ struct Checkpointer::Impl {
   DeviceMesh pipeline;
   SaveOptions options;
   std::map<std::string, Stateful*> objects;
-  bool used = false;  // saved or loaded
+  bool used = false;  // plan(), save() or load() was called
   double blocked_seconds = 0;
 
   // The control tree's group is used by the training thread, the other by the background thread.
@@ -124,9 +124,9 @@ struct Checkpointer::Impl {
   std::shared_ptr<detail::StagingBuffer> buffer_ = std::make_shared<detail::StagingBuffer>();
   std::shared_ptr<detail::Progress> progress_ = std::make_shared<detail::Progress>();
   std::optional<detail::SavePlan> plan_;
-  std::shared_ptr<detail::Staging> staging_;  // of the last save
+  std::shared_ptr<detail::Staging> staging_;  // the last save's
   detail::Background background_;
-  std::string told_reason_;  // why a save was last skipped, as logged
+  std::string logged_reason_;  // why a save was last skipped, as logged
 };
 
 }  // namespace titan::checkpoint

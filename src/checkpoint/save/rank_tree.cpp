@@ -27,7 +27,7 @@ constexpr std::chrono::seconds kLongestAnswer(2);
 
 // ---- sending
 
-// A whole text, preceded by its number of bytes.
+// Sends a text, preceded by its number of bytes.
 void send_text(dist::Group& group, int peer, const std::string& text, dist::Label label) {
   at::Tensor size = at::full({1}, static_cast<int64_t>(text.size()), at::kLong);
   group.send(size, peer, label).wait();
@@ -48,7 +48,7 @@ std::string receive_text(dist::Group& group, int peer, dist::Label label) {
   return {static_cast<const char*>(bytes.const_data_ptr()), static_cast<size_t>(num_bytes)};
 }
 
-// Nothing where it doesn't arrive in time.
+// Returns nothing if the text doesn't arrive in time.
 std::optional<std::string> receive_within(Milliseconds limit, const std::shared_ptr<dist::Group>& group,
                                           int peer, dist::Label label) {
   auto text = std::make_shared<std::string>();
@@ -69,21 +69,22 @@ Milliseconds time_until(Clock::time_point end, Milliseconds at_least) {
 
 double seconds(Milliseconds time) { return static_cast<double>(time.count()) / 1000; }
 
-// ---- arrivals: the job's store says which call each rank has reached, so that a rank that waits in vain for
-// one that passes on others' answers can look up which of them is missing
+// ---- arrivals: each rank records in the job's store which call it has reached. A rank that waits in vain
+// for another one that passes on answers can look up whose answer is missing.
 
-// This rank has reached call number `call`. Doesn't throw.
-void tell_arrival(const dist::World& world, const std::string& prefix, int64_t call) {
+// Records that this rank has reached call number `call`. Doesn't throw.
+void record_arrival(const dist::World& world, const std::string& prefix, int64_t call) {
   try {
     within_in_background(kLongestAnswer, [world, prefix, call] {
       world.store().set(titan::str(prefix, world.rank()), std::to_string(call));
     });
   } catch (const std::exception&) {
-    // Only messages get less precise.
+    // Error messages only become less precise.
   }
 }
 
-// The ranks of first ... last - 1 that haven't reached it. Empty where the store doesn't answer.
+// The ranks among first ... last - 1 that haven't reached call number `call`. Empty if the store doesn't
+// answer.
 std::vector<int> missing_arrivals(const dist::World& world, const std::string& prefix, int first, int last,
                                   int64_t call) {
   auto found = std::make_shared<std::vector<int>>();
@@ -138,7 +139,7 @@ RankTree::RankTree(const dist::World& world, std::shared_ptr<dist::Group> group,
       arrivals_(titan::str("checkpoint/", options.run_id, "/", options.name, "/")),
       children_(children_of(group_->rank(), group_->size())),
       grace_(std::clamp(options.timeout / 10, Milliseconds(200), Milliseconds(5000))) {
-  // Once, because several threads make the calls; nobody else may set it (dist::kOwnTimeout).
+  // Set once, because several threads make the calls; nothing else may set it (dist::kOwnTimeout).
   group_->set_timeout(kNoLimit);
 }
 
@@ -152,7 +153,7 @@ std::vector<Answer> RankTree::gather(std::string own) {
   std::vector<Answer> answers = {{.rank = rank(), .text = std::move(own)}};
   if (!out_of_step_.empty()) return answers;
   ++call_;
-  if (size() > 1) tell_arrival(world_, arrivals_, call_);
+  if (size() > 1) record_arrival(world_, arrivals_, call_);
   lost_.assign(children_.size(), false);
   const Milliseconds limit = options_.timeout + height_of(rank(), size()) * grace_;
   const auto end = Clock::now() + limit;
@@ -183,7 +184,7 @@ std::vector<Answer> RankTree::lost_below(int child, Milliseconds waited) const {
   std::string what = titan::str("didn't answer within ", seconds(waited), " s");
   if (missing.empty()) {
     missing = {child};
-    if (end > child + 1) what += titan::str(" (it answers for the ranks ", child, " to ", end - 1, ")");
+    if (end > child + 1) what += titan::str(" (it answers for ranks ", child, " to ", end - 1, ")");
   }
   std::vector<Answer> answers;
   for (const int rank : missing) answers.push_back({rank, what, true});
@@ -195,7 +196,8 @@ void RankTree::send_up(const std::vector<Answer>& answers) {
   try {
     // The parent may still be busy with its own part.
     if (!send_within(2 * longest_gather(), group_, parent, to_wire(answers), kUp))
-      cut_off_ = titan::str(name_of(parent), " took no answer within ", seconds(2 * longest_gather()), " s");
+      cut_off_ = titan::str(name_of(parent), " didn't accept an answer within ",
+                            seconds(2 * longest_gather()), " s");
   } catch (const std::exception& error) {
     cut_off_ = titan::str(name_of(parent), " is lost: ", error.what());
   }
@@ -204,9 +206,9 @@ void RankTree::send_up(const std::vector<Answer>& answers) {
 Verdict RankTree::receive_verdict() const {
   if (!cut_off_.empty()) return {cut_off_, true};
   const int parent = parent_of(rank());
-  // The deeper a rank is, the longer it waits, so that a rank that waits in vain has time to tell those
-  // below. The ranks above may wait for others first, as long as they may, and then rank 0 has work of its
-  // own.
+  // The deeper a rank is, the longer it waits, so that a rank that waits in vain has time to inform those
+  // below. The ranks above may first wait for others as long as their limits allow, and then rank 0 does its
+  // own work.
   const int depth = std::popcount(static_cast<unsigned>(rank()));
   const Milliseconds limit = options_.timeout + longest_gather() + (depth + 1) * grace_;
   try {
@@ -231,17 +233,17 @@ Verdict RankTree::spread(Verdict verdict) {
   return verdict;
 }
 
-// Returns which child was lost; empty: none.
+// Describes a child that was lost; empty: none was.
 std::string RankTree::send_down(const Verdict& verdict) {
   std::string problem;
   const std::string bytes = to_wire(verdict);
   for (size_t i = children_.size(); i-- > 0;) {
     const int child = children_[i];
     try {
-      // A child that was lost may only be late; it gets the verdict if it comes, but isn't waited for.
+      // A lost child may only be late: it gets the verdict if it arrives, but this rank doesn't wait for it.
       const Milliseconds limit = lost_[i] ? Milliseconds(0) : options_.timeout;
       if (!send_within(limit, group_, child, bytes, kDown) && !lost_[i])
-        problem = titan::str(name_of(child), " took no verdict within ", seconds(limit), " s");
+        problem = titan::str(name_of(child), " didn't accept the verdict within ", seconds(limit), " s");
     } catch (const std::exception& error) {
       if (!lost_[i]) problem = titan::str(name_of(child), " is lost: ", error.what());
     }
@@ -259,7 +261,7 @@ Verdict merged_problems(const RankTree& tree, const std::vector<Answer>& answers
   size_t num_problems = 0;
   for (const Answer& answer : answers) {
     verdict.lost = verdict.lost || answer.lost;
-    // The same problem of several ranks is shown once.
+    // A problem that several ranks share is shown once.
     if (answer.text.empty() || (!answer.lost && !known.insert(answer.text).second)) continue;
     if (++num_problems > kShownProblems) continue;
     verdict.text += titan::str(verdict.text.empty() ? "" : "; ", tree.name_of(answer.rank),

@@ -1,9 +1,10 @@
 #pragma once
 
-// A reduction and broadcast of reports over all ranks that survives lost ones, and the encoding of its messages.
+// Sends all ranks' reports to rank 0 and its verdict back, in a way that survives lost ranks; and encodes the
+// messages.
 //
-// [Note: the tree] What all ranks report goes to rank 0, and its answer back, over a binomial tree: rank r's
-// parent is r without its lowest set bit, so the ranks below r are r + 1 ... r + lowest bit - 1.
+// [Note: the tree] The reports go up and the verdict comes down over a binomial tree: rank r's parent is r
+// without its lowest set bit, so the ranks below r are r + 1 ... r + lowest bit - 1.
 //
 //            0
 //      1     2       4
@@ -11,10 +12,10 @@
 //                      7
 //
 // A rank waits for each child until `timeout` has passed, and a little longer the higher it is in the tree,
-// so that a child that waits in vain has time to report for whom. A child whose process ends is lost at once,
-// because its connection closes. What the ranks report of a lost one goes up like any other answer, and rank
-// 0's verdict still reaches all that are left. The time limit is kept here and not by gloo, which closes
-// every connection of the group when it times out: then nobody could be told anything.
+// so that a child that waits in vain has time to report which rank it waited for. A child whose process ends
+// is lost at once, because its connection closes. A report about a lost rank goes up like any other answer,
+// and rank 0's verdict still reaches all remaining ranks. RankTree enforces the time limit itself: gloo
+// closes every connection of a group when it times out, and then no message gets through.
 
 #include <chrono>
 #include <cstdint>
@@ -36,8 +37,8 @@
 
 namespace titan::checkpoint::detail {
 
-// ---- messages: numbers, texts, lists, maps and structs of them in one string, between ranks of one build. A
-// struct names its fields once, for both directions:
+// ---- messages: numbers, texts, lists, maps and structs of them, encoded as one string. Sender and receiver
+// must run the same build. A struct names its fields once, for both directions:
 //
 //   static void fields(auto& wire, auto& self) { wire(self.rank, self.lost, self.text); }
 
@@ -74,7 +75,7 @@ class WireWriter {
   std::string bytes_;
 };
 
-/// Throws Error where less is left than is asked for.
+/// Throws Error if the message ends too early.
 class WireReader {
  public:
   explicit WireReader(std::string_view bytes) : left_(bytes) {}
@@ -138,12 +139,12 @@ Value from_wire(std::string_view bytes) {
 /// As within(); the flight recorder counts the collectives of `call` as background calls.
 bool within_in_background(std::chrono::milliseconds limit, std::function<void()> call);
 
-/// gloo's own limit, never reached, for a group whose time limit is kept here.
+/// A limit for gloo that is never reached, for groups whose time limit is enforced outside it.
 constexpr std::chrono::milliseconds kNoLimit = std::chrono::hours(24 * 7);
 
 struct Answer {
   int rank = 0;
-  std::string text;   // of a lost rank: how it was lost
+  std::string text;   // if the rank is lost: how
   bool lost = false;  // the ranks are out of step: the tree can't be used any more
   static void fields(auto& wire, auto& self) { wire(self.rank, self.lost, self.text); }
 };
@@ -155,8 +156,8 @@ struct Verdict {
 };
 
 struct TreeOptions {
-  std::string name;                // the group's; nobody else uses it
-  std::string run_id;              // tells this tree's arrivals from an earlier tree's
+  std::string name;                // the group's; nothing else uses the group
+  std::string run_id;              // distinguishes this tree's arrivals from an earlier tree's
   std::vector<std::string> hosts;  // by rank
   std::chrono::milliseconds timeout{};
 };
@@ -164,16 +165,16 @@ struct TreeOptions {
 /// "rank 3 (host)"
 std::string rank_on(size_t rank, const std::string& host);
 
-/// Used by one thread.
+/// Not thread-safe.
 class RankTree {
  public:
   RankTree(const dist::World& world, std::shared_ptr<dist::Group> group, const TreeOptions& options);
 
-  /// `own` and the answers of the ranks below this one; on rank 0 those of all ranks, by rank. Every call is
-  /// followed by spread().
+  /// Returns `own` and the answers of the ranks below this one, sorted by rank; on rank 0 that is all ranks.
+  /// Follow every call by spread().
   std::vector<Answer> gather(std::string own);
-  /// Rank 0's verdict, on every rank; `verdict` is its own. Where it doesn't arrive the result says why, and
-  /// is `lost`, and so are those of all later calls.
+  /// Returns rank 0's `verdict` on every rank. If it doesn't arrive, the result says why and is `lost`, as
+  /// are the results of all later calls.
   Verdict spread(Verdict verdict);
 
   /// "rank 3 (host)"
@@ -193,36 +194,36 @@ class RankTree {
   dist::World world_;
   std::shared_ptr<dist::Group> group_;
   TreeOptions options_;
-  std::string arrivals_;  // the beginning of the store keys that say which call each rank has reached
+  std::string arrivals_;  // prefix of the store keys that say which call each rank has reached
   std::vector<int> children_;
-  std::vector<bool> lost_;  // of children_: in this call
+  std::vector<bool> lost_;  // by position in children_: lost in this call
   Milliseconds grace_{};
   int64_t call_ = 0;
   std::string cut_off_;      // why this rank can't reach its parent
-  std::string out_of_step_;  // why, since a rank was lost
+  std::string out_of_step_;  // how a rank was lost; empty: none was
 };
 
 int parent_of(int rank);
 std::vector<int> children_of(int rank, int size);
 /// One past the last rank below `rank`.
 int end_below(int rank, int size);
-/// Edges to the lowest rank below.
+/// The number of edges to the deepest rank below `rank`.
 int height_of(int rank, int size);
 
 // ---- agreements over a tree
 
-/// All ranks' problems as one; empty where no rank has one. `lost` where a rank is.
+/// All ranks' problems as one text; empty if no rank has one. `lost` if a rank is.
 Verdict merged_problems(const RankTree& tree, const std::vector<Answer>& answers);
 /// On rank 0: the first rank whose answer differs from rank 0's, as "rank 3 (host) WHAT rank 0 (host)".
 Verdict unequal(const RankTree& tree, const std::vector<Answer>& answers, const std::string& what);
-/// All ranks' problems, the same text on all ranks; empty: none has one.
+/// Collective: all ranks' problems, the same text on all ranks; empty: no rank has one.
 Verdict agree(RankTree& tree, const std::string& problem);
-/// The text of the lowest rank that has one; empty: none has. Throws Error where a rank is lost.
+/// Collective: the text of the lowest rank that has one; empty: none has. Throws Error if a rank is lost.
 std::string any_text(RankTree& tree, const std::string& text);
 /// The names that any stage of `pipeline` has. Collective over it.
 std::set<std::string> names_of_stages(const std::vector<std::string>& own, const DeviceMesh& pipeline,
                                       dist::Label label);
-/// Runs `part`; what it throws, as text; empty: nothing.
+/// Runs `part` and returns the message of the exception that it throws; empty: none.
 template <class Part>
 std::string problem_of(const Part& part) {
   try {

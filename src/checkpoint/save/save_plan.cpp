@@ -14,6 +14,7 @@
 #include <c10/core/ScalarType.h>
 
 #include "checkpoint/save/rank_tree.h"
+#include "core/process.h"
 #include "core/threads.h"
 #include "tensor/memory.h"
 #include "titan/core/error.h"
@@ -43,7 +44,7 @@ std::vector<StateTensor> own_tensors(const std::vector<NamedTensor>& tensors, co
 std::vector<StateTensor> all_tensors(const std::vector<NamedTensor>& tensors, const DeviceMesh& pipeline) {
   std::vector<StateTensor> own;
   std::string text;
-  // The other stages wait for this one's text, whatever is wrong with it.
+  // The other stages wait for this one's text even if it can't be made.
   const std::string problem = problem_of([&] {
     own = own_tensors(tensors, pipeline);
     text = encode_stage(own);
@@ -99,7 +100,7 @@ std::vector<NamedTensor> tensors_of(const std::vector<KeyedState>& states) {
       TITAN_CHECK(local.defined() && !is_deferred(local), "checkpoint: tensor '", name,
                   "' has no memory (yet)");
       TITAN_CHECK(local.sizes() == at::IntArrayRef(tensor.data.box.length), "checkpoint: tensor '", name,
-                  "' has a local part of shape ", local.sizes(), ", its box says ",
+                  "' has a local part of shape ", local.sizes(), "; its box says ",
                   at::IntArrayRef(tensor.data.box.length));
       tensors.push_back({name, tensor.data, tensor.duplicate});
     }
@@ -123,8 +124,8 @@ SavePlan::SavePlan(const std::vector<NamedTensor>& tensors, const dist::World& w
   for (const Piece& piece : table_.pieces_of(rank)) {
     const StateTensor& tensor = table_.tensors()[piece.tensor];
     const auto position = positions.find(tensor.name);
-    TITAN_CHECK(position != positions.end(), "checkpoint: by the layout of '", tensor.name, "' rank ", rank,
-                " holds a part of it, but no object there has such a tensor");
+    TITAN_CHECK(position != positions.end(), "checkpoint: by its layout, rank ", rank,
+                " holds a part of tensor '", tensor.name, "', but no object there has that tensor");
     PlannedPiece planned{.name = tensor.name, .box = piece.box, .source = position->second, .start = {}};
     const Box& part = tensors[planned.source].data.box;
     planned.is_whole_rows = true;
@@ -141,7 +142,7 @@ std::string SavePlan::digest() const { return digest_of(encode_stage(table_.tens
 
 void SavePlan::check_same(const std::vector<NamedTensor>& tensors) const {
   TITAN_CHECK(tensors.size() == known_.size(), "checkpoint: the objects have ", tensors.size(),
-              " tensors, at the first save they had ", known_.size());
+              " tensors; at the first save they had ", known_.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
     const NamedTensor& now = tensors[i];
     const Known& before = known_[i];
@@ -149,7 +150,7 @@ void SavePlan::check_same(const std::vector<NamedTensor>& tensors) const {
                       now.data.global_shape == before.global_shape && now.data.box == before.box &&
                       now.duplicate == before.duplicate;
     TITAN_CHECK(same, "checkpoint: tensor ", i, " is '", now.name, "' (", now.data.local.scalar_type(), " ",
-                at::IntArrayRef(now.data.global_shape), "), at the first save it was '", before.name, "' (",
+                at::IntArrayRef(now.data.global_shape), "); at the first save it was '", before.name, "' (",
                 before.dtype, " ", at::IntArrayRef(before.global_shape),
                 "): names, dtypes, shapes and layouts must not change");
   }
@@ -209,8 +210,8 @@ void StagingBuffer::reserve(int64_t num_bytes, bool page_locked) {
     void* memory = ::mmap(nullptr, static_cast<size_t>(num_bytes), PROT_READ | PROT_WRITE,
                           MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     TITAN_CHECK(memory != MAP_FAILED, "no host memory for the copy of a checkpoint: ", num_bytes,
-                " bytes: ", std::strerror(errno));
-    // Fewer page faults at the first copy; where the kernel refuses, it is only slower.
+                " bytes: ", errno_text(errno));
+    // Saves page faults at the first copy. If the kernel refuses, the copy is only slower.
     ::madvise(memory, static_cast<size_t>(num_bytes), MADV_HUGEPAGE);
     data_ = static_cast<char*>(memory);
   }

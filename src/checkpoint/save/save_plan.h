@@ -1,8 +1,8 @@
 #pragma once
 
-// Which tensors a job has, and which pieces of them this rank writes: planned at the first save; later saves
-// only check that the tensors are still the same. And each save's copy of these pieces, out of the way of
-// training: to a buffer in host memory that is reused.
+// Plans at the first save which pieces of the job's tensors this rank writes; later saves only check that the
+// tensors are still the same. Each save copies these pieces to a reused buffer in host memory, so that
+// training can continue.
 
 #include <cstddef>
 #include <cstdint>
@@ -30,21 +30,22 @@ struct KeyedState {
   ObjectState state;
 };
 
-/// Throws Error for a tensor without memory, and one whose local part doesn't match its box.
+/// The tensors of all states. Throws Error for one without memory, and one whose local part doesn't match its
+/// box.
 std::vector<NamedTensor> tensors_of(const std::vector<KeyedState>& states);
 
-/// This rank's share of one tensor to write: rows of its part, as a tensor of its own.
+/// This rank's share of writing one tensor: rows of its local part.
 struct PlannedPiece {
   std::string name;
   Box box;                     // in the global tensor
   size_t source = 0;           // position in the list of tensors that the plan was made from
-  std::vector<int64_t> start;  // of the piece in the local part
+  std::vector<int64_t> start;  // position in the local part
   bool is_whole_rows = false;  // cut along the first dimension alone: contiguous where the local part is
   int64_t num_bytes = 0;
 };
 
-/// The texts that the ranks of a pipeline send each other: one stage's tensors as text, and from all stages'
-/// texts all tensors. Throws Error for a text that ends early.
+/// The texts that the ranks of a pipeline send each other. encode_stage makes one from a stage's tensors;
+/// decode_stages joins all stages' tensors, and throws Error for a text that ends early.
 std::string encode_stage(const std::vector<StateTensor>& tensors);
 std::vector<StateTensor> decode_stages(const std::vector<std::string>& texts);
 
@@ -57,7 +58,7 @@ class SavePlan {
   const std::vector<PlannedPiece>& pieces() const { return pieces_; }
   /// Equal on ranks that planned the same.
   std::string digest() const;
-  /// Throws Error where these aren't the tensors that the plan was made from; their memory may differ.
+  /// Throws Error if these aren't the tensors that the plan was made from; their memory may differ.
   void check_same(const std::vector<NamedTensor>& tensors) const;
 
  private:
@@ -79,12 +80,13 @@ at::Tensor part_of(const at::Tensor& local, const PlannedPiece& piece);
 
 // ---- copying
 
-/// std::memcpy for more than the caches hold: stores bypass them, so that a line isn't read before it is
-/// written, which saves a third of the memory traffic. (glibc does the same only above a size that depends on
-/// the machine: 252 MB on one with 320 MB of cache.) When it returns, the copy is visible to other threads.
+/// std::memcpy for more data than the caches hold: stores bypass the caches, so that a line isn't read before
+/// it is written, which saves a third of the memory traffic. (glibc does the same only above a size that
+/// depends on the machine: 252 MB on one with 320 MB of cache.) When it returns, the copy is visible to other
+/// threads.
 void streaming_copy(void* to, const void* from, size_t num_bytes);
 
-/// Host memory that only grows. Begins at a page; page-locked where a GPU copies to it.
+/// Host memory that only grows. It begins at a page boundary, and is page-locked if a GPU copies to it.
 class StagingBuffer {
  public:
   StagingBuffer() = default;
@@ -92,7 +94,7 @@ class StagingBuffer {
   StagingBuffer(const StagingBuffer&) = delete;
   StagingBuffer& operator=(const StagingBuffer&) = delete;
 
-  /// Loses its contents. Throws Error where there is no such memory.
+  /// Discards the contents. Throws Error if the memory isn't available.
   void reserve(int64_t num_bytes, bool page_locked);
   char* data() const { return data_; }
   int64_t num_bytes() const { return num_bytes_; }
@@ -105,17 +107,17 @@ class StagingBuffer {
   at::Tensor locked_;  // owner of page-locked memory
 };
 
-/// One save's copies. Keeps the tensors alive that it copies from.
+/// One save's copies. Keeps alive the tensors that it copies from.
 class Staging {
  public:
-  /// With `in_place`, pieces that are contiguous on the CPU are written from where they are; all others get
-  /// their places in `buffer`. Throws Error.
+  /// With `in_place`, pieces that are contiguous on the CPU are written from the tensors' own memory; all
+  /// others are copied to `buffer`. Throws Error.
   Staging(const SavePlan& plan, const std::vector<NamedTensor>& tensors, StagingBuffer& buffer,
           bool in_place);
 
   /// In the plan's order.
   const std::vector<PieceToWrite>& pieces() const { return pieces_; }
-  /// Queues the copies from a device, ordered after the current stream's work. By the training thread.
+  /// Queues the copies from a device, ordered after the current stream's work. Called by the training thread.
   void launch_from_device();
   /// Makes the copies from host memory, with several threads.
   void copy_from_host(int num_threads) const;
@@ -125,7 +127,7 @@ class Staging {
   void order_current_stream() const;
 
  private:
-  // Contiguous bytes to contiguous bytes.
+  // A copy of contiguous bytes to contiguous bytes.
   struct BytesCopy {
     const char* from;
     char* to;

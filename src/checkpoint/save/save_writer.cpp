@@ -19,7 +19,8 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Rank 0 has to see what the ranks report: a file system that isn't shared (any more) is found here.
+// Checks that rank 0 sees the files that the ranks report: it doesn't if the file system isn't shared (any
+// more).
 void check_sizes(const fs::path& folder, const RankTree& tree, const std::vector<SaveReport>& reports) {
   for (size_t rank = 0; rank < reports.size(); ++rank) {
     const fs::path file = folder / file_name(static_cast<int64_t>(rank));
@@ -33,11 +34,11 @@ void check_sizes(const fs::path& folder, const RankTree& tree, const std::vector
   }
 }
 
-// Whether all ranks, on whatever hosts, mean the same folder by its path.
+// ---- checking that a path names the same folder on all hosts
 
 constexpr dist::Label kOpenLabel{.phase = "checkpoint::open_folder"};
 constexpr const char* kProbeName = ".probe";
-// A network file system may show a new file later elsewhere: NFS caches a folder's contents this long.
+// On a network file system, other hosts may see a new file late: NFS caches a folder's contents this long.
 constexpr std::chrono::milliseconds kLongestDelay(60'000);
 
 struct Greeting {
@@ -58,14 +59,14 @@ std::string folder_problem(const fs::path& folder, const std::string& run_id,
   const auto end = std::chrono::steady_clock::now() + std::min(kLongestDelay, timeout / 2);
   while (!has_probe(folder, run_id)) {
     if (std::chrono::steady_clock::now() > end)
-      return titan::str("doesn't see in ", folder.string(), " what rank 0 wrote there");
+      return titan::str("doesn't see the file that rank 0 wrote in ", folder.string());
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
   const std::string problem = storage_of(folder).write_problem(folder);
   return problem.empty() ? "" : titan::str("can't write to ", folder.string(), ": ", problem);
 }
 
-// Left by runs that were killed just then; earlier versions had temporary names for it, too.
+// Removes the probes of runs that were killed at this point; earlier versions also used temporary names.
 void remove_probes(const fs::path& folder) {
   for (const std::string& name : storage_of(folder).list(folder)) {
     const bool half_written = name.starts_with(titan::str(".", kProbeName, ".")) && name.ends_with(".tmp");
@@ -73,9 +74,9 @@ void remove_probes(const fs::path& folder) {
   }
 }
 
-// Rank 0's part, before the others look.
+// Rank 0's part, before the others look for the probe.
 Greeting prepare(const fs::path& folder, OpenedFolder& opened) {
-  Greeting greeting{own_host(), random_id(), ""};
+  Greeting greeting{host_name(), random_id(), ""};
   greeting.problem = problem_of([&] {
     opened.lock.emplace(folder);
     clean_leftovers(folder, *opened.lock);
@@ -85,7 +86,7 @@ Greeting prepare(const fs::path& folder, OpenedFolder& opened) {
   return greeting;
 }
 
-// Returns rank 0's.
+// Returns rank 0's greeting.
 Greeting greet(dist::Group& group, const Greeting& own, OpenedFolder& opened) {
   Greeting first;
   for (const std::string& text : group.all_gather_text(to_wire(own), kOpenLabel)) {
@@ -99,7 +100,7 @@ Greeting greet(dist::Group& group, const Greeting& own, OpenedFolder& opened) {
 
 }  // namespace
 
-// ---- what both kinds of saving share
+// ---- common to both kinds of saving
 
 SaveWriter::SaveWriter(SaveOptions options, std::string run_id, RankTree tree)
     : options_(std::move(options)), run_id_(std::move(run_id)), tree_(std::move(tree)) {}
@@ -185,7 +186,7 @@ Verdict SaveWriter::conclude(const SaveJob& job, const std::vector<Answer>& answ
       reports.push_back(from_wire<SaveReport>(answers[i].text));
       problems[i].text = reports.back().failure;
       if (reports.back().step != job.step)
-        problems[i].text = titan::str("is at the checkpoint of step ", reports.back().step);
+        problems[i].text = titan::str("is saving step ", reports.back().step);
     }
     const Verdict verdict = merged_problems(tree_, problems);
     return verdict.text.empty() ? decide(reports) : verdict;
@@ -260,7 +261,7 @@ void StepWriter::prune(int64_t step) {
 
 OpenedFolder open_to_read(dist::Group& group) {
   OpenedFolder opened;
-  greet(group, {own_host(), random_id(), ""}, opened);
+  greet(group, {host_name(), random_id(), ""}, opened);
   return opened;
 }
 
@@ -269,7 +270,7 @@ OpenedFolder open_shared_folder(dist::Group& group, const fs::path& folder,
   OpenedFolder opened;
   const bool is_root = group.rank() == 0;
   const std::string problem =
-      greet(group, is_root ? prepare(folder, opened) : Greeting{own_host(), "", ""}, opened).problem;
+      greet(group, is_root ? prepare(folder, opened) : Greeting{host_name(), "", ""}, opened).problem;
   if (!problem.empty())
     throw Error(titan::str("checkpoints can't be saved: ", rank_on(0, opened.hosts[0]), ": ", problem));
   const auto problems = group.all_gather_text(folder_problem(folder, opened.run_id, timeout), kOpenLabel);
@@ -279,7 +280,7 @@ OpenedFolder open_shared_folder(dist::Group& group, const fs::path& folder,
     if (!problems[rank].empty())
       all += titan::str(all.empty() ? "" : "; ", rank_on(rank, opened.hosts[rank]), " ", problems[rank]);
   if (!all.empty())
-    throw Error("the folder of the checkpoints has to be one that all ranks share and can write to: " + all);
+    throw Error("all ranks must share the folder of the checkpoints and be able to write to it: " + all);
   return opened;
 }
 

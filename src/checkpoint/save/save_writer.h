@@ -1,8 +1,8 @@
 #pragma once
 
-// How the background thread of every rank saves staged pieces. Both kinds of saving write the rank's own
-// file and report it to rank 0; what follows is StepWriter's (one folder that all ranks share) or
-// PeerWriter's (folders in the hosts' memory).
+// Saves staged pieces on the background thread of every rank. Both kinds of saving write the rank's own file
+// and report it to rank 0. Then StepWriter completes one folder that all ranks share, and PeerWriter folders
+// in the hosts' memory.
 
 #include <atomic>
 #include <chrono>
@@ -26,11 +26,11 @@ namespace titan::checkpoint::detail {
 struct SaveJob {
   int64_t step = 0;
   std::shared_ptr<Staging> staging;
-  std::string staging_failure;  // why it doesn't hold what it should
+  std::string staging_failure;  // why `staging` is incomplete; empty: it is complete
   StateTable table;
   std::map<std::string, std::string> texts;  // this rank's, by key
   using Merge = std::function<std::string(const std::vector<std::string>&)>;
-  std::map<std::string, Merge> merges;  // of the objects whose texts are merged: the same keys on all ranks
+  std::map<std::string, Merge> merges;  // by key of an object whose texts are merged: the same on all ranks
   int64_t num_threads = 0;              // Manifest::num_threads
 };
 
@@ -40,14 +40,14 @@ struct SaveOutcome {
   bool lost = false;    // the ranks are out of step
 };
 
-/// A rank's part of a checkpoint, as rank 0 has to know it.
+/// A rank's report to rank 0 about its part of a checkpoint.
 struct SaveReport {
   int64_t step = 0;
   std::string failure;  // empty: the file is complete and on disk
   FileRecord file;
   bool finite = true;
   int64_t num_threads = 0;
-  std::vector<std::string> texts;  // of the objects that merge theirs, in the order of their keys
+  std::vector<std::string> texts;  // the texts to merge, in the order of the objects' keys
   static void fields(auto& wire, auto& self) {
     wire(self.step, self.failure, self.file.num_bytes, self.file.header_digest, self.finite, self.num_threads,
          self.texts);
@@ -59,13 +59,13 @@ class SaveWriter {
   SaveWriter(SaveOptions options, std::string run_id, RankTree tree);
   virtual ~SaveWriter() = default;
 
-  /// Before write(), by the thread that starts it: from here on phase() is of this save.
+  /// Called before write(), by the thread that starts it: from here on phase() describes this save.
   void begin() { phase_ = SavePhase::MakeFolder; }
-  /// Collective, by one thread at a time. Doesn't throw.
+  /// Collective. Called by one thread at a time. Doesn't throw.
   virtual SaveOutcome write(const SaveJob& job) = 0;
-  /// Removes what is too old after a complete save. Doesn't throw.
+  /// Removes checkpoints that are too old after a complete save. Doesn't throw.
   virtual void prune(int64_t step) = 0;
-  /// Why this rank can't begin a save now; empty: it can. By any thread.
+  /// Why this rank can't begin a save now; empty: it can. Callable by any thread.
   virtual std::string busy_reason() const { return ""; }
   /// The current phase of write(); for other threads.
   SavePhase phase() const { return phase_.load(); }
@@ -76,8 +76,8 @@ class SaveWriter {
   void set_phase(SavePhase phase) { phase_ = phase; }
   /// Writes this rank's own file to the pending folder. Failures are in the report.
   SaveReport write_file(const SaveJob& job);
-  /// On rank 0: what `decide` makes of the reports of all ranks. Where one failed, or `decide` throws, the
-  /// reason.
+  /// On rank 0: the verdict of `decide` on all ranks' reports, or the reason if a rank failed or `decide`
+  /// throws.
   Verdict conclude(const SaveJob& job, const std::vector<Answer>& answers,
                    const std::function<Verdict(const std::vector<SaveReport>&)>& decide) const;
   Manifest manifest_of(const SaveJob& job, const std::vector<SaveReport>& reports) const;
@@ -96,35 +96,35 @@ class SaveWriter {
 };
 
 /// [Note: writing a step] Each rank writes its file into the pending folder and reports; when all have, rank
-/// 0 writes the manifest and renames the folder; all ranks hear the outcome. A failure before the rename
-/// leaves no checkpoint, and one after it can't take it back. docs/checkpoint_protocol.md lists who may fail
-/// where.
+/// 0 writes the manifest and renames the folder; all ranks learn the outcome. A failure before the rename
+/// leaves no checkpoint, and a failure after it can't undo it. docs/checkpoint_protocol.md lists the effect
+/// of a failure in each phase.
 class StepWriter : public SaveWriter {
  public:
   using SaveWriter::SaveWriter;
   SaveOutcome write(const SaveJob& job) override;
-  /// On rank 0.
+  /// Only rank 0 removes anything.
   void prune(int64_t step) override;
 
  private:
   void complete(const SaveJob& job, const std::vector<SaveReport>& reports);
 };
 
-// ---- whether all ranks, on whatever hosts, mean the same folder by its path
+// ---- opening a folder, and checking that its path names the same folder on all hosts
 
 struct OpenedFolder {
-  std::optional<FolderLock> lock;  // rank 0's, of a folder that is written to
+  std::optional<FolderLock> lock;  // on rank 0, if the folder is written to
   std::string run_id;              // the same on all ranks
   std::vector<std::string> hosts;  // by rank
 };
 
 /// Collective. Rank 0 makes and locks the folder, removes leftovers, and writes a file there that all other
-/// ranks have to see within a minute or half of `timeout`, the group's. Throws the same Error on all ranks:
-/// what rank 0 couldn't do, or which ranks don't see its file.
+/// ranks must see within a minute, or within half of `timeout` (the group's) if that is less. Throws the same
+/// Error on all ranks: what rank 0 couldn't do, or which ranks don't see its file.
 OpenedFolder open_shared_folder(dist::Group& group, const std::filesystem::path& folder,
                                 std::chrono::milliseconds timeout);
 
-/// Collective. Reads, makes and removes nothing: a folder that is only read from may be another run's.
+/// Collective. Touches no file: a folder that is only read may belong to another run.
 OpenedFolder open_to_read(dist::Group& group);
 
 }  // namespace titan::checkpoint::detail

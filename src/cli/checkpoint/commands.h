@@ -73,8 +73,8 @@ struct PruneArguments {
 PruneArguments parse_prune_arguments(const Arguments& words);
 int checkpoint_prune(const Arguments& words);
 
-// The folder that a user's path means. `command`: "ls", for messages. Both throw ConfigError that says what the
-// path is instead, and which folder the user may have meant.
+// The folder that a user's path means. `command`: "ls", for messages. Both throw ConfigError that says what
+// the path is instead, and which folder the user may have meant.
 
 /// A folder of steps: the given one, or the one in the given run's folder.
 std::filesystem::path steps_folder(const std::filesystem::path& given, std::string_view command);
@@ -85,7 +85,7 @@ std::filesystem::path step_folder(const std::filesystem::path& given, std::strin
 struct StepHealth {
   checkpoint::StepEntry entry;
   std::optional<checkpoint::Manifest> manifest = {};  ///< if it is valid
-  bool model_only = false;                 ///< the folder has model.safetensors, or Hugging Face's form
+  bool model_only = false;                 ///< the folder has model.safetensors, or Hugging Face's files
   std::vector<std::string> problems = {};  ///< empty: complete, or only a model
   int64_t num_bytes = 0;
   int64_t num_files = 0;
@@ -100,8 +100,8 @@ StepHealth examine_step(const checkpoint::StepEntry& entry);
 
 /// The option --tensors REGEX.
 void add_tensors(Parser& parser, std::string& pattern);
-/// Whether a tensor's name matches; an empty pattern matches all. Throws ConfigError if the pattern isn't a regular
-/// expression.
+/// Whether a tensor's name matches; an empty pattern matches all. Throws ConfigError if the pattern isn't a
+/// regular expression.
 std::function<bool(const std::string&)> tensor_filter(const std::string& pattern);
 
 /// A progress line on the terminal that overwrites itself. Prints nothing without a terminal.

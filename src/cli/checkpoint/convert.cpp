@@ -1,5 +1,5 @@
-// titan checkpoint convert: turns a saved state, a Hugging Face folder or our safetensors file into one of the
-// latter two, without a job.
+// titan checkpoint convert: turns a saved state, a Hugging Face folder or our safetensors file into one of
+// the latter two, without a job.
 
 #include "cli/checkpoint/commands.h"
 #include "cli/parser.h"
@@ -21,13 +21,13 @@ namespace fs = std::filesystem;
 constexpr const char* kConvertNotes =
     R"(FROM is one of:
   the folder of a run's step: if TO ends in .safetensors, its model becomes that file, for
-    checkpoint.initial_load_path; otherwise TO becomes a Hugging Face folder (config.json, and model.safetensors or
-    shards with an index);
+    checkpoint.initial_load_path; otherwise TO becomes a Hugging Face folder (config.json, and
+    model.safetensors or shards with an index);
   a Hugging Face folder: TO becomes a file;
   such a file: TO becomes a Hugging Face folder.
-A Hugging Face folder also gets the tokenizer's files from the config's model.hf_assets_path. When a step is read,
-every block is compared with its checksum. Whatever the model's size, 16 MiB are read and written at a time. TO must
-not exist yet, and appears when it is complete.
+A Hugging Face folder also gets the tokenizer's files from the config's model.hf_assets_path. When a step is
+read, every block is compared with its checksum. Whatever the model's size, 16 MiB are read and written at a
+time. TO must not exist yet, and appears when it is complete.
 )";
 
 [[noreturn]] void refuse_to_convert(const std::string& problem) {
@@ -40,8 +40,8 @@ train::JobConfig load_config(const config::Sources& sources) {
   return config;
 }
 
-// The settings of a run's model, as TOML; "" if the config doesn't name a model. Leaves out the other settings,
-// which may be from another version.
+// The settings of a run's model, as TOML; "" if the config doesn't name a model. Leaves out the other
+// settings, which may be from another version.
 std::string model_settings(const checkpoint::Manifest& manifest) {
   std::string toml;
   bool is_named = false;

@@ -1,5 +1,5 @@
-// The folders and steps of `titan checkpoint`'s commands, what they share, and ls, verify and prune: the steps of a run, their
-// health, and the removal of old ones.
+// The folders and steps of `titan checkpoint`'s commands, what they share, and ls, verify and prune: the
+// steps of a run, their health, and the removal of old ones.
 
 #include <unistd.h>
 
@@ -219,8 +219,8 @@ a tensor's piece); the exit code then is 1.
 
 constexpr const char* kPruneNotes =
     R"(Removes what checkpoint.keep_latest_k would remove in a run: never the newest step whose numbers are all finite,
-and never a folder that has only a model. Also removes what killed runs left. Refuses while a run writes to the
-folder.
+and never a folder that has only a model. Also removes leftovers of killed runs. Refuses while a run writes to
+the folder.
 )";
 
 }  // namespace
@@ -292,7 +292,7 @@ Json json_of(const StepHealth& health) {
   return step;
 }
 
-// What happens to it, unless a run that was killed has left it.
+// The fate of a leftover, unless it is from a killed run.
 const char* fate_of(LeftoverKind kind) {
   if (kind == LeftoverKind::Pending) return "written";
   return kind == LeftoverKind::Replaced ? "replaced by another step" : "removed";
@@ -304,7 +304,7 @@ std::string others_text(const fs::path& folder, const std::vector<Leftover>& lef
     text += str(path.filename().string(), ": put aside when a new step took its name\n");
   for (const Leftover& leftover : leftovers)
     text += str(leftover.path.filename().string(), ": being ", fate_of(leftover.kind),
-                ", or left by a run that was killed\n");
+                ", or left by a killed run\n");
   return text;
 }
 
@@ -373,7 +373,7 @@ int checkpoint_verify(const Arguments& words) {
 
 namespace {
 
-// Takes the place of a run's id in the names of folders that are half removed.
+// Replaces a run's id in the names of half-removed folders.
 constexpr const char* kRemover = "prune";
 
 void print_dry_run(const PruneArguments& arguments, const fs::path& folder) {

@@ -1,5 +1,5 @@
-// titan checkpoint info and diff: shows what a checkpoint holds, and what differs between two checkpoints, whatever meshes
-// they were saved on. Tensors are read slab by slab, so that none is in memory as a whole.
+// titan checkpoint info and diff: shows what a checkpoint holds, and what differs between two checkpoints,
+// whatever meshes they were saved on. Tensors are read slab by slab, so that none is in memory as a whole.
 
 #include <algorithm>
 #include <cmath>
@@ -62,7 +62,8 @@ std::vector<int64_t> index_in(const Box& box, int64_t position) {
   return index;
 }
 
-/// Statistics of the finite elements, added up slab by slab in doubles. Without finite elements: NaN, and norm 0.
+/// Statistics of the finite elements, added up slab by slab in doubles. Without finite elements: NaN, and
+/// norm 0.
 struct TensorStats {
   int64_t num_elements = 0;
   int64_t num_not_finite = 0;
@@ -378,8 +379,8 @@ std::vector<std::string> config_differences(const std::string& a, const std::str
   return differences(in_a, in_b);
 }
 
-// "/step: 10 | 20", a line for each leaf of two JSON texts; one line for other texts. Empty: the texts, or their
-// leaves, are equal.
+// "/step: 10 | 20", a line for each leaf of two JSON texts; one line for other texts. Empty: the texts, or
+// their leaves, are equal.
 std::vector<std::string> text_differences(const std::string& a, const std::string& b) {
   if (a == b) return {};
   const json in_a = parse_json(a), in_b = parse_json(b);
@@ -398,7 +399,8 @@ const StateTensor* find(const SavedState& state, const std::string& name) {
   return position ? &state.table().tensors()[*position] : nullptr;
 }
 
-// Reads both tensors slab by slab, so that neither is in memory as a whole. Slabs suit the larger element type.
+// Reads both tensors slab by slab, so that neither is in memory as a whole. Slabs suit the larger element
+// type.
 TensorDifference compare(const Pair& states, const StateTensor& a, const StateTensor& b) {
   TensorDifference difference;
   const auto element_size =
@@ -474,7 +476,7 @@ size_t print_texts(const Manifest& a, const Manifest& b) {
     if (in_a == a.texts.end() || in_b == b.texts.end())
       count += print_lines(key, {in_a == a.texts.end() ? "only in B" : "only in A"});
     else
-      count += print_lines(key + ": values that differ", text_differences(in_a->second, in_b->second));
+      count += print_lines(key + ": values differ", text_differences(in_a->second, in_b->second));
   }
   return count;
 }

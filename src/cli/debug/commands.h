@@ -13,10 +13,10 @@
 
 namespace titan::cli {
 
-/// Writes logs as one trace in Chrome's JSON format, for ui.perfetto.dev and chrome://tracing. Each process of
-/// the job is a process of the trace, with a track per thread; spans nest, numbers become counters, and other
-/// instants become marks. A span without an end (the process was killed) lasts until the process's last event.
-/// `next` returns the logs one by one, so they needn't all be in memory.
+/// Writes logs as one trace in Chrome's JSON format, for ui.perfetto.dev and chrome://tracing. Each process
+/// of the job is a process of the trace, with a track per thread; spans nest, numbers become counters, and
+/// other instants become marks. A span without an end (the process was killed) lasts until the process's last
+/// event. `next` returns the logs one by one, so they needn't all be in memory.
 void write_perfetto(const std::function<std::optional<ProcessLog>()>& next,
                     const std::function<void(std::string_view)>& append);
 
@@ -28,7 +28,7 @@ struct FlightTableOptions {
 /// A line per rank: where it is, and why it wrote its record.
 std::string flight_records_table(const std::vector<dist::FlightFile>& files);
 
-/// The calls up to the one that the report is about (without one: of the busiest lane), with a column per rank.
+/// The calls up to the one that the report is about (or else those of the busiest lane), a column per rank.
 std::string flight_calls_table(const std::vector<dist::FlightFile>& files, const dist::FlightReport& report,
                                const FlightTableOptions& options);
 

@@ -112,27 +112,6 @@ class ProcessTrace {
   std::set<std::pair<int64_t, std::string>> failed_;
 };
 
-}  // namespace
-
-void write_perfetto(const std::function<std::optional<ProcessLog>()>& next,
-                    const std::function<void(std::string_view)>& append) {
-  bool first = true;
-  const AddEvent add = [&](const ordered_json& event) {
-    append(std::exchange(first, false) ? "\n" : ",\n");
-    append(json_text(event));
-  };
-  append("{\"displayTimeUnit\": \"ms\", \"traceEvents\": [");
-  std::map<int, int64_t> starts;  // by rank, so far
-  while (const auto log = next()) {
-    // Process numbers of the trace: each restart of a rank adds a million.
-    const int64_t number = log->rank + 1'000'000 * starts[log->rank]++;
-    ProcessTrace(add, *log, number).write();
-  }
-  append("\n]}\n");
-}
-
-namespace {
-
 namespace fs = std::filesystem;
 
 constexpr const char* kEventsNotes =
@@ -199,6 +178,23 @@ int write_trace(const std::vector<ProcessFiles>& logs, const ReadOptions& option
 }
 
 }  // namespace
+
+void write_perfetto(const std::function<std::optional<ProcessLog>()>& next,
+                    const std::function<void(std::string_view)>& append) {
+  bool first = true;
+  const AddEvent add = [&](const ordered_json& event) {
+    append(std::exchange(first, false) ? "\n" : ",\n");
+    append(json_text(event));
+  };
+  append("{\"displayTimeUnit\": \"ms\", \"traceEvents\": [");
+  std::map<int, int64_t> starts;  // by rank, so far
+  while (const auto log = next()) {
+    // Process numbers of the trace: each restart of a rank adds a million.
+    const int64_t number = log->rank + 1'000'000 * starts[log->rank]++;
+    ProcessTrace(add, *log, number).write();
+  }
+  append("\n]}\n");
+}
 
 int debug_events(const Arguments& words) {
   fs::path run, perfetto;

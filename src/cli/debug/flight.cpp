@@ -1,5 +1,5 @@
-// `titan debug flight` and `titan debug dump`: the last collectives of each rank, of a hang or of a job that is
-// running.
+// `titan debug flight` and `titan debug dump`: the last collectives of each rank, of a hang or of a job that
+// is running.
 
 #include <algorithm>
 #include <cstdio>
@@ -28,7 +28,7 @@ using dist::FlightReport;
 using dist::FlightState;
 
 constexpr size_t kMostRankColumns = 8;
-constexpr size_t kMostRows = 16;  // of ranks
+constexpr size_t kMostRows = 16;  // ranks in a table
 
 std::string duration_text(int64_t ns) {
   const auto seconds = static_cast<double>(std::max<int64_t>(ns, 0)) / 1e9;
@@ -178,7 +178,7 @@ continue; then titan debug flight shows them. kill -QUIT does the same for one r
 host when sent to titan launch or titan train --nproc.
 )";
 
-// `folder`: a run's, or that of the records itself.
+// `folder`: a run's folder, or the records' folder itself.
 fs::path record_folder(const fs::path& folder) {
   const fs::path named = folder_of_setting(folder, "comm.save_traces_folder", "comm_traces");
   return fs::is_directory(named) ? named : folder;
@@ -203,7 +203,7 @@ class NewRecords {
  public:
   explicit NewRecords(fs::path folder) : folder_(std::move(folder)), before_(written_at(folder_)) {}
 
-  /// Looks again.
+  /// Reads the folder again.
   bool have_all_come() {
     num_ = 0;
     for (const auto& [path, time] : written_at(folder_)) {

@@ -1,13 +1,13 @@
 // [Note: who failed]
-//   first   the rank whose end was seen first. A rank that a signal ended comes before ranks that ended with an
-//           error: their exit codes may be complaints about it
-//   hung    a rank that was stopped (SIGSTOP) when another one failed: the others' time limits ran out on it; or
-//           a rank that had to be killed after another one gave up on its peers (dist::kHungExitCode): its own
-//           watchdog is stuck with it, as in a frozen container or a system call that never returns
-//   lost    the ranks whose places a next group shouldn't use: every rank killed by a signal that we didn't send;
-//           if there is none, the hung ranks; if there is none, the first to fail
-// Hangs of any other kind are for the program to detect (`titan train` has a watchdog on every rank) and show up
-// here as exit codes.
+//   first   the rank whose end was seen first. A rank that a signal ended comes before ranks that ended with
+//           an error: their exit codes may be complaints about it
+//   hung    a rank that was stopped (SIGSTOP) when another one failed: the others' time limits ran out on it;
+//           or a rank that had to be killed after another one gave up on its peers (dist::kHungExitCode): its
+//           own watchdog is stuck with it, as in a frozen container or a system call that never returns
+//   lost    the ranks whose places a next group shouldn't use: every rank killed by a signal that we didn't
+//           send; if there is none, the hung ranks; if there is none, the first to fail
+// Hangs of any other kind are for the program to detect (`titan train` has a watchdog on every rank) and show
+// up here as exit codes.
 
 #include "cli/launch/group.h"
 
@@ -29,6 +29,7 @@
 #include <set>
 #include <utility>
 
+#include "core/process.h"
 #include "titan/core/error.h"
 #include "titan/guard/watchdog.h"
 #include "train/policies/interruption.h"
@@ -51,7 +52,7 @@ struct Child {
 };
 
 struct Pipe {
-  Pipe() { TITAN_CHECK(pipe2(fds, O_CLOEXEC) == 0, "pipe: ", std::strerror(errno)); }
+  Pipe() { TITAN_CHECK(pipe2(fds, O_CLOEXEC) == 0, "pipe: ", errno_text(errno)); }
   int take_reading_end() {
     close(fds[1]);
     return fds[0];
@@ -107,7 +108,7 @@ Child start_child(const Prepared& prepared) {
   Pipe out, err, status;
   const pid_t parent = getpid();
   const pid_t pid = fork();
-  TITAN_CHECK(pid >= 0, "fork: ", std::strerror(errno));
+  TITAN_CHECK(pid >= 0, "fork: ", errno_text(errno));
   if (pid == 0) run_child(prepared, parent, out, err, status);
   setpgid(pid, pid);  // here, too, so that a signal to the group reaches it right away
   Child child{pid, out.take_reading_end(), err.take_reading_end()};
@@ -133,8 +134,7 @@ struct ListeningSocket {
       host = "127.0.0.1";
       port = ntohs(address.sin_port);
     } else {
-      TITAN_CHECK(listen_at(&address6),
-                  "cannot listen on a port of 127.0.0.1 or ::1: ", std::strerror(errno));
+      TITAN_CHECK(listen_at(&address6), "cannot listen on a port of 127.0.0.1 or ::1: ", errno_text(errno));
       host = "::1";
       port = ntohs(address6.sin6_port);
     }
@@ -239,13 +239,14 @@ class OutputPipe {
   Tail* tail_;
 };
 
-/// Between SIGTERM to the ranks that are left after a failure and their SIGKILL: time to report what they saw.
+/// Between SIGTERM to the ranks that are left after a failure and their SIGKILL: time to report what they
+/// saw.
 constexpr seconds kFailureGrace = dist::kExplainsWithin + seconds(1);
 static_assert(kFailureGrace < dist::kJobEndsWithin);
-/// How long the other ranks get when one fails after a request to end.
+/// The time that the other ranks get when one fails after a request to end.
 constexpr auto kStopAfterFailure = seconds(30);
-/// How long ranks that give up on a peer take to end, each by its own watchdog: the last one hears of the verdict
-/// a second after the first, and reports what it knows.
+/// The time that ranks that give up on a peer take to end, each by its own watchdog: the last one hears of
+/// the verdict a second after the first, and then reports.
 constexpr auto kWatchdogsEnd = dist::kHangEndsWithin + seconds(2);
 /// After this time a process that SIGKILL hasn't ended is reported.
 constexpr auto kDying = seconds(5);
@@ -261,7 +262,8 @@ std::string describe(int status) {
 /// Whether its watchdog gave up on a peer.
 bool gave_up(int status) { return WIFEXITED(status) && WEXITSTATUS(status) == dist::kHungExitCode; }
 
-/// True for signals that point to this rank itself (SIGKILL, SIGSEGV, ...), not to a peer or a stop of the whole job.
+/// True for signals that point to this rank itself (SIGKILL, SIGSEGV, ...), not to a peer or a stop of the
+/// whole job.
 bool is_own_end(int status) {
   if (!WIFSIGNALED(status)) return false;
   const int signal = WTERMSIG(status);
@@ -302,9 +304,9 @@ class RankGroup {
     end_leftovers();
     for (auto& pipe : pipes_) pipe.drain();
     GroupEnd end{.kind = kind(),
-                 .told_to_end = told_to_end_,
-                 .told_at = told_at_,
-                 .told_twice = told_twice_,
+                 .stop_signal = stop_signal_,
+                 .stop_requested_at = stop_requested_at_,
+                 .stop_requested_twice = stop_requested_twice_,
                  .start_error = start_error_,
                  .ended_badly = ended_badly(),
                  .run_time = Clock::now() - started_};
@@ -340,7 +342,7 @@ class RankGroup {
     const bool shown = options_.shown.contains(rank);
     pipes_.emplace_back(child.stdout_fd, shown ? STDOUT_FILENO : -1, rank, ranks_[rank].tail);
     pipes_.emplace_back(child.stderr_fd, shown ? STDERR_FILENO : -1, rank, ranks_[rank].tail);
-    if (child.exec_errno != 0) start_error_ = std::strerror(child.exec_errno);
+    if (child.exec_errno != 0) start_error_ = errno_text(child.exec_errno);
     return child.exec_errno == 0;
   }
 
@@ -390,11 +392,11 @@ class RankGroup {
       }
       for (auto& rank : ranks_) rank.killed |= rank.running;
       signal_all(SIGKILL);
-      if (now >= *killed_at_ + kDying) tell_undying();
+      if (now >= *killed_at_ + kDying) report_undying();
       kill_at_ = now + seconds(1);
     } else if (!kill_at_ && grow_at_ && now >= *grow_at_) {
       outgrown_ = true;
-      tell_why(train::kGroupGrows);
+      send_note(train::kGroupGrows);
       tell_ranks(SIGTERM);
     }
   }
@@ -435,7 +437,7 @@ class RankGroup {
     const bool hung = gave_up(ranks_[rank].status);
     kill_at_ = Clock::now() + (hung ? std::max(kFailureGrace, kWatchdogsEnd) : kFailureGrace);
     // Only the ranks get the reason, not the processes that they have started.
-    tell_why(train::kPeerHasFailed);
+    send_note(train::kPeerHasFailed);
     signal_all(SIGTERM);
     end_stopped();
   }
@@ -449,7 +451,7 @@ class RankGroup {
   void handle(int signal) {
     if (signal == SIGCHLD) return reap();
     if (asks_for_end(signal)) return ask_for_end(signal);
-    if (signal == SIGQUIT) return ask_what_they_do();
+    if (signal == SIGQUIT) return ask_for_reports();
     options_.on_rejoin();
     grow_at_ = options_.next_growth();
   }
@@ -461,20 +463,20 @@ class RankGroup {
   }
 
   // Ranks report what they are doing; nothing ends.
-  void ask_what_they_do() {
+  void ask_for_reports() {
     for (size_t rank = 0; rank < ranks_.size(); ++rank)
       if (ranks_[rank].running && signal_takers(ranks_[rank].pid, SIGQUIT) == 0)
         tell("rank ", rank, " has no handler for SIGQUIT (yet): not sent");
   }
 
   void ask_for_end(int signal) {
-    if (told_to_end_ == 0) {
-      told_to_end_ = signal;
-      told_at_ = Clock::now();
+    if (stop_signal_ == 0) {
+      stop_signal_ = signal;
+      stop_requested_at_ = Clock::now();
       return tell_ranks(signal);
     }
-    if (Clock::now() - told_at_ < kSameSignal) return;
-    told_twice_ = true;
+    if (Clock::now() - stop_requested_at_ < kSameSignal) return;
+    stop_requested_twice_ = true;
     signal_all(SIGKILL);
   }
 
@@ -484,7 +486,7 @@ class RankGroup {
   }
 
   /// Sends SIGTERM with a note (interruption.h).
-  void tell_why(int note) {
+  void send_note(int note) {
     for (const auto& rank : ranks_)
       if (rank.running) sigqueue(rank.pid, SIGTERM, {.sival_int = note});
   }
@@ -506,9 +508,10 @@ class RankGroup {
       if (rank.running && !rank.hung) rank.hung = "it didn't end when another gave up on its peers";
   }
 
-  // It may be in state D (a file system, a driver), or held by a debugger. Nothing is started while it exists.
-  void tell_undying() {
-    if (std::exchange(told_undying_, true)) return;
+  // A killed process may be in state D (a file system, a driver), or held by a debugger. Nothing is started
+  // while it exists.
+  void report_undying() {
+    if (std::exchange(reported_undying_, true)) return;
     for (size_t rank = 0; rank < ranks_.size(); ++rank)
       if (ranks_[rank].running)
         tell("rank ", rank, " (pid ", ranks_[rank].pid, ", state ", process_state(ranks_[rank].pid),
@@ -525,7 +528,7 @@ class RankGroup {
 
   GroupEnd::Kind kind() const {
     if (!start_error_.empty()) return GroupEnd::Kind::CantStart;
-    if (told_to_end_ != 0) return ended_badly().empty() ? GroupEnd::Kind::Done : GroupEnd::Kind::Told;
+    if (stop_signal_ != 0) return ended_badly().empty() ? GroupEnd::Kind::Done : GroupEnd::Kind::Stopped;
     if (outgrown_) return GroupEnd::Kind::Outgrown;
     return first_failed_ >= 0 ? GroupEnd::Kind::Failed : GroupEnd::Kind::Done;
   }
@@ -586,10 +589,10 @@ class RankGroup {
   int first_failed_ = -1;
   std::chrono::duration<double> failed_after_{};
   bool outgrown_ = false;
-  int told_to_end_ = 0;          // the signal
-  Clock::time_point told_at_{};  // when it came
-  bool told_twice_ = false;
-  bool told_undying_ = false;
+  int stop_signal_ = 0;
+  Clock::time_point stop_requested_at_{};
+  bool stop_requested_twice_ = false;
+  bool reported_undying_ = false;
   std::string start_error_;
 };
 

@@ -37,23 +37,23 @@ struct GroupEnd {
   enum class Kind {
     Done,       ///< all ranks returned 0
     Failed,     ///< see `report`
-    Told,       ///< asked to end by the signal `told_to_end`, and not all ranks returned 0
+    Stopped,    ///< asked to end by `stop_signal`, and not all ranks returned 0
     Outgrown,   ///< stopped because a larger group can start; see `ended_badly`
     CantStart,  ///< see `start_error`
   };
   Kind kind = Kind::Done;
-  int told_to_end = 0;  ///< the signal; 0: none
-  std::chrono::steady_clock::time_point told_at = {};
-  bool told_twice = false;  ///< asked to end at once
+  int stop_signal = 0;  ///< the signal that asked for the end; 0: none
+  std::chrono::steady_clock::time_point stop_requested_at = {};
+  bool stop_requested_twice = false;  ///< asked to end at once
   std::string start_error = {};
   /// After a request to end: the ranks that didn't return 0, and how they ended; empty: all returned 0.
   std::string ended_badly = {};
   std::chrono::duration<double> run_time = {};
 
-  bool has_failed = false;  ///< a rank failed, asked to end or not; then:
-  int exit_code = 0;        ///< of the rank that failed first; 128 + signal if a signal ended it
-  /// Ranks that failed by themselves, not because others did: those that a signal ended, hung ones, or else the
-  /// first one.
+  bool has_failed = false;  ///< a rank failed, asked to end or not; if so:
+  int exit_code = 0;        ///< the first failed rank's; 128 + signal if a signal ended it
+  /// Ranks that failed by themselves, not because others did: those that a signal ended, hung ones, or else
+  /// the first one.
   std::vector<LostRank> lost = {};
   std::string report = {};  ///< a box with the rank that failed first and its last lines
 };

@@ -1,5 +1,5 @@
-// The local launcher: starts groups of ranks, one after another, until a group is done or a restart is useless.
-// launch/group.h is about one group.
+// The local launcher: starts groups of ranks, one after another, until a group is done or a restart is
+// useless. launch/group.h is about one group.
 
 #include "cli/launch/launch.h"
 
@@ -34,7 +34,7 @@ int smallest_group(const LaunchOptions& options) {
   return options.restarts.min_ranks > 0 ? options.restarts.min_ranks : options.num_ranks;
 }
 
-/// How many times an absence may be longer than the first.
+/// The largest ratio of a place's absence to its first one.
 constexpr int kMostDoubled = 64;
 
 std::vector<std::string> device_names(const std::optional<std::string>& visible, int num_devices) {
@@ -79,7 +79,7 @@ class Launcher {
       throw;
     }
     save_memory();
-    if (told_to_end_ != 0 && options_.on_end_without_ranks) options_.on_end_without_ranks(told_to_end_);
+    if (stop_signal_ != 0 && options_.on_end_without_ranks) options_.on_end_without_ranks(stop_signal_);
     return code;
   }
 
@@ -93,17 +93,17 @@ class Launcher {
       GroupOptions group = group_options();
       ++num_starts_;
       const GroupEnd end = run_group(num_ranks, std::move(group), signals_);
-      if (end.told_to_end != 0) told_at_ = end.told_at;
-      is_hurried_ = end.told_twice;
+      if (end.stop_signal != 0) stop_requested_at_ = end.stop_requested_at;
+      is_hurried_ = end.stop_requested_twice;
       if (const auto code = after(end)) return *code;
     }
-    return 128 + told_to_end_;
+    return 128 + stop_signal_;
   }
 
   // Ranks that returned 0 have removed their states from memory. If ranks were lost or couldn't save, only
   // the launcher can save their states.
   void save_memory() {
-    SecondRequest second(told_at_);
+    SecondRequest second(stop_requested_at_);
     const auto gives_up = [&] { return is_hurried_ || second.has_come(signals_); };
     for (const checkpoint::LeftState& state :
          checkpoint::end_peer_folders(options_.memory_folder, job_id_, gives_up)) {
@@ -142,9 +142,9 @@ class Launcher {
     switch (end.kind) {
       case GroupEnd::Kind::Done:
         return 0;
-      case GroupEnd::Kind::Told:
-        tell("when asked to end, not all ranks ended well: ", end.ended_badly);
-        return 128 + end.told_to_end;
+      case GroupEnd::Kind::Stopped:
+        tell("not all ranks shut down cleanly: ", end.ended_badly);
+        return 128 + end.stop_signal;
       case GroupEnd::Kind::CantStart:
         return after_no_start(end);
       case GroupEnd::Kind::Failed:
@@ -187,7 +187,7 @@ class Launcher {
   std::optional<int> after_growth(const GroupEnd& end) {
     if (end.run_time >= kLongRun) num_short_runs_ = 0;
     if (end.ended_badly.empty()) return std::nullopt;
-    tell("when asked to stop for a larger group, not all ranks ended well: ", end.ended_badly,
+    tell("when asked to stop for a larger group, not all ranks shut down cleanly: ", end.ended_badly,
          "; steps after the newest checkpoint are repeated");
     const bool is_final = end.has_failed && options_.restarts.final_codes.count(end.exit_code);
     return is_final ? after_failure(end) : std::nullopt;
@@ -202,7 +202,7 @@ class Launcher {
     }
   }
 
-  /// Returns false when asked to end before there were enough.
+  /// Returns false when asked to end before there are enough places.
   bool find_places() {
     const auto earliest = Clock::now() + restart_delay(num_short_runs_, options_.restarts.longest_delay);
     while (Clock::now() < earliest)
@@ -224,15 +224,15 @@ class Launcher {
     pollfd ready{signals_.fd(), POLLIN, 0};
     poll(&ready, 1, static_cast<int>(std::min<int64_t>(left.count(), 3'600'000)));
     handle_between_groups();
-    return told_to_end_ == 0;
+    return stop_signal_ == 0;
   }
 
   void handle_between_groups() {
     while (const int signal = signals_.next()) {
       if (signal == SIGUSR2) places_.bring_back();
       if (!asks_for_end(signal)) continue;
-      told_to_end_ = signal;
-      if (!told_at_) told_at_ = Clock::now();
+      stop_signal_ = signal;
+      if (!stop_requested_at_) stop_requested_at_ = Clock::now();
     }
   }
 
@@ -245,9 +245,9 @@ class Launcher {
   int num_starts_ = 0;
   int num_restarts_ = 0;  // growing a group isn't counted
   int num_short_runs_ = 0;
-  int told_to_end_ = 0;                       // the signal, if no rank was running
-  std::optional<Clock::time_point> told_at_;  // when the launcher or a group was asked to end
-  bool is_hurried_ = false;                   // asked to end at once
+  int stop_signal_ = 0;                                 // the signal, if no rank was running
+  std::optional<Clock::time_point> stop_requested_at_;  // from the launcher or a group
+  bool is_hurried_ = false;                             // asked to end at once
 };
 
 }  // namespace

@@ -10,30 +10,18 @@
 #include <cstdint>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <optional>
 #include <string>
 
+#include "core/process.h"
 #include "titan/core/error.h"
 
 namespace titan::cli {
 
-namespace {
-
-/// The value of "NAME:" in a process's status.
-std::optional<std::string> status_field(pid_t pid, const std::string& name) {
-  std::ifstream file(str("/proc/", pid, "/status"));
-  for (std::string line; std::getline(file, line);) {
-    if (!line.starts_with(name + ":")) continue;
-    const size_t start = line.find_first_not_of(" \t", name.size() + 1);
-    return start == std::string::npos ? std::string() : line.substr(start);
-  }
-  return std::nullopt;
+std::string process_state(pid_t pid) {
+  const std::string state = status_field(std::to_string(pid), "State");
+  return state.empty() ? "unknown" : state;
 }
-
-}  // namespace
-
-std::string process_state(pid_t pid) { return status_field(pid, "State").value_or("unknown"); }
 
 void write_all(int fd, std::string_view text) {
   while (!text.empty()) {
@@ -103,16 +91,16 @@ namespace fs = std::filesystem;
 
 uint64_t bit_of(int signal) { return uint64_t{1} << (signal - 1); }
 
-/// Reads a mask of 16 hexadecimal digits; no signals without a mask.
-uint64_t signals_in(const std::optional<std::string>& mask) {
+/// Reads a mask of 16 hexadecimal digits; "" has no signals.
+uint64_t signals_in(const std::string& mask) {
   uint64_t signals = 0;
-  if (mask) std::from_chars(mask->data(), mask->data() + mask->size(), signals, 16);
+  std::from_chars(mask.data(), mask.data() + mask.size(), signals, 16);
   return signals;
 }
 
 /// Whether these are all signals that can be blocked (the C library reserves some after the first 31). fork,
-/// vfork and posix_spawn block all of them while a process starts another one, and nobody reads a signal that
-/// comes then.
+/// vfork and posix_spawn block all of them while a process starts another one, and no one reads a signal that
+/// arrives then.
 bool are_all(uint64_t blocked) {
   const uint64_t all = bit_of(32) - 1 - bit_of(SIGKILL) - bit_of(SIGSTOP);
   return (blocked & all) == all;
@@ -128,8 +116,9 @@ std::optional<pid_t> number_of(const std::string& name) {
 }  // namespace
 
 bool takes(pid_t pid, int signal) {
-  if (signals_in(status_field(pid, "SigCgt")) & bit_of(signal)) return true;
-  const uint64_t blocked = signals_in(status_field(pid, "SigBlk"));
+  const std::string process = std::to_string(pid);
+  if (signals_in(status_field(process, "SigCgt")) & bit_of(signal)) return true;
+  const uint64_t blocked = signals_in(status_field(process, "SigBlk"));
   return (blocked & bit_of(signal)) && !are_all(blocked);
 }
 

@@ -1,7 +1,7 @@
 #pragma once
 
-// A launcher's signals. It reads its own from a descriptor, so that one poll sees a child's end, a Ctrl-C and a line of
-// output. It sends some signals only to processes that handle them.
+// A launcher's signals. It reads its own from a descriptor, so that one poll sees a child's end, a Ctrl-C and
+// a line of output. It sends some signals only to processes that handle them.
 
 #include <signal.h>
 #include <sys/types.h>
@@ -28,21 +28,22 @@ void tell(const Parts&... parts) {
   write_all(STDERR_FILENO, str("titan launch: ", parts..., "\n"));
 }
 
-/// Two signals within this time are one request: a closing terminal sends two, and so do `timeout` and systemd.
+/// Two signals within this time are one request: a closing terminal sends two, and so do `timeout` and
+/// systemd.
 inline constexpr std::chrono::seconds kSameSignal{1};
 
 /// Whether this process ignores `signal`, as under nohup or in a shell's background. If such a signal were
 /// blocked, it would still be delivered to a descriptor.
 bool is_ignored(int signal);
-/// The signals that end a launcher or are passed on to its ranks, without those that this process was started to ignore;
-/// SIGCHLD; and SIGQUIT, which ends nothing, and which shells ignore for background jobs.
+/// The signals that end a launcher or are passed on to its ranks, without those that this process was started
+/// to ignore; SIGCHLD; and SIGQUIT, which ends nothing, and which shells ignore for background jobs.
 sigset_t launcher_signals();
 /// Whether a signal that a SignalReader reads asks for the job's end.
 bool asks_for_end(int signal);
 
-/// While it lives, the launcher's signals stay pending until they are read. Signals that this process was started
-/// to ignore stay ignored, except SIGQUIT, which ends nothing and which shells ignore for background jobs. At
-/// most one object at a time.
+/// While it lives, the launcher's signals stay pending until they are read. Signals that this process was
+/// started to ignore stay ignored, except SIGQUIT, which ends nothing and which shells ignore for background
+/// jobs. At most one object at a time.
 class SignalReader {
  public:
   SignalReader();
@@ -75,12 +76,12 @@ class SecondRequest {
   bool has_come_ = false;
 };
 
-/// Whether the process handles `signal`, by /proc: it has a handler, or its first thread blocks this signal but
-/// not all signals (to read it from a descriptor). A signal that asks a program for something would end one
+/// Whether the process handles `signal`, by /proc: it has a handler, or its first thread blocks this signal
+/// but not all signals (to read it from a descriptor). A signal that requests something would end a program
 /// that doesn't handle it: a rank that has just started, or a shell around it.
 bool takes(pid_t pid, int signal);
 
-/// Sends `signal` to the processes of a process group that handle it. Returns how many.
+/// Sends `signal` to the processes of a process group that handle it. Returns their number.
 int signal_takers(pid_t group, int signal);
 
 }  // namespace titan::cli

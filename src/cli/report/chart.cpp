@@ -313,7 +313,7 @@ std::string to_html(const StackedChart& chart) {
   return figure(chart.title, chart.unit, chart.parts, drawing, script_data(chart, x));
 }
 
-// The sections of the page that are made of charts.
+// ---- sections of the page that are made of charts
 
 namespace {
 
@@ -375,12 +375,13 @@ void add_span(const LoggedEvent& end, StepTimes& times) {
   if (part != kSpanParts.end()) times[static_cast<size_t>(part - kSpanParts.begin())] += *end.value * 1e-3;
 }
 
-// Spans of an unfinished step (the process was killed) and of a save after the last step don't count. If a step was trained
-// twice, the later time counts. A step without a forward wasn't trained: all ranks agreed to stop.
+// Spans of an unfinished step (the process was killed) and of a save after the last step don't count. If a
+// step was trained twice, the later time counts. A step without a forward wasn't trained: all ranks agreed to
+// stop.
 std::map<int64_t, StepTimes> times_of_steps(const RunHistory& run) {
   std::map<int64_t, StepTimes> steps;
   for (const ProcessLog& process : run.processes) {
-    std::optional<StepTimes> times;  // of the step that has begun
+    std::optional<StepTimes> times;  // for the step that has begun
     for (const LoggedEvent& event : process.events) {
       const bool is_step = event.name == "step";
       if (event.kind == LoggedEvent::Kind::Start && is_step) times = StepTimes{};

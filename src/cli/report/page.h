@@ -1,8 +1,8 @@
 #pragma once
 
-// The page of `titan report`: one HTML document that needs no other file. Charts are SVG. Colors are classes (s0, s1,
-// ...) of the page's style sheet, light and dark. The page includes the data for its script, which shows the values
-// under the pointer.
+// The page of `titan report`: one HTML document that needs no other file. Charts are SVG. Colors are classes
+// (s0, s1, ...) of the page's style sheet, light and dark. The page includes the data for its script, which
+// shows the values under the pointer.
 
 #include <string>
 #include <string_view>

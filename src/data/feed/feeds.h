@@ -3,11 +3,11 @@
 // The feeds: packed documents, and recorded batches.
 //
 // [Note: packing]
-// Pieces are dealt in the order of a permutation keyed by (seed, epoch). Counted through all epochs, the q-th
-// piece goes to lane q mod num_lanes. A lane joins its pieces' tokens into one stream and takes seq_len + 1
-// of them per sample, without overlap: the first seq_len are the inputs, the last seq_len the labels (as
-// TorchTitan packs). Every piece begins with BOS, as its context does; EOS follows only the last piece of a
-// document. A tokenizer without BOS or EOS leaves them out.
+// Pieces are dealt in the order of a permutation keyed by (seed, epoch). Counting through all epochs, the
+// q-th piece goes to lane q mod num_lanes. A lane joins its pieces' tokens into one stream and takes
+// seq_len + 1 of them per sample, without overlap: the first seq_len are the inputs, the last seq_len the
+// labels (as TorchTitan packs). Every piece begins with BOS, because its context begins there; EOS follows
+// only the last piece of a document. A tokenizer without BOS or EOS leaves them out.
 
 #include <array>
 #include <cstdint>
@@ -22,7 +22,7 @@
 
 namespace titan::data {
 
-/// A pseudo-random order of n things without memory: a bijection of [0, n) chosen by (seed, stream). A
+/// A pseudo-random order of n things that takes no memory: a bijection of [0, n) chosen by (seed, stream). A
 /// Feistel network over the smallest power of two that holds n is applied until the value falls inside (Black
 /// and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). The result is the same on every machine.
 class Permutation {
@@ -49,8 +49,8 @@ class Permutation {
 /// character.
 struct Piece {
   int64_t document;
-  int64_t index;  ///< which of the document's pieces
-  bool is_last;   ///< of the document
+  int64_t index;  ///< position among the document's pieces
+  bool is_last;   ///< the document's last piece
 };
 
 /// All pieces of a source, in order. Immutable and thread-safe. Its memory grows only with the number of
@@ -62,7 +62,7 @@ class PieceTable {
   int64_t size() const { return size_; }
   Piece at(int64_t index) const;
 
-  /// Replaces `text` by the piece's.
+  /// Replaces `text` with the piece's.
   void read(const Piece& piece, std::string& text) const;
 
   const Source& source() const { return *source_; }
@@ -96,15 +96,15 @@ class PackedFeed : public Feed {
   LaneState start(int64_t lane, int64_t num_lanes) const override;
   std::unique_ptr<Lane> open(const LaneState& state, int64_t num_lanes) const override;
 
-  /// Gives no token twice: new lanes continue after the foremost old one. What slower lanes had left before
-  /// that, and the rest of pieces in progress, is skipped.
+  /// Uses no token twice: new lanes continue after the foremost old one. Pieces that slower lanes had not
+  /// reached before it, and the rest of pieces in progress, are skipped.
   std::vector<LaneState> redeal(const std::vector<LaneState>& lanes, int64_t num_lanes) const override;
 
   std::string fingerprint() const override;
 
   /// The piece at `position` of `epoch`.
   Piece piece_at(int64_t epoch, int64_t position) const;
-  /// Replaces `text` by the piece's.
+  /// Replaces `text` with the piece's.
   void read(const Piece& piece, std::string& text) const { pieces_.read(piece, text); }
   /// Appends the tokens of the block of the piece's text that begins at `begin`, with BOS and EOS where they
   /// belong. Returns the beginning of the next block: text.size() at the end.
@@ -155,8 +155,8 @@ class NpyArray {
 /// int32 [steps, global batch, sequence]. Each row is a lane; nothing is shuffled or repeated.
 class ReplayFeed : public Feed {
  public:
-  /// Ids must be below `vocab_size`. After the last step, rows don't count if `finite`; otherwise reading
-  /// them is an Error.
+  /// Ids must be below `vocab_size`. After the last step, rows have no labels if `finite`; otherwise reading
+  /// them throws Error.
   ReplayFeed(const std::filesystem::path& folder, int64_t vocab_size, bool finite);
 
   /// Throws ConfigError unless `num_lanes` and `seq_len` are the recording's.

@@ -28,7 +28,7 @@ bool is_ours_alone(const at::Tensor& tensor) {
 }
 
 std::string difference_of(std::string_view name, std::string_view before, std::string_view now) {
-  return str(name, " was '", before, "', is '", now, "'");
+  return str(name, " was '", before, "', is now '", now, "'");
 }
 
 /// Takes the first "name = value; " off the text.
@@ -39,13 +39,14 @@ std::pair<std::string_view, std::string_view> take_part(std::string_view& text) 
   return {part.substr(0, name), part.substr(std::min(part.size(), name + 3))};
 }
 
-/// "order was 'shuffled by 3', is 'shuffled by 4'; ...". Two fingerprints with different parts are shown whole.
+/// "order was 'shuffled by 3', is now 'shuffled by 4'; ...". Fingerprints with different parts are shown
+/// whole.
 std::string fingerprint_difference(std::string_view before, std::string_view now) {
   std::string difference;
   for (std::string_view old_parts = before, new_parts = now; !old_parts.empty() || !new_parts.empty();) {
     const auto [old_name, old_value] = take_part(old_parts);
     const auto [name, value] = take_part(new_parts);
-    if (name != old_name) return difference_of("the whole", before, now);
+    if (name != old_name) return difference_of("the fingerprint", before, now);
     if (value != old_value)
       difference += (difference.empty() ? "" : "; ") + difference_of(name, old_value, value);
   }
@@ -73,12 +74,12 @@ struct PreparedStep {
   std::vector<LaneState> states;  ///< after this step
 };
 
-/// Prepares the steps of one rank in threads. A ring of slots holds a step's rows each. Worker w of W fills
-/// rows w, w + W, ... of one step after another, and waits when it is `prefetch_factor` steps ahead of the
-/// last step taken. Each lane belongs to one worker, so its order of samples doesn't depend on timing.
+/// Prepares the steps of one rank in threads. Each slot of a ring holds the rows of one step. Worker w of W
+/// fills rows w, w + W, ... of one step after another, and waits when it is `prefetch_factor` steps ahead of
+/// the last step taken. Each lane belongs to one worker, so its order of samples doesn't depend on timing.
 class Prefetcher {
  public:
-  /// Starts at once.
+  /// Starts the threads at once.
   Prefetcher(std::vector<std::unique_ptr<Lane>> lanes, int64_t num_rows, const LoaderOptions& options)
       : lanes_(std::move(lanes)),
         num_lanes_(static_cast<int64_t>(lanes_.size())),
@@ -96,7 +97,7 @@ class Prefetcher {
     for (auto& worker : workers_) worker.request_stop();
   }
 
-  /// Waits for the next step. Throws what preparing it threw, also at every later call.
+  /// Waits for the next step. If preparing it failed, throws that error, also at every later call.
   PreparedStep take() {
     std::unique_lock lock(mutex_);
     Slot& slot = slot_of(num_taken_);
@@ -189,7 +190,7 @@ class Prefetcher {
   int64_t num_taken_ = 0;
   std::mutex mutex_;
   std::condition_variable_any changed_;
-  std::vector<std::jthread> workers_;  // last: they stop and join before what they use is destroyed
+  std::vector<std::jthread> workers_;  // last: stopped and joined before the members above are destroyed
 };
 
 // ---- the loader
@@ -300,7 +301,7 @@ void DataLoader::restart() {
   begin_at(0, all);
 }
 
-// Drops what was prefetched. The threads start again with the next step.
+// Drops the prefetched steps. The threads start again with the next step.
 void DataLoader::begin_at(int64_t steps, const std::vector<LaneState>& all) {
   prefetcher_.reset();
   current_.clear();

@@ -11,83 +11,18 @@
 #include "titan/core/error.h"
 
 namespace titan::data {
-
-Permutation::Permutation(int64_t n, uint64_t seed, uint64_t stream) : n_(static_cast<uint64_t>(n)) {
-  TITAN_CHECK(n >= 1, "a permutation needs at least 1 element, got ", n);
-  // At least two bits, one for each half of the network.
-  int bits = std::max(2, static_cast<int>(std::bit_width(n_ - 1)));
-  low_bits_ = bits / 2;
-  low_mask_ = (uint64_t{1} << low_bits_) - 1;
-  high_mask_ = (uint64_t{1} << (bits - low_bits_)) - 1;
-  uint64_t key = mix(mix(seed) ^ stream);
-  for (uint64_t& round_key : keys_) round_key = key = mix(key);
-}
-
-// The halves may differ in width by one bit, so they alternate in place instead of being swapped.
-uint64_t Permutation::network(uint64_t x) const {
-  uint64_t high = x >> low_bits_, low = x & low_mask_;
-  for (int round = 0; round < kRounds; round += 2) {
-    high ^= mix(low ^ keys_[round]) & high_mask_;
-    low ^= mix(high ^ keys_[round + 1]) & low_mask_;
-  }
-  return high << low_bits_ | low;
-}
-
-int64_t Permutation::operator()(int64_t k) const {
-  auto x = static_cast<uint64_t>(k);
-  TITAN_INTERNAL_ASSERT(x < n_, k, " of ", n_);
-  do x = network(x);
-  while (x >= n_);
-  return static_cast<int64_t>(x);
-}
-
 namespace {
 
 constexpr int64_t kLongestTail = 3;  // continuation bytes of a character
 
 // The beginning of the next character at or after `at`. In damaged text there may be none nearby; then the
-// cut moves by kLongestTail bytes, the same on both sides of it.
+// cut moves by kLongestTail bytes, as it does for the piece on its other side.
 int64_t move_to_character(std::string_view text, int64_t at) {
   int64_t moved = 0;
   auto size = static_cast<int64_t>(text.size());
   while (moved < kLongestTail && at + moved < size && !starts_character(text[at + moved])) ++moved;
   return at + moved;
 }
-
-}  // namespace
-
-PieceTable::PieceTable(std::shared_ptr<const Source> source, int64_t piece_bytes)
-    : source_(std::move(source)), piece_bytes_(piece_bytes) {
-  TITAN_CHECK(piece_bytes > kLongestTail, "data.piece_bytes is ", piece_bytes, "; it must exceed ",
-              kLongestTail);
-  int64_t num_documents = source_->size();
-  for (int64_t i = 0; i < num_documents; ++i) {
-    int64_t pieces = std::max<int64_t>(1, (source_->length(i) + piece_bytes_ - 1) / piece_bytes_);
-    if (pieces > 1) long_documents_.push_back({i, size_, pieces});
-    size_ += pieces;
-  }
-}
-
-Piece PieceTable::at(int64_t index) const {
-  auto after = std::upper_bound(long_documents_.begin(), long_documents_.end(), index,
-                                [](int64_t i, const LongDocument& d) { return i < d.first_piece; });
-  if (after == long_documents_.begin()) return {index, 0, true};
-  const LongDocument& before = *(after - 1);
-  int64_t within = index - before.first_piece;
-  if (within < before.num_pieces) return {before.document, within, within + 1 == before.num_pieces};
-  // Between long documents every document is one piece.
-  return {before.document + 1 + within - before.num_pieces, 0, true};
-}
-
-void PieceTable::read(const Piece& piece, std::string& text) const {
-  int64_t begin = piece.index * piece_bytes_;
-  int64_t end = std::min(source_->length(piece.document), begin + piece_bytes_ + kLongestTail);
-  source_->read(piece.document, begin, end - begin, text);
-  if (!piece.is_last) text.resize(move_to_character(text, piece_bytes_));
-  if (piece.index > 0) text.erase(0, move_to_character(text, 0));
-}
-
-namespace {
 
 /// A lane over packed documents, which holds only its current piece.
 class PackedLane : public Lane {
@@ -117,7 +52,7 @@ class PackedLane : public Lane {
     is_encoded_ = false;
     encoded_ = 0;
     encode_block();
-    // A lane that resumes from a saved state encodes the tokens before it again.
+    // A lane that resumes from a saved state encodes the tokens before that position again.
     int64_t used = state_.token_offset;
     while (used > static_cast<int64_t>(block_.size()) && !is_encoded_) {
       used -= static_cast<int64_t>(block_.size());
@@ -167,7 +102,7 @@ class PackedLane : public Lane {
   std::shared_ptr<const PackedFeed> feed_;
   LaneState state_;
   int64_t num_lanes_;
-  int64_t empty_pieces_ = 0;  // in a row
+  int64_t empty_pieces_ = 0;  // consecutive ones
 
   // The current piece, opened when needed.
   bool is_open_ = false;
@@ -176,12 +111,12 @@ class PackedLane : public Lane {
   size_t encoded_ = 0;          // bytes of the text that are encoded
   bool is_encoded_ = false;     // all of it is encoded
   std::vector<int32_t> block_;  // tokens of the last block
-  size_t next_ = 0;             // of the block's tokens
+  size_t next_ = 0;             // next token in the block
 
   std::vector<int32_t> sample_;
 };
 
-// Changing it changes the tokens where no line ends near the end of a block.
+// Changing this size changes the tokens where no line ends near the end of a block.
 constexpr size_t kBlockBytes = 16 << 10;
 
 bool is_space(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
@@ -197,7 +132,7 @@ size_t end_of_block(std::string_view text, size_t begin) {
   return end;
 }
 
-// Leaves room to count pieces through further epochs.
+// Throws Error for a position that doesn't exist, or leaves no room to count pieces through further epochs.
 void check_place(const LaneState& state, int64_t num_pieces) {
   const int64_t most_epochs = std::numeric_limits<int64_t>::max() / 4 / num_pieces;
   TITAN_CHECK(state.epoch >= 0 && state.epoch <= most_epochs && state.position >= 0 &&
@@ -207,6 +142,66 @@ void check_place(const LaneState& state, int64_t num_pieces) {
 }
 
 }  // namespace
+
+Permutation::Permutation(int64_t n, uint64_t seed, uint64_t stream) : n_(static_cast<uint64_t>(n)) {
+  TITAN_CHECK(n >= 1, "a permutation needs at least 1 element, got ", n);
+  // At least two bits, one for each half of the network.
+  int bits = std::max(2, static_cast<int>(std::bit_width(n_ - 1)));
+  low_bits_ = bits / 2;
+  low_mask_ = (uint64_t{1} << low_bits_) - 1;
+  high_mask_ = (uint64_t{1} << (bits - low_bits_)) - 1;
+  uint64_t key = mix(mix(seed) ^ stream);
+  for (uint64_t& round_key : keys_) round_key = key = mix(key);
+}
+
+// The halves may differ in width by one bit, so they alternate in place instead of being swapped.
+uint64_t Permutation::network(uint64_t x) const {
+  uint64_t high = x >> low_bits_, low = x & low_mask_;
+  for (int round = 0; round < kRounds; round += 2) {
+    high ^= mix(low ^ keys_[round]) & high_mask_;
+    low ^= mix(high ^ keys_[round + 1]) & low_mask_;
+  }
+  return high << low_bits_ | low;
+}
+
+int64_t Permutation::operator()(int64_t k) const {
+  auto x = static_cast<uint64_t>(k);
+  TITAN_INTERNAL_ASSERT(x < n_, k, " of ", n_);
+  do x = network(x);
+  while (x >= n_);
+  return static_cast<int64_t>(x);
+}
+
+PieceTable::PieceTable(std::shared_ptr<const Source> source, int64_t piece_bytes)
+    : source_(std::move(source)), piece_bytes_(piece_bytes) {
+  TITAN_CHECK(piece_bytes > kLongestTail, "data.piece_bytes is ", piece_bytes, "; it must exceed ",
+              kLongestTail);
+  int64_t num_documents = source_->size();
+  for (int64_t i = 0; i < num_documents; ++i) {
+    int64_t pieces = std::max<int64_t>(1, (source_->length(i) + piece_bytes_ - 1) / piece_bytes_);
+    if (pieces > 1) long_documents_.push_back({i, size_, pieces});
+    size_ += pieces;
+  }
+}
+
+Piece PieceTable::at(int64_t index) const {
+  auto after = std::upper_bound(long_documents_.begin(), long_documents_.end(), index,
+                                [](int64_t i, const LongDocument& d) { return i < d.first_piece; });
+  if (after == long_documents_.begin()) return {index, 0, true};
+  const LongDocument& before = *(after - 1);
+  int64_t within = index - before.first_piece;
+  if (within < before.num_pieces) return {before.document, within, within + 1 == before.num_pieces};
+  // Between long documents every document is one piece.
+  return {before.document + 1 + within - before.num_pieces, 0, true};
+}
+
+void PieceTable::read(const Piece& piece, std::string& text) const {
+  int64_t begin = piece.index * piece_bytes_;
+  int64_t end = std::min(source_->length(piece.document), begin + piece_bytes_ + kLongestTail);
+  source_->read(piece.document, begin, end - begin, text);
+  if (!piece.is_last) text.resize(move_to_character(text, piece_bytes_));
+  if (piece.index > 0) text.erase(0, move_to_character(text, 0));
+}
 
 PackedFeed::PackedFeed(std::shared_ptr<const Source> source, std::shared_ptr<const Tokenizer> tokenizer,
                        const PackingOptions& options)

@@ -1,4 +1,4 @@
-// Tokens from a .npy file, in its order, for runs that are compared with another program's.
+// Reads tokens from .npy files in their order, for runs that are compared with another program's.
 
 #include "data/feed/feeds.h"
 
@@ -122,6 +122,31 @@ void check_size(const std::array<int64_t, 3>& shape, size_t payload, const std::
                         " bytes that follow the header: the file is cut short or damaged"));
 }
 
+// ---- the feed
+
+constexpr int64_t kMostSteps = std::numeric_limits<int64_t>::max() / 2;
+
+class ReplayLane : public Lane {
+ public:
+  ReplayLane(std::shared_ptr<const ReplayFeed> feed, const LaneState& state)
+      : feed_(std::move(feed)), state_(state) {}
+
+  int64_t fill(Row row) override { return feed_->read(state_.position++, state_.lane, row); }
+  LaneState state() const override { return state_; }
+
+ private:
+  std::shared_ptr<const ReplayFeed> feed_;
+  LaneState state_;
+};
+
+std::filesystem::path file_in(const std::filesystem::path& folder, const char* name) {
+  auto path = folder / name;
+  if (!std::filesystem::exists(path))
+    throw ConfigError(str("data set 'tokens': no ", path.string(),
+                          "; training.dataset_path must be a folder with input.npy and labels.npy"));
+  return path;
+}
+
 }  // namespace
 
 NpyHeader parse_npy_header(std::string_view file, const std::string& path) {
@@ -154,33 +179,6 @@ void NpyArray::read_row(int64_t i, int64_t j, std::span<int64_t> row) const {
   }
 }
 
-namespace {
-
-constexpr int64_t kMostSteps = std::numeric_limits<int64_t>::max() / 2;
-
-class ReplayLane : public Lane {
- public:
-  ReplayLane(std::shared_ptr<const ReplayFeed> feed, const LaneState& state)
-      : feed_(std::move(feed)), state_(state) {}
-
-  int64_t fill(Row row) override { return feed_->read(state_.position++, state_.lane, row); }
-  LaneState state() const override { return state_; }
-
- private:
-  std::shared_ptr<const ReplayFeed> feed_;
-  LaneState state_;
-};
-
-std::filesystem::path file_in(const std::filesystem::path& folder, const char* name) {
-  auto path = folder / name;
-  if (!std::filesystem::exists(path))
-    throw ConfigError(str("data set 'tokens': no ", path.string(),
-                          "; training.dataset_path must be a folder with input.npy and labels.npy"));
-  return path;
-}
-
-}  // namespace
-
 ReplayFeed::ReplayFeed(const std::filesystem::path& folder, int64_t vocab_size, bool finite)
     : input_(file_in(folder, "input.npy")),
       labels_(file_in(folder, "labels.npy")),
@@ -204,7 +202,7 @@ void ReplayFeed::check_shape(int64_t num_lanes, int64_t seq_len) const {
 LaneState ReplayFeed::start(int64_t lane, int64_t) const { return {.lane = lane}; }
 
 std::unique_ptr<Lane> ReplayFeed::open(const LaneState& state, int64_t) const {
-  // A lane may be after the last step.
+  // A lane may be past the last step.
   TITAN_CHECK(state.lane >= 0 && state.lane < input_.shape()[1] && state.position >= 0 &&
                   state.position < kMostSteps && state.epoch == 0 && state.token_offset == 0,
               "the recorded batches in ", input_.path().parent_path().string(),

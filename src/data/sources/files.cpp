@@ -11,6 +11,7 @@
 
 #include "core/hash.h"
 #include "core/json.h"
+#include "core/process.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 
@@ -22,7 +23,7 @@ using Components = std::vector<fs::path>;
 
 bool is_hidden(const fs::path& path) { return path.filename().string().starts_with('.'); }
 
-// Adds what matches the components from `index` on below `folder` to `found`.
+// Adds the paths below `folder` that match the components from `index` on to `found`.
 void expand(const fs::path& folder, const Components& components, size_t index, std::set<fs::path>& found) {
   if (index == components.size()) {
     if (fs::exists(folder)) found.insert(folder);
@@ -40,19 +41,6 @@ void expand(const fs::path& folder, const Components& components, size_t index, 
       expand(inner, components, index + 1, found);
   }
 }
-
-}  // namespace
-
-bool is_glob(const std::string& path) { return path.find_first_of("*?[") != path.npos; }
-
-std::vector<fs::path> expand_glob(const std::string& pattern) {
-  const fs::path path(pattern);
-  std::set<fs::path> found;
-  expand({}, {path.begin(), path.end()}, 0, found);
-  return {found.begin(), found.end()};
-}
-
-namespace {
 
 // The part of a glob before its first component with a wildcard.
 fs::path glob_base(const fs::path& pattern) {
@@ -101,7 +89,7 @@ class Listing {
   void add_file(const fs::path& path) {
     struct stat status {};
     if (stat(path.c_str(), &status) != 0 || faccessat(AT_FDCWD, path.c_str(), R_OK, AT_EACCESS) != 0) {
-      problems_.push_back(str("cannot read ", path.string(), ": ", std::strerror(errno)));
+      problems_.push_back(str("cannot read ", path.string(), ": ", errno_text(errno)));
       return;
     }
     if (!S_ISREG(status.st_mode)) return;
@@ -125,7 +113,7 @@ class Listing {
 class OpenFile {
  public:
   explicit OpenFile(const fs::path& path) : descriptor_(open(path.c_str(), O_RDONLY | O_CLOEXEC)) {
-    TITAN_CHECK(descriptor_ >= 0, "cannot read ", path.string(), ": ", std::strerror(errno));
+    TITAN_CHECK(descriptor_ >= 0, "cannot read ", path.string(), ": ", errno_text(errno));
   }
   ~OpenFile() { close(descriptor_); }
   OpenFile(const OpenFile&) = delete;
@@ -136,63 +124,16 @@ class OpenFile {
   int descriptor_;
 };
 
-}  // namespace
-
-std::vector<FileEntry> list_files(const std::string& path, const std::vector<std::string>& extensions) {
-  bool glob = is_glob(path) && !fs::exists(path);
-  if (!glob && !fs::exists(path)) throw ConfigError(str("no files at '", path, "': it does not exist"));
-  fs::path base = glob                     ? glob_base(path)
-                  : fs::is_directory(path) ? fs::path(path)
-                                           : fs::path(path).parent_path();
-  Listing listing(base, extensions);
-  if (!glob)
-    listing.add(path);
-  else
-    for (const auto& match : expand_glob(path)) listing.add(match);
-  return std::move(listing).finish(path);
-}
-
-uint64_t fingerprint_files(const std::vector<FileEntry>& files) {
-  uint64_t hash = files.size();
-  for (const auto& file : files) hash = hash_bytes(file.name, mix(hash ^ static_cast<uint64_t>(file.size)));
-  // Reading everything would take as long as an epoch, and a changed file mostly changes its size.
-  size_t stride = files.size() / kSampledFiles + 1;
-  std::string sample;
-  for (size_t i = 0; i < files.size(); i += stride) {
-    int64_t count = std::min(kSampleBytes, files[i].size);
-    for (int64_t begin : {int64_t{0}, (files[i].size - count) / 2, files[i].size - count}) {
-      read_range(files[i], begin, count, sample);
-      hash = hash_bytes(sample, hash);
-    }
-  }
-  return hash;
-}
-
-void read_range(const FileEntry& file, int64_t begin, int64_t count, std::string& bytes) {
-  OpenFile open_file(file.path);
-  bytes.resize(count);
-  for (int64_t done = 0; done < count;) {
-    ssize_t got = pread(open_file.descriptor(), bytes.data() + done, count - done, begin + done);
-    if (got < 0 && errno == EINTR) continue;
-    TITAN_CHECK(got >= 0, "cannot read ", file.path.string(), ": ", std::strerror(errno));
-    TITAN_CHECK(got > 0, file.path.string(), " has become shorter than the ", file.size,
-                " bytes it had at the start");
-    done += got;
-  }
-}
-
 // ---- the index of JSON Lines files
-
-namespace {
 
 constexpr char kMagic[8] = {'T', 'I', 'T', 'L', 'I', 'N', 'E', '1'};
 constexpr int kReportedLines = 5;  // further broken lines are only counted
 
 struct Header {
   char magic[8];
-  uint64_t key;  // of the files, the member and the rule
+  uint64_t key;  // key_of() the request
   uint64_t entries;
-  uint64_t checksum;  // of the entries' bytes
+  uint64_t checksum;  // hash of the entries' bytes
 };
 
 uint64_t key_of(const LineIndexRequest& request) {
@@ -253,26 +194,10 @@ class TextMember final : public JsonEvents {
   const std::string& name_;
   size_t depth_ = 0;
   bool is_member_ = false, found_ = false;
-  std::optional<std::string> text_;  // of the last member of that name
+  std::optional<std::string> text_;  // the last member of that name
 };
 
-}  // namespace
-
-std::optional<std::string> text_of_line(std::string_view line, const std::string& text_field,
-                                        std::string& problem) {
-  TextMember member(text_field);
-  problem = read_json(line, member);
-  auto text = member.take();
-  if (problem.empty() && !member.found())
-    problem = str("no member '", text_field, "' (data.text_field names it)");
-  else if (problem.empty() && !text)
-    problem = str("member '", text_field, "' is not a string");
-  return problem.empty() ? std::move(text) : std::nullopt;
-}
-
-namespace {
-
-// The documents of all files. Broken lines end it, or are counted and left out.
+// Finds the documents of all files. Throws ConfigError for a broken line, or counts and skips it.
 std::vector<LineEntry> find_documents(const LineIndexRequest& request) {
   std::vector<LineEntry> documents;
   int64_t num_skipped = 0;
@@ -309,6 +234,72 @@ std::vector<LineEntry> find_documents(const LineIndexRequest& request) {
 
 }  // namespace
 
+bool is_glob(const std::string& path) { return path.find_first_of("*?[") != path.npos; }
+
+std::vector<fs::path> expand_glob(const std::string& pattern) {
+  const fs::path path(pattern);
+  std::set<fs::path> found;
+  expand({}, {path.begin(), path.end()}, 0, found);
+  return {found.begin(), found.end()};
+}
+
+std::vector<FileEntry> list_files(const std::string& path, const std::vector<std::string>& extensions) {
+  bool glob = is_glob(path) && !fs::exists(path);
+  if (!glob && !fs::exists(path)) throw ConfigError(str("no files at '", path, "': it does not exist"));
+  fs::path base = glob                     ? glob_base(path)
+                  : fs::is_directory(path) ? fs::path(path)
+                                           : fs::path(path).parent_path();
+  Listing listing(base, extensions);
+  if (!glob)
+    listing.add(path);
+  else
+    for (const auto& match : expand_glob(path)) listing.add(match);
+  return std::move(listing).finish(path);
+}
+
+uint64_t fingerprint_files(const std::vector<FileEntry>& files) {
+  uint64_t hash = files.size();
+  for (const auto& file : files) hash = hash_bytes(file.name, mix(hash ^ static_cast<uint64_t>(file.size)));
+  // Reading everything would take as long as an epoch, and a file that changes usually changes its size.
+  size_t stride = files.size() / kSampledFiles + 1;
+  std::string sample;
+  for (size_t i = 0; i < files.size(); i += stride) {
+    int64_t count = std::min(kSampleBytes, files[i].size);
+    for (int64_t begin : {int64_t{0}, (files[i].size - count) / 2, files[i].size - count}) {
+      read_range(files[i], begin, count, sample);
+      hash = hash_bytes(sample, hash);
+    }
+  }
+  return hash;
+}
+
+void read_range(const FileEntry& file, int64_t begin, int64_t count, std::string& bytes) {
+  OpenFile open_file(file.path);
+  bytes.resize(count);
+  for (int64_t done = 0; done < count;) {
+    ssize_t got = pread(open_file.descriptor(), bytes.data() + done, count - done, begin + done);
+    if (got < 0 && errno == EINTR) continue;
+    TITAN_CHECK(got >= 0, "cannot read ", file.path.string(), ": ", errno_text(errno));
+    TITAN_CHECK(got > 0, file.path.string(), " has become shorter than the ", file.size,
+                " bytes it had at the start");
+    done += got;
+  }
+}
+
+// ---- the index of JSON Lines files
+
+std::optional<std::string> text_of_line(std::string_view line, const std::string& text_field,
+                                        std::string& problem) {
+  TextMember member(text_field);
+  problem = read_json(line, member);
+  auto text = member.take();
+  if (problem.empty() && !member.found())
+    problem = str("no member '", text_field, "' (data.text_field names it)");
+  else if (problem.empty() && !text)
+    problem = str("member '", text_field, "' is not a string");
+  return problem.empty() ? std::move(text) : std::nullopt;
+}
+
 LineIndex::LineIndex(const LineIndexRequest& request) {
   uint64_t key = key_of(request);
   fs::path path =
@@ -333,10 +324,10 @@ bool LineIndex::load(const fs::path& path, uint64_t key) {
                payload.size() % sizeof(LineEntry) == 0 &&
                payload.size() / sizeof(LineEntry) == header.entries && hash_bytes(payload) == header.checksum;
   if (!whole) {
-    log::warning(str("index ", path.string(), " is damaged or of another version: building it again"));
+    log::warning(str("index ", path.string(), " is damaged or has another version: rebuilding it"));
     return false;
   }
-  // The header is a multiple of the entries' alignment, and a mapping begins at a page.
+  // The header's size is a multiple of the entries' alignment, and a mapping begins at a page.
   entries_ = {reinterpret_cast<const LineEntry*>(payload.data()), header.entries};
   mapped_ = std::move(mapped);
   return true;

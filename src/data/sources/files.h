@@ -29,8 +29,8 @@ struct FileEntry {
 };
 
 /// The regular files at `path`, sorted by name: the file itself, or those in a folder and its subfolders
-/// without hidden ones. A glob's matches are handled the same way. From folders only files that end with one
-/// of `extensions` (all if it is empty). Throws ConfigError if there are none or one can't be read.
+/// without hidden ones. A glob's matches are handled the same way. In folders, only files that end with one
+/// of `extensions` (all if it is empty) count. Throws ConfigError if there are none or one can't be read.
 std::vector<FileEntry> list_files(const std::string& path, const std::vector<std::string>& extensions);
 
 /// A hash of names, sizes and samples of the contents.
@@ -39,13 +39,13 @@ uint64_t fingerprint_files(const std::vector<FileEntry>& files);
 /// Reads bytes [begin, begin + count) of the file. Throws Error if it can't be read or has become shorter.
 void read_range(const FileEntry& file, int64_t begin, int64_t count, std::string& bytes);
 
-// ---- where the documents of JSON Lines files are: building the index reads everything once; the cache keeps it
+// ---- the index of the documents in JSON Lines files: building it reads every file once; a cache keeps it
 
 /// One document: a line of a file.
 struct LineEntry {
-  int64_t offset;      ///< of the line's first byte
+  int64_t offset;      ///< the line's first byte in the file
   int64_t line_bytes;  ///< without the line end
-  int64_t text_bytes;  ///< of the decoded text
+  int64_t text_bytes;  ///< after decoding
   int32_t file;
   int32_t unused = 0;
 };
@@ -57,8 +57,8 @@ struct LineIndexRequest {
   std::filesystem::path cache_folder;  ///< empty: the index isn't kept
 };
 
-/// Immutable. Read from the cache if that is intact and was made from the same files (path, size, time),
-/// member and rule; otherwise built from the files.
+/// Immutable. Read from the cache if that is intact and was made from the same files (path, size, time) with
+/// the same settings; otherwise built from the files.
 class LineIndex {
  public:
   /// Throws ConfigError with file:line for a broken line, unless such lines are skipped, and if no document
@@ -78,7 +78,7 @@ class LineIndex {
   std::span<const LineEntry> entries_;
 };
 
-/// The string member `text_field` of a line's object. Otherwise nothing, and `problem` says why.
+/// Returns the string member `text_field` of a line's object, or nothing; then `problem` says why.
 std::optional<std::string> text_of_line(std::string_view line, const std::string& text_field,
                                         std::string& problem);
 

@@ -93,7 +93,7 @@ class JsonlSource : public Source {
     read_range(file, entry.offset, entry.line_bytes, line);
     auto document = text_of_line(line, text_field_, problem);
     TITAN_CHECK(document && static_cast<int64_t>(document->size()) == entry.text_bytes, file.path.string(),
-                " has changed since it was indexed: the line at byte ", entry.offset, " is another one now ",
+                " has changed since it was indexed: the line at byte ", entry.offset, " is different now ",
                 problem);
     text.assign(*document, begin, count);
   }
@@ -190,8 +190,8 @@ void describe(config::Table<DataSettings>& table) {
               config::at_least(kSmallestPiece));
   table.field("shuffle", &DataSettings::shuffle,
               "deal documents in a pseudo-random order, a new one each epoch");
-  table.field("seed", &DataSettings::seed, "seed of that order and of synthetic text; unset: debug.seed",
-              config::at_least(0));
+  table.field("seed", &DataSettings::seed,
+              "seed of the shuffled order and of synthetic text; unset: debug.seed", config::at_least(0));
   table.field("synthetic_documents", &DataSettings::synthetic_documents,
               "documents of the data set 'synthetic'", config::at_least(1));
   table.field("cache_folder", &DataSettings::cache_folder,

@@ -132,6 +132,14 @@ struct Definition {
   std::string fingerprint;
 };
 
+/// The memory for encoding one text.
+struct Context {
+  PreTokenizer::Scratch split;
+  WordCache cache;
+  WordMerger merger;
+  std::vector<int32_t> word;
+};
+
 namespace {
 
 using Json = nlohmann::json;
@@ -330,17 +338,6 @@ std::unique_ptr<const Definition> read_definition(const fs::path& path) {
 }
 
 // ---- encoding
-
-}  // namespace
-
-struct Context {
-  PreTokenizer::Scratch split;
-  WordCache cache;
-  WordMerger merger;
-  std::vector<int32_t> word;
-};
-
-namespace {
 
 void encode_word(const Definition& definition, std::string_view word, Context& context,
                  std::vector<int32_t>& ids) {

@@ -22,8 +22,8 @@ struct Context;
 class BpeTokenizer : public Tokenizer {
  public:
   /// Reads `tokenizer_json`, and BOS and EOS from a `tokenizer_config.json` beside it (or else from the
-  /// post-processor's template). Throws ConfigError with the file and the part that isn't supported: another
-  /// model than byte-level BPE, a normalizer, a pre-tokenizer other than ByteLevel, Split, Digits and
+  /// post-processor's template). Throws ConfigError with the file and the part that isn't supported: a model
+  /// other than byte-level BPE, a normalizer, a pre-tokenizer other than ByteLevel, Split, Digits and
   /// sequences of them, or a pattern that PCRE2 reads differently. Ignores truncation and padding, because
   /// packing determines lengths.
   explicit BpeTokenizer(const std::filesystem::path& tokenizer_json);

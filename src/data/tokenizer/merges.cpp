@@ -5,7 +5,7 @@
 namespace titan::data {
 namespace {
 
-constexpr size_t kScanned = 48;  // above, the queue is faster than scanning
+constexpr size_t kScanned = 48;  // for longer words the queue is faster than scanning
 
 }  // namespace
 

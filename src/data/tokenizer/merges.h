@@ -1,6 +1,6 @@
 #pragma once
 
-// The merges of a byte-pair encoding: which two neighboring tokens become which token, in which order.
+// The merges of a byte-pair encoding: the pairs of neighboring tokens that become one token, in order.
 
 #include <bit>
 #include <cstdint>

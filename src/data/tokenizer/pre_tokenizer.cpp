@@ -33,17 +33,17 @@ std::string members_of(const Property& property) {
 // PCRE2's own \s includes U+180E.
 std::string space_members() { return R"(\t-\r\x{85}\p{Z})"; }
 
-// PCRE2's own \w excludes (before 10.43) marks and connecting punctuation. The last ones are Oniguruma's
-// superscripts and fractions of Latin-1.
+// PCRE2's own \w excludes (before 10.43) marks and connecting punctuation. The last ones are Latin-1's
+// superscripts and fractions, which Oniguruma includes.
 std::string word_members() {
   std::string members = R"(\p{Alphabetic}\p{M}\p{Pc}\xB2\xB3\xB9\xBC-\xBE)";
   for (const char* name : {"L", "M", "Nd"}) members += find_property(name)->additions;
   return members + R"(\p{Nd})";
 }
 
-// Translates a pattern from Oniguruma's dialect, which the `tokenizers` package uses, to PCRE2's. Rewrites what
-// the two read differently (`\s`, `\w`, properties by their Unicode version). Throws ConfigError, with the
-// pattern, the position and the reason, for what PCRE2 can't express.
+// Translates a pattern from Oniguruma's dialect, which the `tokenizers` package uses, to PCRE2's. Rewrites
+// everything that the two read differently (`\s`, `\w`, properties by their Unicode version). Throws
+// ConfigError, with the pattern, the position and the reason, for a pattern that PCRE2 can't express.
 class Translator {
  public:
   explicit Translator(const std::string& pattern) : in_(pattern) {}
@@ -88,7 +88,7 @@ class Translator {
     else if (c == 'd' || c == 'D')
       put_set(members_of(*find_property("Nd")), c == 'D');
     else if (c == 'h' || c == 'H')
-      refuse("\\h, which is a hexadecimal digit there and a space here");
+      refuse("\\h (a hexadecimal digit in Oniguruma, a space in PCRE2)");
     else if ((c == 'b' || c == 'B') && !in_class_)
       refuse("a word boundary");
     else
@@ -140,6 +140,29 @@ std::string error_text(int code) {
   return reinterpret_cast<const char*>(buffer);
 }
 
+using Segment = PreTokenizer::Scratch::Segment;
+
+// Joins neighbors for which joins(previous.matched, current.matched) is true.
+template <class Joins>
+void join(std::vector<Segment>& segments, const Joins& joins) {
+  size_t kept = 0;
+  bool previous_matched = false;
+  for (const Segment segment : segments) {
+    if (kept > 0 && joins(previous_matched, segment.matched)) {
+      segments[kept - 1].begin = std::min(segments[kept - 1].begin, segment.begin);
+      segments[kept - 1].end = std::max(segments[kept - 1].end, segment.end);
+    } else {
+      segments[kept++] = segment;
+    }
+    previous_matched = segment.matched;
+  }
+  segments.resize(kept);
+}
+
+// A match joins the segment before it, unless that is a match too.
+constexpr auto kMatchJoins = [](bool previous, bool current) { return current && !previous; };
+constexpr auto kAlikeJoin = [](bool previous, bool current) { return current == previous; };
+
 }  // namespace
 
 PatternScratch::PatternScratch()
@@ -160,8 +183,8 @@ PatternScratch::~PatternScratch() {
 Pattern::Pattern(const std::string& pattern, Kind kind) : pattern_(pattern) {
   bool literal = kind == Kind::Literal;
   std::string source = literal ? pattern : Translator(pattern).run();
-  // In Oniguruma, ^ and $ always match at lines. \C would split characters, and matching the rest would read
-  // out of bounds.
+  // In Oniguruma, ^ and $ always match at line breaks. \C would split characters, and matching the rest would
+  // read out of bounds.
   uint32_t options =
       PCRE2_UTF | (literal ? PCRE2_LITERAL : PCRE2_UCP | PCRE2_MULTILINE | PCRE2_NEVER_BACKSLASH_C);
   int code = 0;
@@ -191,33 +214,6 @@ bool Pattern::find(std::string_view text, size_t start, PatternScratch& scratch,
 }
 
 // ---- splitting
-
-namespace {
-
-using Segment = PreTokenizer::Scratch::Segment;
-
-// Joins neighbors for which `joins(previous is a match, this is a match)`.
-template <class Joins>
-void join(std::vector<Segment>& segments, const Joins& joins) {
-  size_t kept = 0;
-  bool previous_matched = false;
-  for (const Segment segment : segments) {
-    if (kept > 0 && joins(previous_matched, segment.matched)) {
-      segments[kept - 1].begin = std::min(segments[kept - 1].begin, segment.begin);
-      segments[kept - 1].end = std::max(segments[kept - 1].end, segment.end);
-    } else {
-      segments[kept++] = segment;
-    }
-    previous_matched = segment.matched;
-  }
-  segments.resize(kept);
-}
-
-// A match joins the segment before it, unless that is a match too.
-constexpr auto kMatchJoins = [](bool previous, bool current) { return current && !previous; };
-constexpr auto kAlikeJoin = [](bool previous, bool current) { return current == previous; };
-
-}  // namespace
 
 size_t PreTokenizer::after(std::string_view text, Match match) {
   if (match.end > match.begin) return match.end;

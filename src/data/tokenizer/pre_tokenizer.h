@@ -58,10 +58,10 @@ class Pattern {
 
 // ---- splitting
 
-/// What happens to the matches of a pattern, by Hugging Face's names.
+/// The ways to treat the matches of a pattern, under Hugging Face's names.
 enum class SplitBehavior { Isolated, Removed, MergedWithPrevious, MergedWithNext, Contiguous };
 
-/// One step; the next one gets each of its parts.
+/// One step of splitting. The next stage gets each of its parts.
 struct SplitStage {
   bool add_prefix_space = false;   ///< adds a space to a part that doesn't begin with one
   std::optional<Pattern> pattern;  ///< none: the part stays whole
@@ -113,7 +113,7 @@ class PreTokenizer {
       run(index + 1, text.substr(segment.begin, segment.end - segment.begin), scratch, emit);
   }
 
-  // By far the most common behavior, without a list of segments.
+  // Handles by far the most common behavior, without a list of segments.
   template <class Emit>
   void isolate(size_t index, std::string_view text, Scratch& scratch, Emit& emit) const {
     size_t done = 0;

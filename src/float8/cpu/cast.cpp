@@ -1,8 +1,8 @@
 // Casting matrices to 8 bits on a CPU: titan::float8_cast and titan::float8_cast_blocks.
 //
 // [Note: cast and transpose] Tiles of 64 by 64 elements are cast row by row, transposed in blocks of 8 by 8
-// bytes, and written in whole cache lines: the result's rows often lie a power of two apart, so that few of
-// them fit into the cache at once.
+// bytes, and written in whole cache lines, because the result's rows are often a power of two apart, so that
+// few of them fit into the cache at once.
 
 #include <algorithm>
 #include <bit>
@@ -28,10 +28,10 @@ using simd::Words;
 constexpr int64_t kLanes = simd::kWidth<float>;
 constexpr int64_t kTile = 64;
 
-// ---- from fp32 to 8 bits, eight at a time, as c10 converts one
+// ---- fp32 to 8 bits, eight at a time, with the same results as c10's conversion
 
-// A format's bits. A number below `smallest_normal` keeps its last bits by an addition that shifts them out of
-// fp32.
+// A format's constants. A number below `smallest_normal` is rounded by an addition that shifts its last bits
+// out of fp32.
 struct E4m3 {
   static constexpr at::ScalarType dtype = at::kFloat8_e4m3fn;
   static constexpr uint32_t largest = 0x43e00000;          // 448
@@ -54,12 +54,13 @@ TITAN_INLINE Words select(Ints mask, Words yes, Words no) {
   return (bits & yes) | (~bits & no);
 }
 
-// Nearest, ties to even, clamped to the format's range; NaN stays NaN and keeps its sign. One byte per lane.
+// Rounds to nearest, ties to even, clamped to the format's range. NaN stays NaN and keeps its sign. One byte
+// per lane.
 template <class Format>
 TITAN_INLINE Words to_float8(Floats x) {
   const Words bits = reinterpret_cast<Words>(x), sign = bits & 0x80000000u;
   const Words magnitude = bits ^ sign;
-  // As signed numbers, which AVX2 compares: magnitudes have no sign bit.
+  // Compared as signed numbers, as AVX2 does; magnitudes have no sign bit.
   const Ints is_nan = reinterpret_cast<Ints>(magnitude) > 0x7f800000;
   const Ints above = reinterpret_cast<Ints>(magnitude) > static_cast<int32_t>(Format::largest);
   const Words held = select(above, Words{} + Format::largest, magnitude);
@@ -83,7 +84,7 @@ TITAN_INLINE void store_bytes(uint8_t* to, Words lanes) {
 
 using EightRows = uint64_t __attribute__((vector_size(32)));  // eight bytes of one row in each of four blocks
 
-// In: row i of the four 8 x 8 blocks; out: column i of each (Warren, "Hacker's Delight", 7-3).
+// From row i of each of the four 8 x 8 blocks to column i of each (Warren, "Hacker's Delight", 7-3).
 template <int kDistance, uint64_t kMask>
 TITAN_INLINE void swap_halves(EightRows (&rows)[8]) {
   for (int i = 0; i < 8; ++i) {
@@ -114,13 +115,13 @@ TITAN_INLINE void transpose_tile(uint8_t* transposed, const uint8_t* tile) {
     }
 }
 
-// One scale for all elements (`step` 0), or one for each row of the result (`step` 1).
+// One scale for all elements (`step` 0), or one per row of the result (`step` 1).
 struct Scales {
   const float* values;
   int64_t step;
 };
 
-// `count` <= kTile elements of a row of x, each under the scale of its column.
+// Casts `count` <= kTile elements of a row of x, each by its column's scale.
 template <class Format, class T>
 TITAN_INLINE void cast_tile_row(uint8_t* out, const T* x, Scales scales, int64_t count) {
   for (int64_t i = 0; i < kTile; i += kLanes) {
@@ -143,7 +144,7 @@ bool has_kernel(const at::Tensor& x) {
   return x.is_contiguous() && (x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16);
 }
 
-// run.operator()<Format>(Matrix<T>) for the matrix's type T and the format of `dtype`.
+// Calls run.operator()<Format>(Matrix<T>) with the matrix's type T and the format of `dtype`.
 template <class Run>
 void dispatch(const at::Tensor& x, at::ScalarType dtype, const Run& run) {
   const auto with_format = [&]<class Format>(Format) {
@@ -157,7 +158,7 @@ void dispatch(const at::Tensor& x, at::ScalarType dtype, const Run& run) {
   dtype == E4m3::dtype ? with_format(E4m3{}) : with_format(E5m2{});
 }
 
-// Tiles of the columns share the threads. run(first column, number of columns)
+// Divides tiles of columns among the threads: run(first column, number of columns).
 template <class Run>
 void over_tiles(int64_t columns, int64_t grain, const Run& run) {
   const int64_t tiles = (columns + kTile - 1) / kTile;
@@ -168,7 +169,7 @@ void over_tiles(int64_t columns, int64_t grain, const Run& run) {
 
 // ---- one scale for a matrix or a vector: float8_cast
 
-// `count` elements under one scale.
+// Casts `count` elements by one scale.
 template <class Format, class T>
 TITAN_CPU_CLONES void cast_run(uint8_t* out, const T* x, float scale, int64_t count) {
   int64_t i = 0;
@@ -178,7 +179,7 @@ TITAN_CPU_CLONES void cast_run(uint8_t* out, const T* x, float scale, int64_t co
   for (int64_t lane = 0; i + lane < count; ++lane) out[i + lane] = static_cast<uint8_t>(rest[lane]);
 }
 
-// Columns [first, first + count) of x become rows of `out` [columns, rows].
+// Casts columns [first, first + count) of x to rows of `out` [columns, rows].
 template <class Format, class T>
 TITAN_CPU_CLONES void cast_transposed(uint8_t* out, Matrix<T> x, Scales scales, int64_t first,
                                       int64_t count) {
@@ -233,9 +234,9 @@ at::Tensor cast_cpu(const at::Tensor& x, const at::Tensor& scale, at::ScalarType
   return out;
 }
 
-// ---- blocks of 32: float8_cast_blocks. One pass, as a block fits into the first cache.
+// ---- blocks of 32: float8_cast_blocks. One pass, because a block fits into the first-level cache.
 
-// The exponent of a block's scale, from its largest `magnitude`: fp32's bits without the sign.
+// The exponent of a block's scale, from the fp32 bits of its largest `magnitude`.
 template <class Format>
 TITAN_INLINE int exponent_of(uint32_t magnitude, bool round_up) {
   if (magnitude >= 0x7f800000u) return kNotFinite;
@@ -268,7 +269,7 @@ TITAN_INLINE float write_exponent(uint8_t* scale, int32_t magnitude, bool round_
 TITAN_INLINE Ints magnitude_bits(Floats x) { return reinterpret_cast<Ints>(x) & 0x7fffffff; }
 TITAN_INLINE Ints larger_bits(Ints a, Ints b) { return a > b ? a : b; }
 
-// `count` <= 32 elements; the rest of the 32 bytes becomes zero.
+// Casts `count` <= 32 elements; the rest of the 32 bytes becomes zero.
 template <class Format, class T>
 TITAN_INLINE void cast_block(uint8_t* out, uint8_t* scale, const T* x, bool round_up, int64_t count) {
   constexpr int64_t kVectors = kBlock / kLanes;
@@ -303,8 +304,8 @@ struct BlockOutput {
   bool round_up;
 };
 
-// A block of each of `count` <= kTile columns: x's rows [row, row + rows), rows <= 32. Writes exponents and
-// returns factors.
+// For one block of each of `count` <= kTile columns, x's rows [row, row + rows), rows <= 32: writes exponents
+// and returns factors.
 template <class Format, class T>
 TITAN_INLINE void column_factors(float* factors, BlockOutput out, Matrix<T> x, int64_t first, int64_t count) {
   Ints largest[kTile / kLanes] = {};
@@ -320,7 +321,7 @@ TITAN_INLINE void column_factors(float* factors, BlockOutput out, Matrix<T> x, i
                                              largest[column / kLanes][column % kLanes], out.round_up);
 }
 
-// Columns [first, first + count) of x become rows of the result.
+// Casts columns [first, first + count) of x to rows of the result.
 template <class Format, class T>
 TITAN_CPU_CLONES void cast_columns_in_blocks(BlockOutput out, Matrix<T> x, int64_t first, int64_t count) {
   alignas(64) uint8_t tile[kTile * kTile];

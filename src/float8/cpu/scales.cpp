@@ -19,7 +19,7 @@ namespace titan::float8 {
 namespace {
 
 // [Note: magnitudes as integers] Without its sign bit, a floating-point number is an integer that grows with
-// its magnitude, and NaNs lie above infinity. So the largest integer is the largest magnitude, or a NaN if
+// its magnitude, and NaNs are above infinity. So the largest integer is the largest magnitude, or a NaN if
 // there is one. One instruction compares them as signed integers.
 template <class T>
 using Bits = std::conditional_t<sizeof(T) == 2, int16_t, int32_t>;
@@ -66,7 +66,7 @@ TITAN_CPU_CLONES Bits<T> largest_bits(const T* x, int64_t count) {
 
 constexpr int64_t kColumns = 128;
 
-// `count` <= kColumns columns, `stride` elements from row to row.
+// For `count` <= kColumns columns with `stride` elements from row to row.
 template <class T>
 TITAN_CPU_CLONES void largest_of_columns(Bits<T>* out, const T* x, int64_t rows, int64_t stride,
                                          int64_t count) {
@@ -183,7 +183,7 @@ at::Tensor amax_many_cpu(at::TensorList xs) {
   return composite::amax_many(xs);
 }
 
-// The largest value of the format over max(amax, 1e-12), in double.
+// The largest value of the format divided by max(amax, 1e-12), in double.
 float scale_for(double largest, float amax, bool power_of_two) {
   const auto held = std::isnan(amax) ? static_cast<double>(amax) : std::max<double>(amax, 1e-12);
   const auto scale = static_cast<float>(largest / held);
@@ -191,7 +191,7 @@ float scale_for(double largest, float amax, bool power_of_two) {
   return std::bit_cast<float>(std::bit_cast<uint32_t>(scale) & 0x7f800000u);  // the exponent alone
 }
 
-// A few numbers, one division each: a single loop, so that a layer's six casts aren't thirty operations.
+// A single loop over a few numbers, so that a layer's six casts don't take thirty operations.
 at::Tensor scale_cpu(const at::Tensor& amax, at::ScalarType dtype, bool power_of_two) {
   const double largest = largest_value(dtype);
   const at::Tensor from = amax.contiguous();

@@ -1,18 +1,19 @@
-// The attention operators on a CPU: by our kernels in fp32, and in bf16 where they were measured to be faster
-// or LibTorch's products of 16-bit matrices are slow; otherwise by LibTorch's flash attention.
+// The attention operators on a CPU. Our kernels compute in fp32, and in bf16 on processors where they were
+// measured to be faster or LibTorch's products of 16-bit matrices are slow; otherwise LibTorch's flash
+// attention does.
 //
-// [Note: flash attention] (Dao, "FlashAttention-2", 2023.) Scores exist for one block of queries and one of
-// keys at a time. The forward keeps a running maximum and sum for each query and rescales its result when the
-// maximum grows; it returns log(sum(exp(score))), from which the backward recomputes the probabilities. With
-// delta_i = dO_i . O_i:
+// [Note: flash attention] (Dao, "FlashAttention-2", 2023.) Scores exist for one block of queries and one
+// block of keys at a time. The forward keeps a running maximum and sum for each query and rescales its result
+// when the maximum grows. It returns log(sum(exp(score))), from which the backward recomputes the
+// probabilities. With delta_i = dO_i . O_i:
 //   P = exp(Q K^T - lse)   dV = P^T dO   dP = dO V^T   dS = P (dP - delta)   dQ = dS K   dK = dS^T Q
 // The scale 1/sqrt(D) is applied to Q. All five products run on packed panels ([Note: panels]). LibTorch's
 // kernel calls a BLAS for each small block, which costs more than the products themselves for heads of 16 to
 // 64 features.
 //
-// The running maximum and sum may come from other keys: a forward that starts from an earlier result and its
-// lse continues it. And a backward over some of the keys takes the lse and O of all of them. That is how a
-// sequence is attended part by part (parallel/context).
+// A forward may start from the result and lse over other keys, and so continue it. A backward over some of
+// the keys takes the lse and O of all keys. In this way a sequence is attended part by part
+// (parallel/context).
 
 #include <algorithm>
 #include <limits>
@@ -37,7 +38,8 @@ using simd::LeftFactor;
 
 // ---- how the kernels find a head in memory
 
-/// Queries in a block: a multiple of kTileRows and kPanel, so that it is whole tiles in either orientation.
+/// Queries in a block: a multiple of kTileRows and kPanel, so that a block is whole tiles in both
+/// orientations.
 constexpr int64_t kQueries = 48;
 constexpr int64_t kKeysForward = 96;
 constexpr int64_t kKeysBackward = 48;  // its two blocks of scores share the first-level cache
@@ -56,7 +58,7 @@ struct Shape {
         first_query(first_query) {}
 
   int64_t group() const { return heads / kv_heads; }
-  // Whole blocks of either direction.
+  // Rounded up to whole blocks of the forward and of the backward.
   int64_t padded_queries() const { return simd::round_up(queries, kKeysForward); }
   int64_t padded_keys() const { return simd::round_up(keys, kKeysForward); }
   int64_t padded_size() const { return simd::round_up(size, kPanel); }
@@ -64,11 +66,11 @@ struct Shape {
   float scale() const { return 1.0f / std::sqrt(static_cast<float>(size)); }
   size_t packed_queries() const { return static_cast<size_t>(padded_queries() * padded_size()); }
   size_t packed_keys() const { return static_cast<size_t>(padded_keys() * padded_size()); }
-  /// How many of the `width` keys from `key` on query i sees.
+  /// The number of keys that query i sees among the `width` keys from `key` on.
   TITAN_INLINE int64_t seen(int64_t i, int64_t key, int64_t width) const {
     return std::clamp<int64_t>(first_query + i + 1 - key, 0, width);
   }
-  /// Keys that the queries before `end` see.
+  /// The number of keys that the queries before `end` see.
   int64_t keys_before(int64_t end) const { return std::min(keys, first_query + end); }
   /// The first query that sees `key`, rounded down to the start of its block.
   int64_t first_block_that_sees(int64_t key) const {
@@ -76,8 +78,8 @@ struct Shape {
   }
 };
 
-/// x [B, S, heads, size] in memory; the features of a head are adjacent, other strides are free. T: const or
-/// not.
+/// x [B, S, heads, size] in memory. The features of a head are adjacent, other strides are free. T may be
+/// const.
 template <class T>
 struct Heads {
   T* data;
@@ -107,7 +109,7 @@ struct LogSumRows {
   float* data;
   int64_t stride;
 };
-/// The same [B, H, S] of all heads.
+/// The same of all heads, [B, H, S].
 struct LogSums {
   float* data;
   int64_t batch_stride, head_stride, row_stride;
@@ -122,18 +124,18 @@ struct LogSums {
   }
 };
 
-/// Where the forward starts from.
+/// The state that the forward starts from.
 enum class AttentionStart {
   Nothing,  ///< the sum is only written
-  Partial,  ///< it holds a result over other keys (log_sum_exp -inf: over none); Out is float
+  Partial,  ///< the sum is a result over other keys (log_sum_exp -inf: no keys); Out is float
 };
 
 // ---- forward
 
 constexpr float kLowest = std::numeric_limits<float>::lowest();
 
-// Replaces a row of scores by exp(score - maximum), with zeros where the query doesn't look; returns the
-// factor by which earlier results must be scaled.
+// Replaces a row of scores by exp(score - maximum), with zeros at masked keys. Returns the factor by which
+// earlier results must be scaled.
 template <class V>
 TITAN_INLINE float softmax_row(float* scores, int64_t seen, int64_t width, float& maximum, float& sum) {
   constexpr int64_t lanes = simd::kFloatsOf<V>;
@@ -162,7 +164,7 @@ TITAN_INLINE float softmax_row(float* scores, int64_t seen, int64_t width, float
 
 struct ForwardScratch {
   std::vector<float> keys, values;          // panels of K^T and V of one head
-  std::vector<float> queries, scores, out;  // of one block
+  std::vector<float> queries, scores, out;  // one block each
   std::vector<float> maximum, sum;
 
   explicit ForwardScratch(const Shape& shape)
@@ -182,7 +184,7 @@ TITAN_CPU_CLONES void pack_keys_values(ForwardScratch& scratch, const Shape& sha
   simd::pack_panels(scratch.values.data(), v, shape.padded_keys(), 1.0f);
 }
 
-// Where a block of queries comes from and goes to.
+// A block of queries in memory, and its results.
 template <class T, class Out>
 struct Block {
   simd::Rows<const T> queries;
@@ -197,13 +199,13 @@ TITAN_INLINE void start_from_nothing(ForwardScratch& scratch) {
   std::fill(scratch.out.begin(), scratch.out.end(), 0.0f);
 }
 
-// A finished softmax is a running one whose maximum is its log-sum and whose sum is 1.
+// Continues from a finished softmax, which is a running one whose maximum is its log-sum and whose sum is 1.
 template <class T>
 TITAN_INLINE void start_from_partial(ForwardScratch& scratch, const Shape& shape,
                                      const Block<T, float>& block) {
   for (int64_t i = 0; i < block.out.count; ++i) {
     const float log_sum = block.log_sums.data[i * block.log_sums.stride];
-    if (log_sum < kLowest) continue;  // -inf: no key yet
+    if (log_sum < kLowest) continue;  // -inf: no keys yet
     scratch.maximum[static_cast<size_t>(i)] = log_sum;
     scratch.sum[static_cast<size_t>(i)] = 1;
     std::copy_n(block.out.data + i * block.out.stride, shape.size,
@@ -259,8 +261,8 @@ TITAN_WIDE void attend_block_wide(const Block<T, Out>& block, ForwardScratch& sc
   attend_block_by<simd::WideFloats>(block, scratch, shape, start);
 }
 
-/// sum = softmax(q k^T / sqrt(size)) v over what `start` says and the keys that each query sees. T: float or
-/// BFloat16; Out: T or float. Features adjacent in all tensors.
+/// sum = softmax(q k^T / sqrt(size)) v over the keys that each query sees and, with AttentionStart::Partial,
+/// the keys in `sum`. T: float or BFloat16; Out: T or float. Features are adjacent in all tensors.
 template <class T, class Out>
 void attention_forward(const AttentionSum& sum, const QueriesKeysValues& in, int64_t first_query,
                        AttentionStart start) {
@@ -299,11 +301,11 @@ struct AttentionOutputs {
 
 struct BackwardScratch {
   std::vector<float> keys, keys_t, values_t;  // panels of K, K^T, V^T of one head
-  // Q (scaled) and dO of one head: blocks, and panels.
+  // Q (scaled) and dO of one head, as blocks and as panels.
   std::vector<float> queries, query_panels, grads, grad_panels;
   std::vector<float> log_sum_exp, delta;
   std::vector<float> grad_q, grad_k, grad_v;      // [padded length, padded size]
-  std::vector<float> probabilities, grad_scores;  // of one block
+  std::vector<float> probabilities, grad_scores;  // one block each
 
   explicit BackwardScratch(const Shape& shape) {
     for (auto* packed : {&keys, &keys_t, &values_t, &grad_k, &grad_v}) packed->resize(shape.packed_keys());
@@ -348,7 +350,7 @@ TITAN_CPU_CLONES void pack_queries(BackwardScratch& scratch, const Shape& shape,
   std::fill(scratch.grad_q.begin(), scratch.grad_q.end(), 0.0f);
 }
 
-// Replaces scores by probabilities, and the gradients of probabilities by those of scores.
+// Replaces scores by probabilities, and gradients of probabilities by gradients of scores.
 template <class V>
 TITAN_INLINE void probabilities_of_block(BackwardScratch& scratch, const Shape& shape, int64_t query,
                                          int64_t key) {
@@ -368,7 +370,8 @@ TITAN_INLINE void probabilities_of_block(BackwardScratch& scratch, const Shape& 
   }
 }
 
-// Adds one head's queries to the gradients of its keys and values, and computes their own.
+// Adds the contribution of one head's queries to the gradients of its keys and values, and computes the
+// gradients of the queries.
 template <class V>
 TITAN_INLINE void backward_head_by(BackwardScratch& scratch, const Shape& shape) {
   const int64_t size = shape.size, wide = shape.padded_size(), panels = shape.size_panels(),
@@ -421,9 +424,8 @@ TITAN_CPU_CLONES void unpack_gradient(simd::Rows<Out> to, const std::vector<floa
   simd::unpack_rows(to, from.data(), shape.padded_size(), scale);
 }
 
-// The gradients of q, k and v: written (Out = T) or, with `add`, added to (Out = float). A thread takes the
-// key/value heads one by one with all query heads that read them, so that no two threads write to one
-// gradient.
+// Computes the gradients of q, k and v: written (Out = T) or, with `add`, added to (Out = float). A thread
+// processes a key/value head with all query heads that read it, so that no two threads write to one gradient.
 template <class T, class Out>
 void attention_backward(const QueriesKeysValues& grads, const QueriesKeysValues& in,
                         const AttentionOutputs& results, int64_t first_query, bool add) {
@@ -453,7 +455,8 @@ void attention_backward(const QueriesKeysValues& grads, const QueriesKeysValues&
 
 // ---- the operators
 
-// On AMD's processors with AVX-512 in bf16 too (docs/decisions/cpu_attention.md has the times).
+// On AMD processors with AVX-512, our kernel is used in bf16 too (docs/decisions/cpu_attention.md has the
+// times).
 bool have_own_kernel(const at::Tensor& q) {
   return q.scalar_type() == at::kFloat ||
          (q.scalar_type() == at::kBFloat16 && (!cpu_features().fast_16bit_products || cpu_features().amd));

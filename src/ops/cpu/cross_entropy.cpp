@@ -20,8 +20,8 @@ namespace {
 using simd::Scalar;
 using simd::Vector;
 
-// Rows of logits whose columns start at `first` of the vocabulary. Passed by value: a store to a row can't
-// alias a copy, so that the loops keep sizes in registers.
+// Rows of logits whose columns start at `first` of the vocabulary. It is passed by value, because a store to
+// a row can't alias a copy, so the loops keep sizes in registers.
 template <class T>
 struct LogitRows {
   T* logits;
@@ -29,12 +29,12 @@ struct LogitRows {
   int64_t count, size, first;
 
   TITAN_INLINE T* row(int64_t i) const { return logits + i * size; }
-  /// The column of the row's label; -1 where another part has it.
+  /// The column of the row's label; -1 if another part has it.
   TITAN_INLINE int64_t target(int64_t i) const {
     const int64_t column = labels[i] - first;
     return column >= 0 && column < size ? column : -1;
   }
-  /// True, with the row zeroed, where the label doesn't count.
+  /// Zeroes the row and returns true if its label is ignored.
   TITAN_INLINE bool clear_ignored(int64_t i) const {
     if (labels[i] != kIgnoredLabel) return false;
     std::memset(static_cast<void*>(row(i)), 0, static_cast<size_t>(size) * sizeof(T));
@@ -71,7 +71,7 @@ TITAN_INLINE void to_gradient(T* logits, int64_t size, int64_t target, double lo
   if (target >= 0) logits[target] = static_cast<T>(std::exp(target_logit - shift) - 1);
 }
 
-// Fills losses[row]; with_grad replaces each row by its gradient.
+// Fills losses[row]. If with_grad, replaces each row by its gradient.
 template <class T>
 TITAN_CPU_CLONES void cross_entropy_rows(LogitRows<T> rows, double* losses, bool with_grad) {
   for (int64_t i = 0; i < rows.count; ++i) {
@@ -102,7 +102,7 @@ TITAN_CPU_CLONES void gradient_rows(LogitRows<T> rows, const double* log_sums) {
     if (!rows.clear_ignored(i)) to_gradient(rows.row(i), rows.size, rows.target(i), log_sums[i]);
 }
 
-// Factors of a token's gradient: softmax times by_softmax, plus by_target at the label, plus by_any
+// Factors of a token's gradient, which is by_softmax * softmax, plus by_target at the label, plus by_any
 // everywhere.
 struct Factors {
   const double *by_softmax, *by_target, *by_any;
@@ -147,7 +147,7 @@ void check_labels(const at::Tensor& labels, int64_t vocab_size) {
   for (int64_t row = 0; row < labels.numel(); ++row)
     TITAN_CHECK((label[row] >= 0 && label[row] < vocab_size) || label[row] == kIgnoredLabel, "label ",
                 label[row], " isn't in a vocabulary of ", vocab_size, "; ", kIgnoredLabel,
-                " marks tokens that don't count");
+                " marks ignored tokens");
 }
 
 at::Tensor cross_entropy_cpu(at::Tensor& logits, const at::Tensor& labels, bool with_grad) {

@@ -43,8 +43,8 @@ TITAN_CPU_CLONES void add_columns(Scalar<T>* out, TokenGradients<T> in, int64_t 
   }
 }
 
-// Threads divide the columns, not the tokens: no two write to one row, and each row sums in token order for
-// any number of threads.
+// Threads divide the columns, not the tokens, so no two threads write to one element, and each row is summed
+// in token order with any number of threads.
 at::Tensor embedding_backward_cpu(const at::Tensor& grad, const at::Tensor& tokens, int64_t num_embeddings) {
   if (!cpu::have_kernel(grad)) return composite::embedding_backward(grad, tokens, num_embeddings);
   constexpr int64_t kColumns = 64;

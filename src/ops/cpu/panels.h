@@ -7,8 +7,8 @@
 namespace titan::ops::simd {
 
 // [Note: panels] The right factor B [K, N] is packed in panels of 16 columns, [N/16][K][16] with zeros after
-// column N, so that a product reads it front to back. The left one is read element by element with any
-// strides: its transpose needs no packing.
+// column N, so that a product reads it sequentially. The left factor is read element by element with any
+// strides, so its transpose needs no packing.
 
 inline constexpr int64_t kPanel = 16;
 inline int64_t round_up(int64_t value, int64_t multiple) {
@@ -33,8 +33,8 @@ struct Target {
   int64_t stride;
 };
 
-// A tile's sums fill the registers except for those that hold a row of B and an element of A: 12 of AVX2's
-// 16, 24 of AVX-512's 32. The more panels a tile spans, the more often an element of A is used per load.
+// A tile's sums fill the registers, except for those that hold a row of B and an element of A: 12 of AVX2's
+// 16 registers, 24 of AVX-512's 32. With more panels in a tile, each loaded element of A is used more often.
 template <class V>
 inline constexpr int64_t kTileSums = sizeof(V) == sizeof(WideFloats) ? 24 : 12;
 template <class V>
@@ -70,7 +70,7 @@ TITAN_INLINE void multiply_columns(Target c, LeftFactor a, Panels b, int64_t row
                                   {a.data + i * a.row_stride, a.row_stride, a.step}, b, depth);
 }
 
-/// c [rows, 16 * panels] = (add ? c : 0) + a [rows, depth] * b; rows: a multiple of kTileRows.
+/// c [rows, 16 * panels] = (add ? c : 0) + a [rows, depth] * b. `rows` is a multiple of kTileRows.
 template <class V, bool add>
 TITAN_INLINE void multiply_panels(Target c, LeftFactor a, Panels b, int64_t rows, int64_t depth) {
   constexpr int64_t most = kTilePanels<V>;
@@ -83,7 +83,7 @@ TITAN_INLINE void multiply_panels(Target c, LeftFactor a, Panels b, int64_t rows
   }
 }
 
-/// A matrix of T (const or not) in memory: `size` elements a row, rows `stride` apart.
+/// A matrix of T (which may be const) in memory: `size` elements per row, rows `stride` apart.
 template <class T>
 struct Rows {
   T* data;
@@ -92,7 +92,7 @@ struct Rows {
   int64_t size;
 };
 
-/// Blocks of `block` rows, each as its transpose: [padded_rows/block][size][block] = scale * from, zeros
+/// Packs blocks of `block` rows, each transposed: [padded_rows/block][size][block] = scale * from, with zeros
 /// after the last row. A left factor of such a block has adjacent rows, so that its tiles' addresses are
 /// constants.
 template <int64_t block, class T>
@@ -103,7 +103,7 @@ TITAN_INLINE void pack_blocks(float* to, Rows<const T> from, int64_t padded_rows
         *to++ = row < from.count ? scale * static_cast<float>(from.data[row * from.stride + i]) : 0.0f;
 }
 
-/// Panels of `from` itself: [size/16][padded_rows][16].
+/// Packs panels of `from` itself: [size/16][padded_rows][16].
 template <class T>
 TITAN_INLINE void pack_panels(float* to, Rows<const T> from, int64_t padded_rows, float scale) {
   for (int64_t first = 0; first < from.size; first += kPanel)
@@ -114,7 +114,7 @@ TITAN_INLINE void pack_panels(float* to, Rows<const T> from, int64_t padded_rows
                     : 0.0f;
 }
 
-/// Panels of its transpose: [padded_rows/16][size][16].
+/// Packs panels of the transpose of `from`: [padded_rows/16][size][16].
 template <class T>
 TITAN_INLINE void pack_transposed_panels(float* to, Rows<const T> from, int64_t padded_rows) {
   pack_blocks<kPanel>(to, from, padded_rows, 1.0f);

@@ -4,10 +4,10 @@
 // sets at once.
 //
 // [Note: clones] A function marked TITAN_CPU_CLONES is compiled for plain x86-64, AVX2 and AVX-512, and the
-// loader picks one. Everything it calls must be TITAN_INLINE (lambdas too), or the plain version of it would
-// run. So a kernel is a marked function on raw pointers and a range, and at::parallel_for calls it from
-// outside. On other processors and under sanitizers (whose run time isn't ready when the loader asks) the
-// mark is empty.
+// loader picks one version. All functions and lambdas that it calls must be TITAN_INLINE, or their plain
+// version would run. So a kernel is a marked function on raw pointers and a range, called by
+// at::parallel_for. On other processors and with sanitizers (whose runtime isn't ready when the loader picks)
+// the mark is empty.
 //
 // [Note: wide vectors] A kernel that gains from AVX-512's 64-byte vectors is a TITAN_INLINE template over its
 // vector, with two functions around it: a TITAN_CPU_CLONES one for Floats and a TITAN_WIDE one for
@@ -51,7 +51,7 @@ inline bool have_wide_vectors() {
 #endif
 }
 
-/// The vector and the scalar type that elements of type T are computed in.
+/// The vector type and the scalar type for computing with elements of type T.
 template <class T>
 struct Lanes {
   using Vector = Floats;
@@ -105,7 +105,7 @@ TITAN_INLINE void store(c10::BFloat16* to, Floats v) {
   std::memcpy(to, &h, sizeof h);
 }
 
-/// kWidth<T> elements, or the remaining `count`, with `rest` in the other lanes.
+/// Loads kWidth<T> elements, or the remaining `count` with `rest` in the other lanes.
 template <class T>
 TITAN_INLINE Vector<T> load_up_to(const T* from, int64_t count, T rest = T(0)) {
   if (count >= kWidth<T>) return load(from);
@@ -178,7 +178,7 @@ TITAN_INLINE V exp(V x) {
   const IntsOf<V> exponent = reinterpret_cast<IntsOf<V>>(shifted) - std::bit_cast<int32_t>(kRoundToInt) + 127;
   return p * reinterpret_cast<V>(exponent << 23);
 }
-/// float64 serves tests of exactness, not speed.
+/// float64 is for tests of exactness, so its speed doesn't matter.
 TITAN_INLINE Doubles exp(Doubles x) {
   for (int i = 0; i < 4; ++i) x[i] = std::exp(x[i]);
   return x;

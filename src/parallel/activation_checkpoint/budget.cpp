@@ -35,7 +35,7 @@ double total_bytes(const std::vector<LayerCosts>& layers, Level level) {
   return sum;
 }
 
-// A knapsack with three choices per layer: best[u] is the least time of the layers so far with u units more
+// A knapsack with three choices per layer: best[u] is the least time of the layers so far with u more units
 // than Full needs.
 std::vector<Level> solve(const std::vector<LayerCosts>& layers, double extra_bytes) {
   constexpr double kNever = std::numeric_limits<double>::infinity();
@@ -121,8 +121,8 @@ std::vector<Level> choose_levels(const std::vector<LayerCosts>& layers, double b
   TITAN_CHECK(
       budget_bytes >= least, "a memory budget of ", budget_bytes / kMiB,
       " MiB for activations is less than the ", least / kMiB,
-      " MiB that the inputs of all layers take, which full recomputation keeps: give it more, or take "
-      "smaller micro-batches");
+      " MiB that full recomputation keeps for the inputs of all layers: raise the budget or use smaller "
+      "micro-batches");
   if (total_bytes(layers, Level::None) <= budget_bytes) return std::vector<Level>(layers.size(), Level::None);
   std::vector<Level> levels = solve(layers, std::max(budget_bytes - least, 1.0));
   keep_in_last_layers(layers, levels);
@@ -246,15 +246,15 @@ class LayerProbe final : public FrameObserver, private ops::SavedOutputs {
   std::optional<double> recompute_s_;
 };
 
-/// The layers' measurements, then their levels. Several forwards may be under way before the first backward:
-/// a layer's newest counts, so the choice is made when the first layer's forward finds that one's backward
-/// over.
+/// The layers' measurements, then their levels. Several forwards may run before the first backward. Only a
+/// layer's newest forward counts, so the choice is made when the first layer's forward finds that the newest
+/// forwards of all layers have had their backward.
 class BudgetPlan {
  public:
   BudgetPlan(MemoryBudget budget, size_t num_layers) : budget_(std::move(budget)), probes_(num_layers) {}
 
-  /// A forward of a layer begins; empty: it is to be measured. The first layer's decides, once all are
-  /// measured.
+  /// Called when a forward of a layer begins. Returns nothing if the forward has to be measured. The first
+  /// layer's call makes the choice once all layers are measured.
   std::optional<Level> level_of(size_t layer) {
     if (levels_.empty() && layer == 0) decide();
     return levels_.empty() ? std::nullopt : std::optional(levels_[layer]);
@@ -262,13 +262,13 @@ class BudgetPlan {
   void measure(size_t layer, std::shared_ptr<LayerProbe> probe) { probes_[layer] = std::move(probe); }
 
  private:
-  // On all ranks, as they are about to agree: one rank's backward may have skipped a layer.
+  // Checks all ranks, because one rank's backward may have skipped a layer.
   bool all_measured() const {
     const bool here = std::all_of(probes_.begin(), probes_.end(),
                                   [](const auto& probe) { return probe && probe->costs(); });
     return budget_.group ? budget_.group->max(here ? 0.0 : 1.0, {"activations::budget"}) == 0 : here;
   }
-  // Takes the largest of each number over the ranks, so that all compute the same choice.
+  // Takes the maximum of each number over the ranks, so that all ranks make the same choice.
   void agree(std::vector<LayerCosts>& layers) const {
     if (!budget_.group || budget_.group->size() == 1) return;
     const auto visit = [&](const auto& each) {
@@ -297,7 +297,7 @@ class BudgetPlan {
   }
 
   MemoryBudget budget_;
-  std::vector<std::shared_ptr<LayerProbe>> probes_;  // of each layer's newest forward
+  std::vector<std::shared_ptr<LayerProbe>> probes_;  // per layer, for its newest forward
   std::vector<Level> levels_;                        // empty: not decided
 };
 
@@ -350,7 +350,7 @@ class SavedBytes::Counter final : public SavedVariableHooks {
     if (!counts_.parameters_.contains(tensor)) counts_.bytes_.add(tensor);
   }
   at::Tensor call_unpack_hook() override {
-    TITAN_INTERNAL_ASSERT(false, "a backward through a graph that only counts");
+    TITAN_INTERNAL_ASSERT(false, "backward through a graph that only counts bytes");
   }
 
  private:

@@ -32,23 +32,23 @@ struct LayerCosts {
   const LevelCost& at(Level level) const;
 };
 
-/// Gives layers of the same sizes the least of their measured times, and of their savings by Op, because a
+/// Gives layers of equal sizes the smallest of their measured times and of their savings by Op, because a
 /// single measurement is noisy.
 void equalize_times(std::vector<LayerCosts>& layers);
 
 /// The levels of least total recompute time within `budget_bytes`; exact but for the rounding of sizes to
-/// 1/16384 of the budget. Of layers of the same sizes the later ones keep more. Throws Error where the budget
-/// doesn't hold what Full keeps.
+/// 1/16384 of the budget. Among layers of equal sizes the later ones keep more. Throws Error if the budget
+/// is smaller than what Full keeps.
 std::vector<Level> choose_levels(const std::vector<LayerCosts>& layers, double budget_bytes);
 
-/// bytes, or where that is negative, by the fraction between keeping least and keeping everything.
+/// `bytes`; if that is negative, the point at `fraction` between keeping the least and keeping everything.
 double budget_bytes_of(const std::vector<LayerCosts>& layers, int64_t bytes, double fraction);
 
 /// A table for the log.
 std::string describe_choice(const std::vector<LayerCosts>& layers, const std::vector<Level>& levels,
                             double budget_bytes);
 
-/// Bytes of the tensors added to it, each storage once.
+/// Sums the bytes of tensors, counting each storage once.
 class StorageBytes {
  public:
   void add(const at::Tensor& tensor);
@@ -57,19 +57,19 @@ class StorageBytes {
 
  private:
   std::unordered_set<const c10::StorageImpl*> seen_;
-  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> alive_;  // so that none takes another's address
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> alive_;  // so that no address is reused
   int64_t total_ = 0;
 };
 
-/// Makes the hook of a layer, whose number is its place in the list.
+/// Makes a layer's hook. `number` is the layer's index in the list.
 using LayerHooks = std::function<std::shared_ptr<nn::CheckpointHook>(size_t number, const nn::AnyRef& layer)>;
 
 /// Measures layers while they run with FullRecompute, then gives each its level.
 LayerHooks budget_hooks(const MemoryBudget& budget, size_t num_layers,
                         const ActivationCheckpointOptions& options);
 
-/// Counts what graphs made in its HooksScope save, each storage once and parameters not: on any device, meta
-/// too. The graphs are for counting only, and hold nothing for a backward.
+/// Counts the bytes saved by graphs made in its HooksScope, on any device including meta. Each storage counts
+/// once, parameters don't count. Such a graph holds no tensors, so it can't run backward.
 class SavedBytes final : public SavedTensorHooks {
  public:
   explicit SavedBytes(const torch::nn::Module& module) : parameters_(module) { install_saved_tensor_hooks(); }

@@ -39,8 +39,7 @@ std::shared_ptr<Offloader> make_offloader(const nn::AnyRef& module, const Offloa
   TITAN_CHECK(!device.is_cpu(),
               "checkpoint_activations: OffloadActivations moves activations from a GPU to the "
               "host's memory, but '",
-              name_of(module),
-              "' is on the CPU, where they are already; take FullRecompute, SelectiveOp or MemoryBudget");
+              name_of(module), "' is on the CPU already; use FullRecompute, SelectiveOp or MemoryBudget");
   TITAN_CHECK(policy.min_bytes >= 0 && policy.layers_kept >= 0,
               "checkpoint_activations: min_bytes and layers_kept can't be negative, got ", policy.min_bytes,
               " and ", policy.layers_kept);

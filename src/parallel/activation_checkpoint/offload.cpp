@@ -24,12 +24,12 @@ at::Tensor all_bytes(const at::Tensor& tensor) {
 }
 
 /// [Note: offloading]
-/// Storages move: several nodes save one tensor, or views of one, and it travels once. The copy to
-/// the host runs on a stream of its own, after the kernel that made the tensor; the device memory goes one
-/// layer later, when the computation's stream has waited for the copy, so that a slow link holds the
-/// computation back instead of filling the device. In the backward, the first tensor that a layer asks for
-/// starts the copies of the layer before it: they run while this one computes. Device memory is taken and
-/// given back on the computation's stream alone.
+/// Whole storages move: if several nodes save one tensor, or views of one, it is copied once. The copy to the
+/// host runs on its own stream, after the kernel that made the tensor. The device memory is freed one layer
+/// later, after the computation's stream has waited for the copy, so a slow link delays the computation
+/// instead of filling the device. In the backward, the first tensor that a layer asks for starts the copies
+/// of the layer before it, which run while this layer computes. Device memory is allocated and freed on the
+/// computation's stream only.
 class OffloadedStorage {
  public:
   OffloadedStorage(const at::Tensor& tensor, const dist::Stream& copies, bool page_locked)
@@ -41,33 +41,34 @@ class OffloadedStorage {
     copied_.record(copies);
   }
   OffloadedStorage(const OffloadedStorage&) = delete;
-  /// A copy that nobody waited for may be under way: the device memory isn't handed out again before its end.
+  /// Waits for copies still running, so that the device memory isn't reused before they end.
   ~OffloadedStorage() {
     if (!device_.defined()) return;
     try {
       const dist::Stream computing = dist::Stream::current(where_);
       computing.wait(copied_);
       computing.wait(fetched_);
-    } catch (const std::exception&) {  // of a device that has failed: the next call there says so
+    } catch (const std::exception&) {
+      // The device has failed, and the next call to it reports the error.
     }
   }
-  /// The copy to the host is over for later work of the computation's stream: the device memory goes.
+  /// Makes the computation's stream wait for the copy to the host, then frees the device memory.
   void release_device() {
     if (!device_.defined()) return;
     dist::Stream::current(where_).wait(copied_);
     device_.reset();
   }
-  /// False when the tensor is on the device, or on its way.
+  /// Returns false if the tensor is on the device or being copied there.
   bool start_fetch(const dist::Stream& copies) {
     if (device_.defined()) return false;
     device_ = at::empty(host_.sizes(), at::TensorOptions().dtype(at::kByte).device(where_));
-    copies.wait(dist::Stream::current(where_));  // the memory may have been somebody else's until now
+    copies.wait(dist::Stream::current(where_));  // its earlier work may still use this memory
     const dist::StreamGuard on_copies(copies);
     device_.copy_(host_, /*non_blocking=*/true);
     fetched_.record(copies);
     return true;
   }
-  /// On the device, as the view that was saved. Fetches first if nobody did.
+  /// The saved view, on the device. Starts the fetch if it hasn't been started.
   at::Tensor view_like(at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset, at::ScalarType dtype,
                        const dist::Stream& copies) {
     const at::NoGradGuard no_grad;
@@ -79,7 +80,7 @@ class OffloadedStorage {
   int64_t bytes() const { return host_.numel(); }
 
  private:
-  at::Tensor device_, host_;  // of bytes
+  at::Tensor device_, host_;  // as bytes
   at::Device where_;
   dist::Event copied_, fetched_;
 };
@@ -89,8 +90,8 @@ class OffloadedStorage {
 /// One forward of one layer.
 class OffloadFrame final : public SavedTensorHooks, public std::enable_shared_from_this<OffloadFrame> {
  public:
-  /// `module`: its name. `before`: the layer whose backward comes next. `stays`: all of this one's tensors
-  /// stay on the device.
+  /// `module`: the layer's name. `before`: the layer whose backward comes next. `stays`: keep all of this
+  /// layer's tensors on the device.
   OffloadFrame(std::shared_ptr<Offloader> offloader, std::string module,
                std::shared_ptr<const ParameterStorages> parameters, std::weak_ptr<OffloadFrame> before,
                bool stays)
@@ -101,14 +102,14 @@ class OffloadFrame final : public SavedTensorHooks, public std::enable_shared_fr
         stays_(stays) {}
   std::unique_ptr<SavedVariableHooks> make() override;
 
-  /// Null for what stays on the device.
+  /// Null for a tensor that stays on the device.
   std::shared_ptr<OffloadedStorage> storage_of(const at::Tensor& tensor) {
     const OffloadSettings& settings = offloader_->settings;
     if (stays_ || tensor.device() != settings.device || !tensor.has_storage() ||
         parameters_->contains(tensor))
       return nullptr;
     const auto bytes = static_cast<int64_t>(tensor.storage().nbytes());
-    // A small part of a large buffer would take all of it along.
+    // For a small part of a large buffer, the whole buffer would be copied.
     if (bytes < settings.min_bytes || bytes > 2 * static_cast<int64_t>(tensor.nbytes())) return nullptr;
     auto& known = known_[tensor.storage().unsafeGetStorageImpl()];
     if (known) return known;
@@ -119,14 +120,13 @@ class OffloadFrame final : public SavedTensorHooks, public std::enable_shared_fr
     offloader_->stats.copied_bytes += known->bytes();
     return known;
   }
-  /// The forward is over.
   void end() { known_.clear(); }
   void release_device() {
     if (fetching_) return;
     for (const auto& weak : storages_)
       if (const auto storage = weak.lock()) storage->release_device();
   }
-  /// A node asks for its tensor: this layer's backward runs.
+  /// Called when a node asks for its tensor, so this layer's backward is running.
   void begin_backward() {
     if (std::exchange(in_backward_, true)) return;
     offloader_->stats.late_fetches += start_fetches();
@@ -150,7 +150,7 @@ class OffloadFrame final : public SavedTensorHooks, public std::enable_shared_fr
   std::shared_ptr<const ParameterStorages> parameters_;
   std::weak_ptr<OffloadFrame> before_;
   bool stays_;
-  // While the forward runs; all are on the device until then, so that no other takes an address.
+  // Used while the forward runs. Until it ends all are on the device, so no address is reused.
   std::unordered_map<const c10::StorageImpl*, std::shared_ptr<OffloadedStorage>> known_;
   std::vector<std::weak_ptr<OffloadedStorage>> storages_;  // owned by the graph
   bool fetching_ = false;
@@ -159,7 +159,7 @@ class OffloadFrame final : public SavedTensorHooks, public std::enable_shared_fr
 
 namespace {
 
-// In a node of the graph, for a tensor that went to the host or stayed.
+// Held by a node of the graph, for a tensor in host memory or one that stayed on the device.
 class OffloadHooks final : public SavedVariableHooks {
  public:
   explicit OffloadHooks(std::shared_ptr<OffloadFrame> frame) : frame_(std::move(frame)) {}
@@ -180,7 +180,7 @@ class OffloadHooks final : public SavedVariableHooks {
 
   at::Tensor call_unpack_hook() override {
     TITAN_CHECK(counter_.current_version() == version_, "a tensor that '", frame_->module(),
-                "' saves for its backward was written to after that: use an operation that isn't in place");
+                "' saves for its backward was modified in place afterwards: use an out-of-place operation");
     frame_->begin_backward();
     if (!storage_) return stayed_;
     return storage_->view_like(sizes_, strides_, offset_, dtype_, frame_->offloader().copies);
@@ -190,7 +190,7 @@ class OffloadHooks final : public SavedVariableHooks {
   std::shared_ptr<OffloadFrame> frame_;
   std::shared_ptr<OffloadedStorage> storage_;
   at::Tensor stayed_;
-  // The tensor's own counter; the tensor may be gone. LibTorch leaves the check to the hooks.
+  // The tensor's version counter, which outlives the tensor. LibTorch leaves the check to the hooks.
   c10::VariableVersion counter_;
   uint32_t version_ = 0;
   at::DimVector sizes_, strides_;

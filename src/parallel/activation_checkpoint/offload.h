@@ -1,6 +1,6 @@
 #pragma once
 
-// OffloadActivations: saved tensors wait for the backward in the host's memory.
+// OffloadActivations: keeps saved tensors in host memory until the backward.
 
 #include <cstdint>
 #include <memory>
@@ -14,7 +14,7 @@
 namespace titan::activations {
 
 struct OffloadSettings {
-  at::Device device = at::kCPU;  ///< where activations are; a CPU's are copied within its memory: for tests
+  at::Device device = at::kCPU;  ///< where activations are; a CPU, with copies within host memory, is for tests
   bool page_locked = true;
   int64_t min_bytes = 1 << 20;
 };
@@ -23,8 +23,8 @@ struct OffloadSettings {
 struct OffloadStats {
   int64_t copies = 0;
   int64_t copied_bytes = 0;
-  int64_t early_fetches = 0;  ///< started by the layer after it
-  int64_t late_fetches = 0;   ///< by the layer itself
+  int64_t early_fetches = 0;  ///< started during the backward of the layer after it
+  int64_t late_fetches = 0;   ///< started by the layer that needs them
 };
 
 class OffloadFrame;
@@ -32,7 +32,7 @@ class OffloadFrame;
 /// The state that the layers of a list share.
 struct Offloader {
   explicit Offloader(const OffloadSettings& settings);
-  /// A layer's forward is over: the device memory of the one before it goes.
+  /// Call it when a layer's forward has ended: frees the device memory of the layer before it.
   void finished(const std::shared_ptr<OffloadFrame>& frame);
 
   OffloadSettings settings;

@@ -47,8 +47,8 @@ ProductChoice::ProductChoice(const nn::AnyRef& layer, const SelectiveOp& policy)
     const bool recomputed = contains_any(named.key(), policy.recompute_products);
     const at::Tensor* weight = weight_of(*named.value());
     TITAN_CHECK(weight || !recomputed, "checkpoint_activations: '", named.key(),
-                "' is to be recomputed by name, but it isn't a linear module; products are named by the "
-                "module that multiplies, as in \"attention.wq\"");
+                "' is listed in recompute_products, but it isn't a linear module; name the module that "
+                "multiplies, as in \"attention.wq\"");
     if (weight) products_.push_back({weight->unsafeGetTensorImpl(), recomputed});
   }
 }
@@ -74,8 +74,8 @@ namespace {
 /// The results that one forward of a layer kept.
 class KeptOutputs final : public ops::SavedOutputs {
  public:
-  /// `module`: its name. `num_saved`: of tensors that autograd has saved in this forward so far. Both outlive
-  /// this.
+  /// `module`: the layer's name. `num_saved`: the number of tensors that autograd has saved in this forward
+  /// so far. Both outlive this.
   KeptOutputs(std::shared_ptr<ProductChoice> products, const std::string& module, const size_t& num_saved)
       : products_(std::move(products)), module_(module), num_saved_(num_saved) {}
 
@@ -85,7 +85,7 @@ class KeptOutputs final : public ops::SavedOutputs {
     if (!handing_back_) return Action::Keep;
     if (next_ == kept_.size()) return Action::Compute;
     TITAN_CHECK(kept_[next_].source == asking_, "recomputing '", module_,
-                "' ran its products and attentions in another order than the forward: a checkpointed "
+                "' ran its products and attentions in a different order than the forward: a checkpointed "
                 "module has to take the same path twice");
     return Action::HandBack;
   }
@@ -98,17 +98,17 @@ class KeptOutputs final : public ops::SavedOutputs {
     TITAN_CHECK(kept.output._version() == kept.version,
                 "a result that selective checkpointing keeps for the backward of '", module_, "', of shape ",
                 kept.output.sizes(),
-                ", was written to after the operation returned it: use an operation that isn't in place");
+                ", was modified in place after the operation returned it: use an out-of-place operation");
     return without_graph(kept.output);
   }
 
-  /// The forward is over, and the recompute will stop at its last saved tensor: what was kept after that one
-  /// would never be asked for.
+  /// Call it after the forward. The recompute stops at the last saved tensor, so outputs kept after that one
+  /// would never be used.
   void drop_unreachable() {
     while (!kept_.empty() && kept_.back().num_saved == num_saved_) kept_.pop_back();
   }
-  /// Around a recompute. One may run in the middle of the forward, for a backward that the module holds:
-  /// after it, the forward's results are kept again.
+  /// Called around a recompute. A module that runs a backward in its forward causes a recompute in the middle
+  /// of that forward; after it, the forward's results are kept again.
   void start_handing_back() {
     handing_back_ = true;
     next_ = 0;
@@ -159,7 +159,7 @@ class RngState {
     add(at::kCPU);
     if (!device.is_cpu() && !device.is_meta()) add(device);
   }
-  /// False when something has drawn from one of them since.
+  /// False if numbers have been drawn from one of them since.
   bool is_current() const {
     return std::all_of(entries_.begin(), entries_.end(), [](const Entry& entry) {
       at::Generator generator = entry.generator;
@@ -182,18 +182,18 @@ class RngState {
   std::vector<Entry> entries_;
 };
 
-/// The inputs of a checkpointed module, for the calls that repeat it. Kept as any tensor that autograd
-/// saves: a checkpoint around this one may compute them again in its turn.
+/// The inputs of a checkpointed module, for the calls that repeat it. They are saved through autograd, so an
+/// enclosing checkpoint may recompute them.
 class ModuleInputs {
  public:
-  /// `module`: its name, for errors; outlives this.
+  /// `module`: the module's name, for errors; outlives this.
   ModuleInputs(const TensorList& inputs, const std::string& module) : module_(module) {
     inputs_.reserve(inputs.size());
     for (const at::Tensor& input : inputs)
       inputs_.push_back({torch::autograd::SavedVariable(input, /*is_output=*/false), input._version()});
   }
-  /// The forward is over. Throws Error when it has written to one of `inputs`, which are those of the
-  /// constructor, and lets go of them: a written input may own the graph that owns this.
+  /// Call it after the forward, with the constructor's inputs. Throws Error if the forward has written to one
+  /// of them, and releases them: a written input may own the graph that owns this.
   void check_unwritten(const TensorList& inputs) {
     for (size_t i = 0; i < inputs.size(); ++i) {
       if (inputs[i]._version() == inputs_[i].version) continue;
@@ -201,12 +201,12 @@ class ModuleInputs {
       refuse_written(i);
     }
   }
-  /// Leaves of the same values. Throws Error when one was written to since.
+  /// Leaves with the same values. Throws Error if one was written to since.
   nn::TensorList detached() const {
     TensorList inputs;
     inputs.reserve(inputs_.size());
     for (size_t i = 0; i < inputs_.size(); ++i) {
-      const auto here = inputs_[i].saved.get_raw_data();  // empty under another checkpoint, which computes it
+      const auto here = inputs_[i].saved.get_raw_data();  // empty if an enclosing checkpoint recomputes it
       if (here && here->_version() != inputs_[i].version) refuse_written(i);
       const at::Tensor input = inputs_[i].saved.unpack();
       inputs.push_back(input.detach());
@@ -221,17 +221,17 @@ class ModuleInputs {
     int64_t version;
   };
   [[noreturn]] void refuse_written(size_t number) const {
-    throw Error(
-        str("input ", number, " of '", module_,
-            "' was written to after the call began, but a checkpointed module is called with it again: "
-            "use an operation that isn't in place"));
+    throw Error(str(
+        "input ", number, " of '", module_,
+        "' was modified in place after the call began, but the checkpointed module is called with it again "
+        "in the backward: use an out-of-place operation"));
   }
 
   std::vector<Input> inputs_;
   const std::string& module_;
 };
 
-// Takes a saved tensor's place in an autograd node; the owner keeps the tensor under a number.
+// Takes the place of a saved tensor in an autograd node; the owner keeps the tensor under a number.
 template <class Owner>
 class NumberedHooks final : public SavedVariableHooks {
  public:
@@ -256,10 +256,10 @@ class NumberedHooks final : public SavedVariableHooks {
 /// frame run the module again: the i-th tensor saved by that run fills slot i. A slot returns its tensor
 /// once; unpacking it again, or another backward, recomputes. Slots of destroyed nodes stay empty. When the
 /// last slot of a living node is filled, an exception (EarlyStop) ends the run where the tensor would be
-/// saved: everything it passes is C++ with destructors.
+/// saved. It only passes through C++ frames with destructors.
 ///
-/// With hooks, LibTorch doesn't check whether a saved tensor was written to, so the frame does: the inputs
-/// when the forward ends and before it is repeated, a slot when it is unpacked.
+/// With hooks, LibTorch doesn't check whether a saved tensor was written to, so the frame does: it checks the
+/// inputs when the forward ends and before it is repeated, and a slot when it is unpacked.
 class RecomputeFrame final : public SavedTensorHooks, public std::enable_shared_from_this<RecomputeFrame> {
  public:
   /// `host` is kept alive by `run`.
@@ -285,7 +285,7 @@ class RecomputeFrame final : public SavedTensorHooks, public std::enable_shared_
     try {
       inputs_.check_unwritten(inputs);
     } catch (...) {
-      run_ = nullptr;  // it has the results, and they have the graph that owns this
+      run_ = nullptr;  // it holds the results, and their graph owns this
       throw;
     }
     if (rng_state_ && rng_state_->is_current()) rng_state_.reset();
@@ -297,7 +297,7 @@ class RecomputeFrame final : public SavedTensorHooks, public std::enable_shared_
   }
   bool drop_tensors() const override { return true; }
 
-  // For NumberedHooks: the tensors that the forward saves.
+  // Called by NumberedHooks for each tensor that the forward saves.
   size_t add(const at::Tensor& tensor) {
     if (observer_) observer_->saved(tensor);
     const std::lock_guard lock(mutex_);
@@ -311,13 +311,13 @@ class RecomputeFrame final : public SavedTensorHooks, public std::enable_shared_
                 "differentiate through tensors that it kept from an earlier forward");
     const int backward = torch::autograd::get_current_graph_task_id();
     if (backward_ != backward)
-      for (Slot& each : slots_) each.value.reset();  // filled for an earlier backward, which didn't use them
+      for (Slot& each : slots_) each.value.reset();  // an earlier backward filled them but didn't use them
     backward_ = backward;
     if (!slots_[slot].value.defined()) recompute();
     at::Tensor value = std::move(slots_[slot].value);
     TITAN_CHECK(value._version() == slots_[slot].version, "tensor ", slot, " of those that '", host_.fqn(),
                 "' saves for its backward, ", value.scalar_type(), " ", value.sizes(),
-                ", was written to after it was saved: use an operation that isn't in place");
+                ", was modified in place after it was saved: use an out-of-place operation");
     return value;
   }
   void drop(size_t slot) {
@@ -328,8 +328,8 @@ class RecomputeFrame final : public SavedTensorHooks, public std::enable_shared_
 
  private:
   // The tensors that one recompute saves. All are kept until the run ends, because the module's forward may
-  // itself run backward(). They are dropped then, because a tensor that the module keeps would keep the run's
-  // graph alive, and these with it.
+  // itself run backward(). They are dropped when it ends, because a tensor that the module keeps would
+  // otherwise keep the run's graph, and so these tensors, alive.
   class Refill final : public SavedTensorHooks, public std::enable_shared_from_this<Refill> {
    public:
     explicit Refill(RecomputeFrame& frame) : frame_(frame), module_(frame.host_.fqn()) {}
@@ -362,21 +362,21 @@ class RecomputeFrame final : public SavedTensorHooks, public std::enable_shared_
   struct EarlyStop final : std::exception {
     explicit EarlyStop(const RecomputeFrame* frame) : frame(frame) {}
     const char* what() const noexcept override {
-      return "the recompute of a checkpointed module has all that the backward needs, and ends here";
+      return "the recompute of a checkpointed module has all that the backward needs and stops";
     }
     const RecomputeFrame* frame;
   };
   struct Slot {
     at::DimVector sizes;
     at::ScalarType dtype;
-    at::Tensor value;  // computed again and not asked for yet
+    at::Tensor value;  // recomputed, not yet unpacked
     bool alive = true;
-    int64_t version = 0;  // of the value when it was saved
+    int64_t version = 0;  // the value's version counter when it was saved
   };
 
   void recompute() {
     const dist::TraceRange traced([&] { return "recompute " + host_.fqn(); });
-    const nn::TraceLabelScope labels;  // an early stop comes as an exception through the modules
+    const nn::TraceLabelScope labels;  // restores the labels when an early stop throws through the modules
     if (observer_) observer_->recomputing();
     find_last_needed();
     try {
@@ -390,8 +390,8 @@ class RecomputeFrame final : public SavedTensorHooks, public std::enable_shared_
     if (observer_) observer_->recomputed();
     check_complete();
   }
-  // A run that stopped early saved what is needed; what else it would save is unknown. During the forward,
-  // which may contain a backward, later slots don't exist yet.
+  // A run that stopped early has saved all that is needed; how much more it would save is unknown. During the
+  // forward, which may contain a backward, later slots don't exist yet.
   void check_complete() const {
     const bool whole = !options_.early_stop && options_.check_recompute && forward_ended_;
     const bool complete =
@@ -401,11 +401,11 @@ class RecomputeFrame final : public SavedTensorHooks, public std::enable_shared_
                 ": a checkpointed module has to take the same path twice");
   }
   void run_again() {
-    // A node may ask from below autograd, and a GPU's runs on a thread of its own.
+    // A node may unpack with autograd's keys excluded, and a GPU's nodes run on their own thread.
     const c10::impl::ForceDispatchKeyGuard as_in_forward(forward_keys_);
     const at::AutoGradMode recording(true);
     const TensorList inputs = inputs_.detached();
-    std::optional<RngState> outer_rng;  // where the generators stood
+    std::optional<RngState> outer_rng;  // restored after the recompute
     if (rng_state_) {
       outer_rng.emplace(device_);
       rng_state_->restore();

@@ -1,7 +1,7 @@
 #pragma once
 
-// FullRecompute and SelectiveOp: what a layer's forward saves is computed again, and the choice of results
-// that it keeps.
+// FullRecompute and SelectiveOp: recomputing the tensors that a layer's forward saves, and choosing the
+// results that it keeps.
 
 #include <memory>
 #include <vector>
@@ -16,9 +16,9 @@ namespace titan::activations {
 
 /// Every second product of one layer. [Note: every second product]
 /// TorchTitan counts the products of a layer as they run and keeps the 1st, 3rd, 5th and so on. Here modules
-/// have the numbers, given in the order in which the layer's first forward calls them, so that a forward that
-/// takes another path keeps the same results as every other one. A weight identifies its module: it stays the
-/// same tensor object.
+/// are numbered in the order in which the layer's first forward calls them, so forwards that take different
+/// paths still keep the same modules' results. A weight identifies its module, because it stays the same
+/// tensor object.
 class ProductChoice {
  public:
   /// Throws Error when a name of the policy matches a module without a product.
@@ -28,22 +28,22 @@ class ProductChoice {
  private:
   struct Product {
     const c10::TensorImpl* weight;
-    bool recomputed;  // by name: takes no number
+    bool recomputed;  // chosen by name; has no number
     int number = -1;  // none yet
   };
   std::vector<Product> products_;
   int num_numbered_ = 0;
 };
 
-/// The device on which a module computes: that of the first input that isn't in host memory (token ids may
-/// be).
+/// The device on which a module computes: the device of the first input outside host memory. (Token ids may
+/// be in host memory.)
 at::Device compute_device(const nn::TensorList& inputs);
 
 /// Observes a forward that is computed again, to measure sizes and times.
 class FrameObserver {
  public:
   virtual ~FrameObserver() = default;
-  /// For the forward, if it keeps no outputs itself; null: none.
+  /// The outputs to record in a forward that keeps none itself; may be null.
   virtual ops::SavedOutputs* outputs() = 0;
   virtual void saved(const at::Tensor& tensor) = 0;
   virtual void recomputing() = 0;
@@ -55,13 +55,13 @@ struct RecomputeParts {
   std::shared_ptr<FrameObserver> observer;  ///< may be null
 };
 
-/// A forward of a checkpointed module, by run(inputs), whose saved tensors are computed again. `host` is kept
-/// alive by `run`.
+/// Runs a forward of a checkpointed module by run(inputs); the tensors that it saves are recomputed in the
+/// backward. `run` keeps `host` alive.
 nn::TensorList forward_to_recompute(nn::HookHost& host, const nn::TensorList& inputs,
                                     nn::CheckpointHook::Run run, const ActivationCheckpointOptions& options,
                                     const RecomputeParts& parts);
 
-/// FullRecompute, or with `products` SelectiveOp.
+/// FullRecompute; with `products`, SelectiveOp.
 class RecomputeHook final : public nn::CheckpointHook {
  public:
   explicit RecomputeHook(const ActivationCheckpointOptions& options,

@@ -21,19 +21,19 @@ using torch::autograd::SavedVariableHooks;
 /// [Note: saved tensors]
 /// LibTorch asks its autograd engine (Engine::get_default_saved_variable_hooks) for a pair of hooks each time
 /// any operation saves a tensor. Python's engine returns the hooks pushed in Python, the C++ engine none.
-/// Ours is the C++ engine, except that it returns the hooks of the thread's innermost HooksScope. So a
+/// Our engine is the C++ one, except that it returns the hooks of the thread's innermost HooksScope. So a
 /// checkpoint works like PyTorch's non-reentrant one: the forward records its graph as usual, only without
 /// the tensors, and no backward runs inside the backward.
 class SavedTensorHooks {
  public:
   virtual ~SavedTensorHooks() = default;
-  /// For a tensor that is about to be saved. The engine may drop the hooks without using them.
+  /// Makes the hooks for a tensor that is about to be saved. The engine may drop them without using them.
   virtual std::unique_ptr<SavedVariableHooks> make() = 0;
-  /// Whether these note shapes and dtypes alone ([Note: dropped tensors] in ops/saved_outputs.h).
+  /// Whether the hooks record only shapes and dtypes ([Note: dropped tensors] in ops/saved_outputs.h).
   virtual bool drop_tensors() const { return false; }
 };
 
-/// Makes `hooks` (null: tensors are saved as they are) this thread's until the end of the scope.
+/// Installs `hooks` for this thread until the end of the scope; null saves tensors as they are.
 class HooksScope {
  public:
   explicit HooksScope(SavedTensorHooks* hooks);
@@ -50,7 +50,7 @@ class HooksScope {
 /// that imported torch). No backward may be running.
 void install_saved_tensor_hooks();
 
-/// The same memory and version counter without the history.
+/// A tensor with the same memory and version counter, but no autograd history.
 at::Tensor without_graph(const at::Tensor& tensor);
 
 /// The storages of a module's parameters and buffers, which don't count as activations when a graph saves

@@ -102,7 +102,7 @@ void context_parallel(const nn::AnyRef& root, const DeviceMesh& axis, const Cont
   const bool is_part = sequence && !sequence->is_whole();
   TITAN_CHECK(
       num_users > 0 || is_part, "context_parallel: no module below '", root.host().fqn(),
-      "' attends through a core (nn::Attention does; a module of your own implements nn::AttentionUser)");
+      "' attends through a core (nn::Attention does; your own module must implement nn::AttentionUser)");
   auto& slot = root.host().prepare_input_hook;
   slot = std::make_shared<CutSequences>(layout, group->rank(), !is_part || sequence->is_first(), slot);
 }

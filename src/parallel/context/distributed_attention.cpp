@@ -91,7 +91,7 @@ struct DistributedAttentionBackward final : torch::autograd::Node {
 using Result = std::tuple<at::Tensor, at::Tensor>;
 
 // Blocks are computed from the number of a rank's tokens, so they would be wrong for a module that adds or
-// drops some.
+// drops tokens.
 void check_inputs(const SequenceLayout& layout, const char* module, const at::Tensor& q, const at::Tensor& k,
                   const at::Tensor& v) {
   TITAN_CHECK(q.dim() == 4 && k.dim() == 4 && k.sizes() == v.sizes() && q.size(0) == k.size(0) &&
@@ -159,7 +159,7 @@ class RingExchange {
   dist::Work sent_, received_;
 };
 
-// The sizes of what KeyValues::pack makes of the keys of one rank, or, in order, of several.
+// Sizes of the result of KeyValues::pack for the keys of one rank, or of several in order.
 at::DimVector packed_sizes(const at::Tensor& k, int num_ranks = 1) {
   return {2, k.size(0), k.size(1) * num_ranks, k.size(2), k.size(3)};
 }
@@ -170,11 +170,11 @@ at::DimVector sizes_by_rank(const at::Tensor& packed, int num_ranks) {
   return sizes;
 }
 
-/// k, v [B, S, K, E] of one rank (or, added up, their gradients).
+/// One rank's k and v [B, S, K, E], or sums of their gradients.
 struct KeyValues {
   at::Tensor k, v;
   static KeyValues of_packed(const at::Tensor& packed) { return {packed.select(0, 0), packed.select(0, 1)}; }
-  /// Copies both into one tensor [2, B, S, K, E] from `memory`: a message.
+  /// Copies both into one message [2, B, S, K, E], allocated from `memory`.
   at::Tensor pack(Scratch& memory) const {
     at::Tensor packed = memory.get(packed_sizes(k), k.options());
     packed.select(0, 0).copy_(k);
@@ -183,13 +183,13 @@ struct KeyValues {
   }
 };
 
-/// Rotates the keys and values of all ranks through this one. At hop i they are those of rank (r - i) mod N.
+/// Rotates the keys and values of all ranks through this one. At hop i it has those of rank (r - i) mod N.
 class KeyValueRotation {
  public:
   virtual ~KeyValueRotation() = default;
   virtual void start(const KeyValues& own, dist::Label label) = 0;
-  /// In order i = 1 .. N-1; waits for what is under way and starts what comes next. Valid until the next
-  /// call.
+  /// Call it for i = 1 .. N-1 in order. Waits for the transfer of hop i and starts the next one. The result
+  /// is valid until the next call.
   virtual KeyValues hop(int i) = 0;
 };
 
@@ -242,14 +242,14 @@ class NeighborRotation final : public KeyValueRotation {
 };
 
 /// Sums the contributions of all ranks to the gradients of each rank's keys and values. The sums travel
-/// around the ring one hop after the keys: rank r's contribution at hop i belongs to rank (r - i) mod N, and
-/// so does the sum that it receives from rank r - 1, which added to it at hop i - 1. Transfers run during the
-/// computation of the next hop. Sums are in fp32 (in float64 for float64).
+/// around the ring one hop after the keys. Rank r's contribution at hop i belongs to rank (r - i) mod N, as
+/// does the sum that it receives from rank r - 1, which added its own contribution at hop i - 1. Transfers
+/// run during the computation of the next hop. Sums are in fp32 (float64 for float64 inputs).
 class GradientRing {
  public:
   explicit GradientRing(std::shared_ptr<dist::Group> group) : exchange_(std::move(group)) {}
 
-  /// Zeros for the contributions of the first hop, to gradients of keys like `k`; and those of the next.
+  /// Returns zeros, shaped by the keys `k`, to which the first hop adds its contributions.
   KeyValues start(const at::Tensor& k, at::ScalarType dtype, dist::Label label) {
     label_ = label;
     first_ = true;
@@ -260,8 +260,9 @@ class GradientRing {
     received_ = buffers_[2].get(sizes, options);
     return KeyValues::of_packed(contributions_.zero_());
   }
+  /// The same for each later hop.
   KeyValues next() { return KeyValues::of_packed(contributions_.zero_()); }
-  /// Passes on the sum so far, with this hop's contributions or (`contributed` false) without.
+  /// Passes on the sum so far, with this hop's contributions if `contributed`.
   void pass_on(bool contributed) {
     if (!first_) {
       exchange_.wait();
@@ -289,7 +290,8 @@ class GradientRing {
   bool first_ = true;
 };
 
-// Calls copy(chunk of by_rank [N, 2, B, S, ...], the same chunk of in_order [2, B, N S, ...]).
+// Calls copy(a, b) for each chunk, where a is its part of by_rank [N, 2, B, S, ...] and b its part of
+// in_order [2, B, N S, ...].
 template <class Copy>
 void for_each_chunk(const SequenceLayout& layout, const at::Tensor& by_rank, const at::Tensor& in_order,
                     Copy copy) {
@@ -313,7 +315,8 @@ void attend(const ops::AttentionSum& sum, const at::Tensor& q, const KeyValues& 
               {queries_of(q, block), keys_of(held.k, block), keys_of(held.v, block)}, block.first_query);
 }
 
-// Adds a block's gradients to `sums`. `grad`: of the whole output; `held`: the keys that the block is of.
+// Adds a block's gradients to `sums`. `grad`: the whole output's gradient. `held`: the rank's tensors that
+// contain the block's keys.
 void attend_backward(const ops::AttentionGradients& sums, const at::Tensor& grad, const SavedAttention& saved,
                      const KeyValues& held, const Block& block) {
   ops::attend_backward(
@@ -325,7 +328,7 @@ void attend_backward(const ops::AttentionGradients& sums, const at::Tensor& grad
 
 /// Gathers the keys and values of the whole sequence, puts them in order, and attends with each of the rank's
 /// chunks once. The backward gathers them again; gradients are summed over the ranks by one reduce-scatter,
-/// in fp32 (float64 of float64).
+/// in fp32 (float64 for float64 inputs).
 class GatheredAttention final : public DistributedAttention {
  public:
   GatheredAttention(std::shared_ptr<dist::Group> group, SequenceLayout layout)

@@ -3,11 +3,11 @@
 // Attention over the ranks of a context-parallel group, by a ring or with gathered keys: which tokens of a
 // sequence each rank holds, and which keys their queries see.
 //
-// [Note: head and tail] Under a causal mask a late query has more keys than an early one. Cut into 2N chunks,
-// of which rank r holds r and 2N-1-r, a sequence gives all ranks the same work: against the keys of a rank
-// before it (by number), all its queries see that rank's first chunk and none the second; against those of a
-// later rank, its second chunk sees both chunks and its first none; against its own, the mask is causal
-// in the order in which they lie.
+// [Note: head and tail] Under a causal mask a late query has more keys than an early one. A sequence cut into
+// 2N chunks, where rank r holds chunks r and 2N-1-r, gives all ranks the same work. Against the keys of a
+// lower rank, all queries of rank r see that rank's first chunk and none sees its second. Against the keys of
+// a higher rank, the second chunk's queries see both chunks and the first chunk's see none. Against its own
+// keys, the mask is causal in the order in which they are stored.
 
 #include <cstdint>
 #include <memory>
@@ -20,11 +20,12 @@
 
 namespace titan::context {
 
-/// Queries and keys that meet, in rows of what the two ranks hold; as ops::attend takes them.
+/// A block of queries that see a block of keys, as rows of the two ranks' tensors; the form that ops::attend
+/// takes.
 struct Block {
-  int64_t first_row, num_rows;  // of the queries
+  int64_t first_row, num_rows;  // the queries
   int64_t first_key, num_keys;
-  int64_t first_query;  // query i (of these rows) sees the keys 0 .. first_query + i (of these)
+  int64_t first_query;  // the block's query i sees the block's keys 0 .. first_query + i
 };
 
 class SequenceLayout {
@@ -34,18 +35,18 @@ class SequenceLayout {
   int num_ranks() const { return num_ranks_; }
   int chunks_per_rank() const { return balancer_ == ContextLoadBalancer::HeadTail ? 2 : 1; }
   int num_chunks() const { return num_ranks_ * chunks_per_rank(); }
-  /// The number of the chunk that is the rank's `i`-th. Ascending in i.
+  /// The number of the rank's `i`-th chunk; ascending in i.
   int chunk(int rank, int i) const { return i == 0 ? rank : num_chunks() - 1 - rank; }
 
   /// Throws Error that names valid lengths.
   void check_length(int64_t length) const;
 
-  /// The rank's tokens of x, whose `dim` runs along the whole sequence. Contiguous.
+  /// The rank's tokens of x, contiguous. Dimension `dim` of x is the whole sequence.
   at::Tensor part(const at::Tensor& x, int64_t dim, int rank) const;
   /// int64 [rank_length]: the positions of the rank's tokens.
   at::Tensor positions(int rank, int64_t rank_length, at::Device device) const;
 
-  /// The block of queries of `rank` and keys of `source` that meet, each holding rank_length tokens.
+  /// The queries of `rank` that see keys of `source`, and those keys. Each rank holds rank_length tokens.
   std::optional<Block> block(int rank, int source, int64_t rank_length) const;
   /// The rank's i-th chunk of queries against the keys of the whole sequence, in order.
   Block block_of_whole(int rank, int i, int64_t rank_length) const;
@@ -83,7 +84,8 @@ std::unique_ptr<DistributedAttention> make_attention(std::shared_ptr<dist::Group
                                                      SequenceLayout layout,
                                                      const ContextParallelOptions& options);
 
-/// For one module, whose name is in the records of collectives. `module` outlives the process's groups.
+/// The core of one module, whose name is in the records of collectives. `module` outlives the process's
+/// groups.
 class ContextCore final : public nn::AttentionCore {
  public:
   ContextCore(std::shared_ptr<DistributedAttention> attention, const char* module)

@@ -17,7 +17,7 @@ namespace titan::fsdp {
 
 namespace {
 
-// A buffer serves requests of at least this share of its size, so that a norm doesn't take a block's buffer.
+// The smallest part of a buffer that a request may use, so that a norm doesn't take a block's buffer.
 constexpr double kSmallestUse = 0.8;
 
 }  // namespace
@@ -44,8 +44,8 @@ at::Tensor BufferPool::acquire(int64_t numel, at::ScalarType dtype, const dist::
   const int64_t bytes = std::max<int64_t>(numel, 1) * static_cast<int64_t>(c10::elementSize(dtype));
   at::Tensor buffer = take_fitting(bytes, user);
   if (!buffer.defined()) {
-    // Made on the current stream; events order every later use, so the allocator never has to know of other
-    // streams.
+    // Allocated on the current stream. Events order every later use, so the allocator needn't know about
+    // other streams.
     buffer = resident_empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
     ++num_allocations_;
   }
@@ -91,11 +91,11 @@ void CommContext::begin_forward() {
                 "the root's forward was called inside its own backward");
     abandon_backward();
   }
-  cancel_prefetches();  // of a forward that an exception ended
+  cancel_prefetches();  // left over if the last forward threw
   previous_order_.swap(order_);
   order_.clear();
   ++num_forwards_;
-  if (!at::GradMode::is_enabled()) return;  // between a forward and its backward, too
+  if (!at::GradMode::is_enabled()) return;  // may run between a forward and its backward
   visits_.clear();
   ends_.clear();
   ++iteration_;
@@ -131,7 +131,8 @@ int64_t CommContext::visit(const std::shared_ptr<ParamGroup>& group) {
   return static_cast<int64_t>(visits_.size()) - 1;
 }
 
-// Only while this forward follows the last one: a model that takes another path gathers without prefetching.
+// Prefetches only while this forward follows the last one's order. A model that takes another path gathers
+// without prefetching.
 void CommContext::prefetch_forward() {
   const size_t next = order_.size();
   if (next < previous_order_.size() && order_.back() == previous_order_[next - 1])
@@ -150,8 +151,8 @@ void CommContext::start_backward() {
   next_reduce_ = static_cast<int64_t>(visits_.size()) - 1;
   for (size_t end = 0; end < ends_.size(); ++end)
     visits_[static_cast<size_t>(ends_[end])].end = static_cast<int64_t>(end);
-  // The engine runs it when the backward that fired the first hook ends. Hooks lie outside of activation
-  // checkpoints, so that is the outermost one.
+  // The engine runs the callback when the backward that fired the first hook ends. Hooks are outside of
+  // activation checkpoints, so that is the outermost backward.
   auto self = shared_from_this();
   torch::autograd::Engine::get_default_engine().queue_callback([self] { self->finish_backward(); });
 }
@@ -160,7 +161,7 @@ void CommContext::start_backward() {
 void CommContext::abandon_backward() {
   in_backward_ = false;
   reducing_.clear();
-  discard_gradients();  // waits for copies: nothing may land in a gradient that is zeroed next
+  discard_gradients();  // waits for copies, which may still write to gradients that are zeroed next
   for (ParamGroup* group : groups_) {
     group->cancel_unshard();
     group->reshard();
@@ -177,7 +178,7 @@ void CommContext::issue_gather() {
   if (group.backward_reads_parameters()) group.start_unshard();
 }
 
-// Other ranks may reach visits that this rank's backward never reached: they wait for this rank's part.
+// Other ranks may reach visits that this rank's backward didn't, and then wait for this rank's part.
 void CommContext::issue_remaining_gathers() {
   while (next_gather_ >= 0) {
     const int64_t visit = ends_[static_cast<size_t>(next_gather_)];
@@ -224,7 +225,8 @@ void CommContext::issue_reduction(ParamGroup& group) {
   advance_reductions(1);
 }
 
-// Visits outside the chain and, in the last micro-batch, those that only took part in an earlier one.
+// Reduces the visits outside the chain and, in the last micro-batch, groups that took part only in an earlier
+// one.
 void CommContext::issue_last_reductions() {
   for (auto visit = visits_.rbegin(); visit != visits_.rend(); ++visit)
     if (visit->with_backward && visit->at_end) issue_reduction(*visit->group);
@@ -254,13 +256,13 @@ void CommContext::finish_backward() {
   for (Visit& visit : visits_) {
     visit.group->cancel_unshard();
     visit.group->reshard();
-    visit.ready = false;  // a graph that is kept may be walked again
+    visit.ready = false;  // a retained graph may run its backward again
   }
   hand_over();
   in_backward_ = false;
 }
 
-// To the optimizer, which reads the gradients and writes the shards.
+// Before the optimizer reads the gradients and writes the shards.
 void CommContext::hand_over() const {
   if (groups_.empty()) return;
   const dist::Stream current = groups_.front()->compute_stream();

@@ -1,8 +1,8 @@
 #pragma once
 
-// What the sharded groups of one model share: CommContext keeps the order of their collectives, prefetches and
-// overlaps them; BufferPool reuses their communication buffers, so that from the third step on nothing is
-// allocated.
+// State shared by the sharded groups of one model. CommContext keeps the order of their collectives,
+// prefetches and overlaps them; BufferPool reuses their communication buffers, so nothing is allocated from
+// the third step on.
 
 #include <cstdint>
 #include <deque>
@@ -24,13 +24,13 @@ namespace titan::fsdp {
 class BufferPool {
  public:
   explicit BufferPool(at::Device device) : device_(device) {}
-  /// Blocks until the streams are past the buffers: the allocator knows of one stream only.
+  /// Blocks until all streams have finished with the buffers, because the allocator knows only one stream.
   ~BufferPool();
 
-  /// A buffer of `numel` elements of `dtype`; `user` may write it at once (it waits for the stream that used
-  /// it last).
+  /// A buffer of `numel` elements of `dtype`. `user` waits for the stream that used it last, and so may write
+  /// it at once.
   at::Tensor acquire(int64_t numel, at::ScalarType dtype, const dist::Stream& user);
-  /// Takes a buffer back; its memory is handed out again after the work that `last_user` has queued by now.
+  /// Takes a buffer back. Its next user waits for the work that `last_user` has queued so far.
   void release(at::Tensor buffer, const dist::Stream& last_user);
 
   int64_t num_allocations() const { return num_allocations_; }
@@ -53,56 +53,57 @@ class BufferPool {
 class ParamGroup;
 
 /// [Note: order of collectives]
-/// Every rank has to issue the same collectives in the same order, also where ranks use different parameters.
+/// Every rank has to issue the same collectives in the same order, even if ranks use different parameters.
 /// A root forward records its visits to groups. The next forward gathers in the order of that list, and the
 /// backward reduces in its reverse. A backward reaches the groups in the reverse of the order in which their
 /// forwards ended, and gathers in that order. (The two orders differ where a group encloses others: the
-/// outermost module's own, or an embedding with the output that is tied to it.) A visit that a rank's
-/// backward never reaches is gathered and reduced all the same, in its turn. The forward alone decides which
-/// visits take part: those with an output that requires a gradient. (If a group runs several times in one
-/// forward, all ranks' backwards have to reach the same runs; if it has several modules, all ranks' forwards
-/// have to end with the same one.) Gathers and reductions use separate process groups, so their relative
-/// order is free.
+/// outermost module's own group, or an embedding with the output that is tied to it.) A visit that a rank's
+/// backward never reaches is still gathered and reduced, in its turn. The forward alone decides which visits
+/// take part: those with an output that requires a gradient. (If a group runs several times in one forward,
+/// all ranks' backwards have to reach the same runs; if it has several modules, all ranks' forwards have to
+/// end with the same one.) Gathers and reductions use separate process groups, so their relative order is
+/// free.
 class CommContext : public std::enable_shared_from_this<CommContext> {
  public:
   explicit CommContext(at::Device device);
   ~CommContext();
 
-  /// Root's forward begins: keeps the last one's order for prefetching and, where gradients are recorded,
-  /// clears its visits. Drops the remains of a backward that ended in an exception.
+  /// Begins the root's forward: keeps the last forward's order for prefetching and, if gradients are
+  /// recorded, clears its visits. Drops the remains of a backward that ended in an exception.
   void begin_forward();
-  /// Root's forward ends: frees unused prefetches before the optimizer can write the shards.
+  /// Ends the root's forward: frees unused prefetches before the optimizer can write the shards.
   void end_forward();
-  /// A group is about to run: gathers it, waits, and starts the gather of the group that came next the last
-  /// time. Returns the visit's number, -1 where no gradients are recorded.
+  /// Called when a group is about to run: gathers it, waits, and starts the gather of the group that came
+  /// next last time. Returns the visit's number, or -1 if no gradients are recorded.
   int64_t visit(const std::shared_ptr<ParamGroup>& group);
-  /// The forward of the visit's group, or of one module of it, ends with an output that requires a gradient:
-  /// it will have a backward.
+  /// Called when the forward of the visit's group, or of one of its modules, ends with an output that
+  /// requires a gradient, so the visit will have a backward.
   void expect_backward(int64_t visit);
-  /// None of the visit's inputs requires a gradient, so the end of its backward is unknown: it is reduced
-  /// after all others.
+  /// For a visit none of whose inputs requires a gradient: the end of its backward is unknown, so it is
+  /// reduced after all others.
   void reduce_at_end(int64_t visit) { visits_[static_cast<size_t>(visit)].at_end = true; }
-  /// The gradient of visit's output has arrived: its parameters are needed again (unless `reads_parameters`
-  /// is false).
+  /// Called when the gradient of the visit's output has arrived: gathers its parameters again if the backward
+  /// reads them.
   void pre_backward(int64_t iteration, int64_t visit);
-  /// The gradient of visit's inputs is complete: frees the parameters and queues the reduction.
+  /// Called when the gradients of the visit's inputs are complete: frees the parameters and queues the
+  /// reduction.
   void post_backward(int64_t iteration, int64_t visit);
 
   /// Index of the current gradient-recording forward.
   int64_t iteration() const { return iteration_; }
-  /// Number of all forwards so far.
+  /// Number of forwards so far.
   int64_t num_forwards() const { return num_forwards_; }
-  /// All groups that share this context, in registration order; they live as long as it does.
+  /// Adds a group, in registration order. Groups live as long as their context.
   void add_group(ParamGroup* group) { groups_.push_back(group); }
   void remove_group(ParamGroup* group);
   const std::vector<ParamGroup*>& groups() const { return groups_; }
   /// Drops gradients that were collected but never reduced, after an abandoned step.
   void discard_gradients();
-  /// A group's shards are in host memory ([Note: host shards]).
+  /// Called if a group's shards are in host memory ([Note: host shards]).
   void expect_host_shards() { host_shards_ = true; }
   void set_last_micro_batch(bool last) { last_micro_batch_ = last; }
 
-  // ---- by a schedule's actions instead of by visits (ScheduledSharding)
+  // ---- driven by a schedule's actions instead of by visits (ScheduledSharding)
   void become_scheduled();
   bool scheduled() const { return scheduled_; }
   void unshard();
@@ -115,13 +116,13 @@ class CommContext : public std::enable_shared_from_this<CommContext> {
   void set_delayed(DelayedGradients* queue) { delayed_ = queue; }
   DelayedGradients* delayed() const { return delayed_; }
 
-  // Streams: one for gathers and one for reductions, so that both overlap the computation. On CPUs they
-  // are empty; the process group's threads provide the overlap.
+  // One stream for gathers and one for reductions, so that both overlap the computation. On CPUs they are
+  // empty; the process group's threads provide the overlap.
   dist::Stream gather_stream;
   dist::Stream reduce_stream;
   BufferPool pool;
 
-  /// Groups with gathered storages now, and the most there were since reset.
+  /// Groups with gathered storages: now, and the maximum since reset.
   int64_t num_gathered = 0;
   int64_t max_gathered = 0;
   void count_gathered(int64_t change);
@@ -132,7 +133,7 @@ class CommContext : public std::enable_shared_from_this<CommContext> {
     bool with_backward = false;
     bool at_end = false;
     bool ready = false;  // its gradients are complete
-    int64_t end = 0;     // its place in ends_
+    int64_t end = 0;     // its index in ends_
   };
 
   void prefetch_forward();
@@ -151,13 +152,13 @@ class CommContext : public std::enable_shared_from_this<CommContext> {
 
   std::vector<ParamGroup*> groups_;
   std::vector<Visit> visits_;
-  std::vector<int64_t> ends_;                        // visits with a backward, as their forwards ended
-  std::vector<ParamGroup*> order_, previous_order_;  // of this forward and the one before it
+  std::vector<int64_t> ends_;  // visits with a backward, in the order of their forwards' ends
+  std::vector<ParamGroup*> order_, previous_order_;  // visits of this forward and of the previous one
   std::deque<ParamGroup*> reducing_;                 // oldest first
   int64_t iteration_ = 0;
   int64_t num_forwards_ = 0;
-  int64_t next_gather_ = -1;  // backward: the place in ends_ whose gather is due next
-  int64_t next_reduce_ = -1;  // and the visit whose reduction is
+  int64_t next_gather_ = -1;  // backward: index in ends_ of the next visit to gather
+  int64_t next_reduce_ = -1;  // backward: the next visit to reduce
   bool in_backward_ = false;
   bool host_shards_ = false;
   bool last_micro_batch_ = true;

@@ -1,6 +1,6 @@
 #pragma once
 
-// The hook that one fully_shard call puts into the FSDP slot of its modules.
+// The hook that a fully_shard call puts into the FSDP slot of its modules.
 
 #include <cstdint>
 #include <memory>
@@ -12,9 +12,9 @@
 
 namespace titan::fsdp {
 
-/// Per forward of a group: pre_forward of its first module gathers, post_forward of its last reshards; the
-/// first output gradient gathers again, and when the gradients of the first module's inputs are complete, the
-/// group reshards and reduces.
+/// For each forward of a group, pre_forward of its first module gathers and post_forward of its last module
+/// reshards. In the backward, the first output gradient gathers again; when the gradients of the first
+/// module's inputs are complete, the group reshards and reduces.
 class FsdpState : public nn::CallHook, public std::enable_shared_from_this<FsdpState> {
  public:
   FsdpState(std::vector<nn::HookHost*> modules, std::shared_ptr<ParamGroup> group, FsdpOptions options)
@@ -27,7 +27,7 @@ class FsdpState : public nn::CallHook, public std::enable_shared_from_this<FsdpS
   /// Null when everything below belongs to other groups.
   const std::shared_ptr<ParamGroup>& group() const { return group_; }
   const std::shared_ptr<CommContext>& context() const { return context_; }
-  /// Makes this state the root of all below `host`, once; called by the first forward.
+  /// Makes this state the root of all states below `host`. The first forward calls it once.
   void become_root(nn::HookHost& host);
   /// May come before the first forward.
   void set_last_micro_batch(bool last);
@@ -43,7 +43,7 @@ class FsdpState : public nn::CallHook, public std::enable_shared_from_this<FsdpS
   bool is_root_ = false;
   bool last_micro_batch_ = true;
   size_t modules_entered_ = 0;
-  int64_t forward_ = -1;  // the context's forward that modules_entered_ counts in
+  int64_t forward_ = -1;  // number of the context's forward that modules_entered_ belongs to
   int64_t visit_ = -1;
 };
 

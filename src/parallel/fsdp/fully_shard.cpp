@@ -19,7 +19,7 @@ namespace titan::fsdp {
 
 namespace {
 
-// Calls `done` when the gradients of all of a module's inputs are there, which is when its backward is over.
+// Calls `done` when the gradients of all of a module's inputs are complete, so its backward has ended.
 class AfterBackward : public torch::autograd::Node {
  public:
   explicit AfterBackward(std::function<void()> done) : done_(std::move(done)) {}
@@ -34,7 +34,7 @@ class AfterBackward : public torch::autograd::Node {
   std::function<void()> done_;
 };
 
-// Calls `needed` when the gradient of one of the outputs arrives. False when none requires one.
+// Calls `needed` when the gradient of an output arrives. Returns false if no output requires a gradient.
 bool call_before_backward(const nn::TensorRefs& outputs, const std::function<void()>& needed) {
   bool any = false;
   for (at::Tensor* output : outputs) {
@@ -86,7 +86,7 @@ void FsdpState::become_root(nn::HookHost& host) {
 void FsdpState::tell_kept_gradients(nn::HookHost& host) {
   int64_t bytes = 0;
   for (const auto& state : states_below(host.as_module()))
-    if (state->group_ && !state->group_->param(0).compute.is_meta())  // a dry run keeps nothing
+    if (state->group_ && !state->group_->param(0).compute.is_meta())  // a dry run keeps no gradients
       bytes += state->group_->gradients().kept_bytes();
   if (bytes > 0)
     log::info_rank0(str("whole gradients stay between micro-batches: ", static_cast<double>(bytes) / kMiB,
@@ -103,13 +103,13 @@ void FsdpState::pre_forward(nn::HookHost& host, const nn::TensorRefs& inputs) {
   if (context_->scheduled()) return pre_scheduled_forward(inputs);
   if (is_root_) context_->begin_forward();
   if (options_.cast_forward_inputs && options_.param_dtype) cast(inputs, *options_.param_dtype);
-  // Modules of a list that an earlier forward skipped don't count in this one.
+  // Each forward counts anew, because an earlier one may have skipped modules of the group.
   if (std::exchange(forward_, context_->num_forwards()) != context_->num_forwards()) modules_entered_ = 0;
   if (!group_ || modules_entered_++ > 0) return;
   visit_ = context_->visit(group_);
   if (visit_ < 0) return;
-  // The hooks live in the graph, which lives no longer than the context's owner, the model; a weak pointer
-  // all the same.
+  // The hooks live in the graph, which usually doesn't outlive the context's owner, the model. A weak pointer
+  // covers the case that it does.
   const auto node = std::make_shared<AfterBackward>(
       [context = std::weak_ptr(context_), iteration = context_->iteration(), visit = visit_] {
         if (const auto alive = context.lock()) alive->post_backward(iteration, visit);
@@ -193,7 +193,7 @@ void check_modules(const std::vector<nn::AnyRef>& modules) {
     TITAN_CHECK(!module.host().fsdp_hook, "fully_shard: '", module.module().name(), "' is wrapped already");
 }
 
-// A CPU has no other memory for the shards.
+// On a CPU, cpu_offload makes no sense: there is no other memory for the shards.
 void check_offload(const std::vector<nn::AnyRef>& modules, const FsdpOptions& options) {
   if (!options.cpu_offload) return;
   for (const nn::AnyRef& module : modules)
@@ -203,7 +203,7 @@ void check_offload(const std::vector<nn::AnyRef>& modules, const FsdpOptions& op
                   named.key(), "' of '", module.module().name(), "' is on ", named.value().device());
 }
 
-// A smaller mesh of one rank means to keep what was gathered.
+// Resharding to a mesh of one rank means keeping the gathered parameters.
 FsdpOptions normalized(FsdpOptions options) {
   ReshardAfterForward& policy = options.reshard_after_forward;
   if (policy.kind == ReshardAfterForward::Kind::ToSize && policy.size == 1)
@@ -239,7 +239,8 @@ void fsdp::fully_shard_beside_any_device(std::initializer_list<nn::AnyRef> modul
   shard_together(modules, options);
 }
 
-// All below a sharded root share its context; without one, each sharded module below is a root of its own.
+// All states below a sharded root share its context. Without a sharded root, each sharded module below is a
+// root itself.
 void set_last_micro_batch(const nn::AnyRef& root, bool last) {
   if (const auto state = std::dynamic_pointer_cast<FsdpState>(root.host().fsdp_hook))
     return state->set_last_micro_batch(last);

@@ -1,5 +1,5 @@
-// ParamGroup turns its shards into compute parameters: start_gather issues the all-gather, finish_unshard waits
-// for it. Weights in Float8 are cast first, with scales that all ranks agree on.
+// ParamGroup's gather, from shards to compute parameters: start_gather issues the all-gather, finish_unshard
+// waits for it. Weights in Float8 are cast first, with scales that all ranks agree on.
 
 #include <algorithm>
 #include <cstring>
@@ -26,8 +26,8 @@ int64_t Float8Weights::find(size_t slot) const {
 
 namespace {
 
-// The largest of all ranks' values, element by element, over the shards' ranks and the parts'. A NaN stays
-// (a reduction's maximum may lose it).
+// The elementwise maximum over the ranks of the shards and of the tensor-parallel parts. A NaN stays,
+// although a reduction's maximum may lose it.
 at::Tensor largest_of_ranks(const at::Tensor& amaxes, dist::Group& shards, const ops::RankParts* parts,
                             const char* name) {
   at::Tensor all = at::empty({shards.size(), amaxes.numel()}, amaxes.options());
@@ -39,7 +39,7 @@ at::Tensor largest_of_ranks(const at::Tensor& amaxes, dist::Group& shards, const
   return all.amax(0);
 }
 
-// The Float8 recipe of all uses of a parameter; none unless every use is a linear layer in Float8.
+// The Float8 gather that all uses of a parameter share; none unless every use is a linear layer in Float8.
 std::optional<float8::WeightGather> gather_of(const ManagedParam& param) {
   std::optional<float8::WeightGather> how;
   for (const ManagedParam::Use& use : param.uses) {
@@ -60,7 +60,7 @@ void ParamGroup::find_float8_weights() {
     if (!how || params_[i].compute.numel() == 0) continue;
     TITAN_CHECK(!options_.cpu_offload,
                 "fully_shard: weights that are gathered in Float8 can't be offloaded to the host");
-    const auto parts = how->parts ? how->parts : float8_.how.parts;  // the first tensor-parallel weight's
+    const auto parts = how->parts ? how->parts : float8_.how.parts;  // from the first tensor-parallel weight
     float8_.how = *how;
     float8_.how.parts = parts;
     float8_.slots.push_back(i);
@@ -69,7 +69,7 @@ void ParamGroup::find_float8_weights() {
   wire_ = WireLayout(layout_, dtypes);
 }
 
-// A weight that isn't cut has the same magnitudes on all ranks of the axis, so one result serves all.
+// A weight that isn't split has the same magnitudes on all ranks of the axis, so one result serves all.
 const ops::RankParts* ParamGroup::ranks_of_parts() const {
   for (const ParamGroup* group : context_->groups())
     if (group->float8_.how.parts) return group->float8_.how.parts.get();
@@ -81,9 +81,10 @@ bool ParamGroup::lacks_float8_scales() const {
          (!float8_.scales.defined() || float8_.version != flat_shard_._version());
 }
 
-// Returns this group, or every group whose shards changed. Groups whose bytes are in use are left out, because
-// running products would see the new scales too early. With tensor parallelism always all: a reduction over that axis for each group
-// would queue in the gather stream after the gather before it, and the activations' collectives after both.
+// Returns this group, or every group whose shards changed. Groups whose bytes are in use are left out,
+// because running products would see the new scales too early. With tensor parallelism it always returns all:
+// one reduction over that axis per group would wait in the gather stream for the gather before it, and the
+// activations' collectives would wait for both.
 std::vector<ParamGroup*> ParamGroup::due_for_scales(const ops::RankParts* parts) {
   if (!float8_.how.scales_at_once && !parts) return {this};
   std::vector<ParamGroup*> due;
@@ -114,7 +115,7 @@ void ParamGroup::refresh_float8_scales() {
   }
 }
 
-// This rank's part where parameters travel in different dtypes.
+// Builds this rank's part when parameters are sent in different dtypes.
 at::Tensor ParamGroup::encode_part(const at::Tensor& place) const {
   for (size_t i = 0; i < params_.size(); ++i) {
     const Slot& slot = layout_.slots()[i];
@@ -153,8 +154,8 @@ void ParamGroup::bump_compute_versions() {
   announced_version_ = flat_shard_._version();
   for (const ManagedParam& param : params_) {
     param.compute.unsafeGetTensorImpl()->bump_version();
-    // A parameter may have been made as a view. LibTorch would take the group's node for outdated, and make
-    // one of the view's.
+    // The parameter may be a view. LibTorch would consider the group's node outdated and replace it by a
+    // node of the view.
     auto* view = torch::autograd::impl::get_view_autograd_meta(param.compute);
     if (view && view->has_bw_view()) view->set_attr_version(static_cast<uint32_t>(param.compute._version()));
   }
@@ -169,7 +170,7 @@ void ParamGroup::start_unshard() {
               "' have no values yet: call titan::materialize(model, seed) before the first forward");
   at::NoGradGuard no_grad;
   reshard();
-  // A part kept for a backward that didn't use it (embeddings don't read their weight) is out of date.
+  // A part kept for a backward that didn't use it (embeddings don't read their weight) may be outdated.
   if (kept_part_.defined() && stale())
     context_->pool.release(std::exchange(kept_part_, {}), compute_stream());
   gathered_version_ = flat_shard_._version();
@@ -192,13 +193,13 @@ void ParamGroup::start_gather() {
   state_ = State::Gathering;
 }
 
-// This rank's part on the device and in the type that travels; `place` is where it goes among the others'.
+// This rank's part, on the device and in the dtype that is sent. `place` is its place in the gathered buffer.
 at::Tensor ParamGroup::part_for_gather(const at::Tensor& place) {
   if (kept_part_.defined()) return kept_part_;
   if (!float8_.empty()) return encode_part(place);
   if (!options_.cpu_offload) return dtype_ == param_dtype_ ? flat_shard_ : place.copy_(flat_shard_);
   if (dtype_ == param_dtype_) return place.copy_(flat_shard_, /*non_blocking=*/true);
-  // Cast on the device: a copy that casts would do so on the host, and wait.
+  // Cast on the device: a copy that also casts would cast on the host and block.
   at::Tensor arrived = context_->pool.acquire(place.numel(), dtype_, context_->gather_stream);
   arrived.copy_(flat_shard_, /*non_blocking=*/true);
   place.copy_(arrived);
@@ -251,7 +252,7 @@ void ParamGroup::unpack_gathered() {
     for (size_t i = 0; i < layout_.slots().size(); ++i) {
       const int64_t full_offset = wire_.offset(i) * layout_.num_ranks();
       take(full_offset, wire_.chunk(i));
-      // The alignment after a chunk comes along, to the end of the region, so that the parameter itself is
+      // The padding after each chunk moves to the end of the region, so that the parameter itself is
       // contiguous.
       take(full_offset + wire_.chunk(i) * layout_.num_ranks(),
            wire_.end(i) - wire_.offset(i) - wire_.chunk(i));
@@ -268,8 +269,7 @@ void ParamGroup::unpack_gathered() {
       const int64_t part = piece / num_slots;
       const auto slot = static_cast<size_t>(piece % num_slots);
       const int64_t numel = wire_.chunk(slot) * chunks, offset = wire_.offset(slot);
-      // Regions of a slot in parts follow each other without the slot's alignment padding, so that a whole
-      // parameter is contiguous.
+      // Parts of a slot follow each other without padding, so that a whole parameter is contiguous.
       std::memcpy(to + (offset * layout_.num_ranks() + part * numel) * element,
                   from + (part * part_numel + offset * chunks) * element,
                   static_cast<size_t>(numel * element));

@@ -1,4 +1,4 @@
-// Gradients of a group become gradients of its shards: start_reduce issues the reduce-scatter.
+// Turns a group's gradients into gradients of its shards: start_reduce issues the reduce-scatter.
 
 #include "parallel/fsdp/gradient_collector.h"
 
@@ -70,7 +70,7 @@ void GradientCollector::set_grads() {
   for (size_t i = 0; i < grad_parts_.size(); ++i) shards_[i].mutable_grad() = grad_parts_[i];
 }
 
-// Where nothing is scattered and no cast is needed, the first micro-batch is collected in the flat gradient
+// If nothing is scattered and no cast is needed, the first micro-batch is collected in the flat gradient
 // itself.
 void GradientCollector::open_collected() {
   if (collected_.defined()) return;
@@ -80,13 +80,13 @@ void GradientCollector::open_collected() {
     collected_ = flat_grad_;
     return;
   }
-  TITAN_CHECK(context_, "a backward through a sharded module whose model was destroyed");
+  TITAN_CHECK(context_, "backward through a sharded module whose model was destroyed");
   const int64_t numel = layout_.trainable_numel() * layout_.num_ranks();
   collected_ = context_->pool.acquire(numel, config_.reduce_dtype, dist::Stream::current(config_.device));
   zero_padding();
 }
 
-// Padding travels, too; it must hold no NaN and no slow denormals.
+// The padding is sent, too, so it must hold no NaN and no slow denormals.
 void GradientCollector::zero_padding() {
   if (!layout_.has_padding()) return;
   const int64_t stride = layout_.trainable_numel();
@@ -111,8 +111,8 @@ void GradientCollector::zero_padding() {
   }
 }
 
-// `packed` is [N, S_trainable]; the parameter's rows lie chunk by chunk in N rows of it, the last chunk
-// perhaps short.
+// `packed` is [N, S_trainable]. Each of its N rows has one chunk of the parameter's rows; the last chunk may
+// be short.
 void GradientCollector::write(const at::Tensor& packed, const Slot& slot, const at::Tensor& grad,
                               const at::Tensor& scale, bool first) const {
   const int64_t stride = layout_.trainable_numel(), chunk = slot.chunk_numel();
@@ -180,8 +180,8 @@ bool GradientCollector::start_reduce(bool last_micro_batch) {
     }
     return false;
   }
-  while (!advance_reduce()) {  // the group runs twice in one forward, and its first reduction is still on the
-                               // way
+  // If the group ran twice in this forward, finish its first reduction.
+  while (!advance_reduce()) {
   }
   const bool leaves =
       (config_.shard_group || config_.to_host) && (last_micro_batch || config_.reduce_every_micro_batch);
@@ -280,7 +280,7 @@ void GradientCollector::accumulate(const at::Tensor& reduced) {
         "group was set to none and that of others not; zero all or none");
     if (config_.to_host && !arrived_.defined())
       arrived_ = host_empty(reduced.numel(), config_.grad_dtype, config_.device);
-    // A copy to the host waits: the host adds it at once.
+    // The copy to the host blocks, because the host adds the sums right after it.
     flat_grad_.add_(config_.to_host ? arrived_.copy_(reduced) : reduced);
   }
   release(reduced_);

@@ -1,6 +1,6 @@
 #pragma once
 
-// Shards in host memory beside the device that computes (FsdpOptions::cpu_offload).
+// Collects and reduces a group's gradients, and keeps shards in host memory (FsdpOptions::cpu_offload).
 
 #include <cstdint>
 #include <initializer_list>
@@ -19,46 +19,46 @@
 namespace titan::fsdp {
 
 /// [Note: host shards]
-/// The flat shard and the flat gradient lie in host memory, pinned so that copies run beside the computation.
-/// A gather begins by copying the shard into its place on the device, on the gather stream; a reduction ends
-/// by copying the sums to the host, on the reduce stream. With one rank on the shard axis the copy is all of
-/// the gather. Optimizer, clipping and checkpoint see tensors of the CPU and never the device; the host waits
-/// for both streams when the backward ends (and, without one, when the forward does), as it may write the
+/// The flat shard and the flat gradient are in host memory, pinned so that copies overlap the computation.
+/// A gather begins by copying the shard to the device, on the gather stream; a reduction ends by copying the
+/// sums to the host, on the reduce stream. With one rank on the shard axis, the gather is only this copy.
+/// Optimizer, clipping and checkpoint see CPU tensors and never use the device. The host waits for both
+/// streams when the backward ends (or, without a backward, when the forward ends), because it may write the
 /// shards and read the gradients from then on.
 ///
-/// This code doesn't depend on a GPU: with a CPU as the device, "device memory" is other host memory, which
-/// the tests use.
+/// This code doesn't depend on a GPU. The tests use a CPU as the device, whose "device memory" is other host
+/// memory.
 
-/// A flat tensor in host memory: pinned where `device` is a GPU. Zeros, or uninitialized.
+/// Flat tensors in host memory, pinned if `device` is a GPU: zeros, or uninitialized.
 at::Tensor host_zeros(int64_t numel, at::ScalarType dtype, at::Device device);
 at::Tensor host_empty(int64_t numel, at::ScalarType dtype, at::Device device);
 
-/// fully_shard, which also takes cpu_offload on a CPU.
+/// Like fully_shard, but also allows cpu_offload on a CPU.
 void fully_shard_beside_any_device(std::initializer_list<nn::AnyRef> modules, const FsdpOptions& options);
 
-// The gradient side of a group: collects whole gradients as they come, reduces them, and adds the result to
-// the shards'.
+// The gradient side of a group: collects whole gradients as they arrive, reduces them, and adds the result to
+// the shards' gradients.
 
 /// [Note: gradient path]
 /// collected [N, S_trainable] (reduce dtype)  --reduce-scatter over the shard axis-->  [S_trainable]
 ///   --all-reduce over the replicate axis, last micro-batch only-->
-///   --all-reduce of what is a summand on each tensor-parallel rank (norms under sequence parallelism)-->
-///   += flat gradient [S_trainable] (the shards' dtype)
-/// With one rank on the shard axis nothing is scattered; with one rank at all the gradients are collected in
-/// the flat gradient. Where that is in host memory ([Note: host shards]) the last step is a copy, or a copy
+///   --all-reduce of gradients that are summands over tensor-parallel ranks (norms with sequence
+///   parallelism)--> += flat gradient [S_trainable] (the shards' dtype)
+/// With one rank on the shard axis nothing is scattered; with one rank in total the gradients are collected
+/// in the flat gradient. If that is in host memory ([Note: host shards]), the last step is a copy, or a copy
 /// and a sum on the host.
 class GradientCollector {
  public:
   struct Config {
-    at::ScalarType grad_dtype = at::kFloat;    ///< of the shards
-    at::ScalarType reduce_dtype = at::kFloat;  ///< on the wire
+    at::ScalarType grad_dtype = at::kFloat;    ///< dtype of the shards and their gradients
+    at::ScalarType reduce_dtype = at::kFloat;  ///< dtype of collected gradients and of their reduction
     at::Device device = at::kCPU;
     bool reduce_every_micro_batch = true;
     bool to_host = false;                          ///< the shards and their gradients are in host memory
     std::shared_ptr<dist::Group> shard_group;      ///< null: one rank
     std::shared_ptr<dist::Group> replicate_group;  ///< null: one rank
     std::shared_ptr<dist::Group> summand_group;    ///< null: no gradient is a summand
-    size_t num_whole = 0;  ///< trainable slots in front of those whose gradients are summands
+    size_t num_whole = 0;  ///< number of trainable slots before those whose gradients are summands
   };
 
   /// `layout` and `shards` outlive the collector.
@@ -73,11 +73,11 @@ class GradientCollector {
 
   /// Adds grad * scale; `scale` is a scalar tensor, or undefined for 1.
   void add(size_t slot, const at::Tensor& grad, const at::Tensor& scale);
-  /// Starts the reduction of what was collected; false when nothing is to wait for.
+  /// Starts reducing the collected gradients; false if there is nothing to wait for.
   bool start_reduce(bool last_micro_batch);
-  /// Takes the next link of the reduction; true when the shards' gradients are complete.
+  /// Runs the next step of the reduction; true when the shards' gradients are complete.
   bool advance_reduce();
-  /// Bytes of whole gradients that stay between micro-batches: none where each micro-batch is reduced.
+  /// Bytes of whole gradients kept between micro-batches; 0 if each micro-batch is reduced.
   int64_t kept_bytes() const;
   /// Whether gradients of earlier micro-batches wait for the last one's reduction.
   bool owes_reduction() const { return owes_reduction_; }
@@ -90,7 +90,7 @@ class GradientCollector {
   bool local() const {
     return !config_.shard_group && !config_.replicate_group && !config_.summand_group && !config_.to_host;
   }
-  /// May be written in place of a buffer, as it has the same memory and type.
+  /// Whether flat_grad_ can serve as a buffer: it has the same memory and dtype, and holds no gradient yet.
   bool flat_grad_serves() const {
     return config_.reduce_dtype == config_.grad_dtype && !config_.to_host && no_grad_yet();
   }
@@ -116,14 +116,14 @@ class GradientCollector {
   const char* module_ = "";
 
   at::Tensor flat_grad_;                // [S_trainable], grad_dtype; made at the first backward, kept
-  std::vector<at::Tensor> grad_parts_;  // the shards' parts of it
+  std::vector<at::Tensor> grad_parts_;  // each shard's part of flat_grad_
   at::Tensor
       collected_;  // [N * S_trainable], reduce_dtype; flat_grad_ itself where nothing is scattered or cast
   std::vector<bool> written_;  // per slot: collected_ holds a gradient
-  at::Tensor scattering_;      // what was collected, while it is on the wire
+  at::Tensor scattering_;      // input of the running reduce-scatter
   at::Tensor reduced_;         // [S_trainable], reduce_dtype
   at::Tensor arrived_;         // to_host: sums of another micro-batch, in host memory
-  at::Tensor partial_;         // sums of earlier micro-batches that the replicas haven't seen
+  at::Tensor partial_;         // sums of earlier micro-batches, not yet reduced over the replicas
   Phase phase_ = Phase::Idle;
   bool last_micro_batch_ = true;
   bool owes_reduction_ = false;

@@ -25,10 +25,10 @@ struct MeshGroups {
   int shard_size = 1;
   int shard_rank = 0;
   std::shared_ptr<dist::Group> gather;  ///< shard axis; null for one rank
-  std::shared_ptr<dist::Group>
-      reduce;  ///< the same ranks, a group of its own: see [Note: order of collectives]
+  /// A separate group of the same ranks as `gather`: see [Note: order of collectives].
+  std::shared_ptr<dist::Group> reduce;
   std::shared_ptr<dist::Group> replicate;     ///< null for one rank
-  std::shared_ptr<dist::Group> small_gather;  ///< ReshardAfterForward::to_size; null without
+  std::shared_ptr<dist::Group> small_gather;  ///< for ReshardAfterForward::to_size, else null
 };
 
 std::shared_ptr<dist::Group> small_group(const DeviceMesh& shard, int size) {
@@ -40,8 +40,8 @@ std::shared_ptr<dist::Group> small_group(const DeviceMesh& shard, int size) {
   return shard.world().group(neighbors, shard.axes()[0].name + ".gather" + std::to_string(size), "gather");
 }
 
-/// Collective over the world in the sense of World::group. Throws Error for a mesh of more than two axes and
-/// for a size that doesn't divide the shard axis.
+/// Collective over the world, as World::group. Throws Error for a mesh of more than two axes and for a size
+/// that doesn't divide the shard axis.
 MeshGroups mesh_groups(const DeviceMesh& mesh, const ReshardAfterForward& reshard) {
   TITAN_CHECK(mesh.num_axes() <= 2, "fully_shard: the mesh has ", mesh.num_axes(),
               " axes; allowed: (shard) or (replicate, shard)");
@@ -63,10 +63,10 @@ MeshGroups mesh_groups(const DeviceMesh& mesh, const ReshardAfterForward& reshar
   return groups;
 }
 
-// LibTorch reads a freed parameter through its null pointer.
+// Printed after a crash, because LibTorch reads a freed parameter through a null pointer.
 constexpr const char* kCrashNote =
-    "likely a sharded parameter used outside its module: what fully_shard has wrapped holds memory only "
-    "while its module runs; titan::parameters() has the shards";
+    "likely a sharded parameter used outside its module: parameters under fully_shard have memory only while "
+    "their module runs; titan::parameters() returns the shards";
 
 std::vector<std::vector<int64_t>> shapes_of(const std::vector<ManagedParam>& params) {
   std::vector<std::vector<int64_t>> shapes;
@@ -74,7 +74,7 @@ std::vector<std::vector<int64_t>> shapes_of(const std::vector<ManagedParam>& par
   return shapes;
 }
 
-// Whole gradients, then those that are summands over a tensor-parallel axis, then none.
+// Slots are ordered: whole gradients, then summands over a tensor-parallel axis, then no gradients.
 struct SlotCounts {
   size_t whole = 0;
   size_t trainable = 0;
@@ -99,7 +99,7 @@ std::shared_ptr<dist::Group> summand_group(const std::vector<ManagedParam>& para
   return axis.world().group(axis.ranks(), axis.axes()[0].name + ".gradient", "gradient");
 }
 
-// Compute tensors of all groups. A frozen one looks like any other leaf.
+// The compute tensors of all groups, needed because a frozen one looks like any other leaf.
 class ManagedTensors {
  public:
   static ManagedTensors& get() {
@@ -141,8 +141,8 @@ void check_uniform(const std::vector<ManagedParam>& params) {
   }
 }
 
-// Takes the place of a leaf's AccumulateGrad: runs before all other ready nodes, so that a group has its
-// gradients before its module's backward is over.
+// Replaces a leaf's AccumulateGrad. Runs before all other ready nodes, so that a group has its gradients
+// before its module's backward ends.
 class GradientNode : public torch::autograd::Node {
  public:
   GradientNode(std::weak_ptr<ParamGroup> group, size_t slot)
@@ -168,7 +168,7 @@ void attach_gradient_node(const at::Tensor& compute, std::weak_ptr<ParamGroup> g
   torch::autograd::impl::set_gradient_edge(compute, {std::move(node), input});
 }
 
-// Takes the weight gradients of products around autograd.
+// Receives the weight gradients of products, bypassing autograd.
 class GroupSink final : public ops::GradSink {
  public:
   GroupSink(std::weak_ptr<ParamGroup> group, size_t slot) : group_(std::move(group)), slot_(slot) {}
@@ -191,7 +191,7 @@ class GroupSink final : public ops::GradSink {
   size_t slot_;
 };
 
-// The weight of a layer, as it was gathered.
+// A layer's weight as it was gathered, in Float8.
 class GatheredWeight final : public ops::WeightSource {
  public:
   GatheredWeight(std::weak_ptr<ParamGroup> group, size_t slot) : group_(std::move(group)), slot_(slot) {}
@@ -267,8 +267,8 @@ void ParamGroup::make_shards() {
   empty_compute_params();
 }
 
-// Parameters with values keep them: each rank takes its rows of what it holds (equal on all ranks, as in
-// FSDP2).
+// Parameters with values keep them: each rank takes its rows of its own copy. As in FSDP2, copies must be
+// equal on all ranks.
 void ParamGroup::take_initial_values() {
   const auto has_values = [](const ManagedParam& param) {
     return !is_deferred(param.compute) && param.compute.numel() > 0;
@@ -294,8 +294,8 @@ void ParamGroup::empty_compute_params() {
   }
 }
 
-// Gradients come through a node of the group's own. That makes the compute parameter a non-leaf, so that
-// LibTorch itself refuses an optimizer over it.
+// Gradients arrive through the group's own node. That makes the compute parameter a non-leaf, so LibTorch
+// itself refuses an optimizer over it.
 void ParamGroup::connect_gradients() {
   for (size_t i = 0; i < params_.size(); ++i) {
     if (float8_.find(i) >= 0)

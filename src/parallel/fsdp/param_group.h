@@ -23,19 +23,20 @@
 
 namespace titan::fsdp {
 
-/// The weights of a group that travel in Float8, and their scales.
+/// The weights of a group that are gathered in Float8, and their scales.
 struct Float8Weights {
   std::vector<size_t> slots;
-  float8::WeightGather how;  ///< one recipe, so one way for all
-  at::Tensor scales;         ///< [slots], of the shards' version `version`
+  float8::WeightGather how;  ///< the same for all, because there is one recipe
+  at::Tensor scales;         ///< [slots], computed from the shards' version `version`
   uint32_t version = 0;
 
   bool empty() const { return slots.empty(); }
-  /// The place of `slot` among `slots`, or -1.
+  /// The index of `slot` in `slots`, or -1.
   int64_t find(size_t slot) const;
 };
 
-/// A parameter on its way into a group: the module that owns it and its name there; tied ones have several.
+/// A parameter to be put into a group, with the modules that own it and its name in each. A tied parameter
+/// has several uses.
 struct ManagedParam {
   struct Use {
     nn::HookHost* host = nullptr;  ///< null for a module of LibTorch inside a hookable one
@@ -44,48 +45,48 @@ struct ManagedParam {
   at::Tensor compute;
   std::vector<Use> uses;
   std::string fqn;  ///< below the wrapped module, for messages
-  std::optional<DeviceMesh> summand_axis =
-      std::nullopt;  ///< tensor-parallel axis over which gradients are summands
+  /// Tensor-parallel axis over which its gradients are summands.
+  std::optional<DeviceMesh> summand_axis = std::nullopt;
 };
 
 class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<ParamGroup> {
  public:
-  /// Replaces the parameters' memory by shards. `params`: all of one dtype and device.
+  /// Replaces the parameters' memory by shards. All `params` have one dtype and device.
   static std::shared_ptr<ParamGroup> create(std::vector<ManagedParam> params, const FsdpOptions& options);
   ~ParamGroup() override;
 
   // ---- gathering
-  /// Starts the gather unless the parameters are gathered or on their way.
+  /// Starts the gather unless the parameters are gathered or being gathered.
   void start_unshard();
   /// Waits for it and gives the compute parameters their memory.
   void finish_unshard();
   /// Cancels an unused gather.
   void cancel_unshard();
-  /// Frees the compute parameters' memory where it is a gathered copy.
+  /// Frees the compute parameters' memory if it is a gathered copy.
   void reshard();
   /// Follows the policy after a forward: reshard, keep, or keep a part on a smaller mesh.
   void after_forward();
 
   // ---- reducing
-  /// Adds scale * grad (the whole parameter's shape; `scale` a scalar tensor, undefined: 1) to what this
-  /// backward has collected for a slot.
+  /// Adds scale * grad to the gradient that this backward has collected for a slot. `grad` has the whole
+  /// parameter's shape; `scale` is a scalar tensor, or undefined for 1.
   void take_grad(size_t slot, const at::Tensor& grad, const at::Tensor& scale);
-  /// The queue of weight gradients that are put off; null: they are computed at once.
+  /// The queue of delayed weight gradients; null if they are computed at once.
   DelayedGradients* delayed() const { return context_ ? context_->delayed() : nullptr; }
   GradientCollector& gradients() { return gradients_; }
 
-  // ---- what others see
+  // ---- used by other classes
   /// `context` is owned by the modules' states, which own this group too.
   void join(CommContext& context, const std::string& name);
-  /// The context is gone.
+  /// Called when the context is destroyed.
   void leave() {
     context_ = nullptr;
     gradients_.leave();
   }
   const char* name() const { return name_; }
-  /// The state of the outermost module: its "Default" policy keeps the parameters gathered.
+  /// For the outermost module's group, whose "Default" policy keeps the parameters gathered.
   void make_root() { is_root_ = true; }
-  /// Gives the shards memory if they have none, with zeros in the padding only; true when it did.
+  /// Allocates the shards if they have no memory, and zeroes only the padding; true if it allocated.
   bool allocate_shards();
   bool deferred() const { return is_deferred(flat_shard_); }
   size_t num_params() const { return params_.size(); }
@@ -96,17 +97,17 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   int64_t find(const at::Tensor& compute) const;
   bool gathered() const { return state_ == State::Gathered; }
   bool backward_reads_parameters() const { return backward_reads_parameters_; }
-  /// The compute parameters are the shards: one rank, one dtype, one memory. There is nothing to free.
+  /// Whether the compute parameters are the shards (one rank, dtype and device), so there is nothing to free.
   bool holds_whole_parameters() const {
     return layout_.num_ranks() == 1 && dtype_ == param_dtype_ && !options_.cpu_offload;
   }
   dist::Stream compute_stream() const { return dist::Stream::current(device_); }
-  /// The stream that this forward, and so its backward, computes on: gradients are collected there.
+  /// Records the stream that this forward, and so its backward, computes on. Gradients are collected there.
   void remember_stream() { forward_stream_ = compute_stream(); }
   int64_t sharded_bytes() const {
     return layout_.shard_numel() * static_cast<int64_t>(c10::elementSize(dtype_));
   }
-  /// A weight that was gathered in Float8, while it is there.
+  /// A weight gathered in Float8; valid while the group is gathered.
   ops::Operand float8_weight(size_t slot) const;
   const FsdpOptions& options() const { return options_; }
   at::ScalarType param_dtype() const { return param_dtype_; }
@@ -120,7 +121,8 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   void empty_compute_params();
   void connect_gradients();
 
-  /// Every write raises the shards' version counter: by the optimizer, a checkpoint or a user.
+  /// Whether the shards were written after the last gather. Every write, by the optimizer, a checkpoint or a
+  /// user, raises their version counter.
   bool stale() const { return gathered_version_ != flat_shard_._version(); }
   void bump_compute_versions();
   void start_gather();
@@ -137,9 +139,9 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   void keep_part_of_gathered();
 
   FsdpOptions options_;
-  at::ScalarType dtype_;        // of the shards
-  at::ScalarType param_dtype_;  // of the compute parameters
-  at::Device device_;           // of the compute parameters; with cpu_offload the shards are in host memory
+  at::ScalarType dtype_;        // the shards' dtype
+  at::ScalarType param_dtype_;  // the compute parameters' dtype
+  at::Device device_;  // the compute parameters' device; with cpu_offload the shards are in host memory
   bool is_root_ = false;
   bool backward_reads_parameters_ = true;
   std::vector<ManagedParam> params_;
@@ -147,17 +149,17 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   ShardLayout layout_;
   WireLayout wire_;
   std::shared_ptr<dist::Group> gather_group_;        // null: one rank
-  std::shared_ptr<dist::Group> small_gather_group_;  // of ReshardAfterForward::to_size
+  std::shared_ptr<dist::Group> small_gather_group_;  // for ReshardAfterForward::to_size; null: unused
 
   at::Tensor flat_shard_;           // [S], dtype_
   std::vector<at::Tensor> shards_;  // leaves: parts of flat_shard_
   GradientCollector gradients_;
-  Float8Weights float8_;  // none: all travel in param_dtype_
+  Float8Weights float8_;  // empty: all are gathered in param_dtype_
 
   State state_ = State::Sharded;
   uint32_t gathered_version_ = 0;   // flat_shard_'s version when it was gathered last
   uint32_t announced_version_ = 0;  // flat_shard_'s version that the compute parameters' versions stand for
-  at::Tensor packed_;               // [parts, n]: on its way
+  at::Tensor packed_;               // [parts, n]: result of the running gather
   at::Tensor full_;                 // gathered memory of all compute parameters
   at::Tensor kept_part_;            // to_size: this rank's part between forward and backward
   int gathering_parts_ = 1;

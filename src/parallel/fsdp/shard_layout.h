@@ -7,8 +7,8 @@
 //   shard (leaf)        one parameter's part of the flat shard, as titan::parameters() returns it
 //   full buffer [N*S]   the gathered parameters: p has the region [N*offset_p, N*(offset_p + chunk_p))
 //   packed      [N, S]  the data of a collective: row r is rank r's flat shard (or the gradient for it)
-// Each parameter is cut along dim 0 by torch.chunk's rule into chunks of ceil(rows/N) rows; a chunk that is
-// shorter is padded in the flat shard, so that every rank's S is equal. Trainable parameters come first:
+// Each parameter is cut along dim 0 by torch.chunk's rule into chunks of ceil(rows/N) rows. A shorter chunk
+// is padded in the flat shard, so that S is the same on every rank. Trainable parameters come first:
 // gradients use the prefix S_trainable.
 
 #include <algorithm>
@@ -24,12 +24,12 @@
 
 namespace titan::fsdp {
 
-/// The place of one parameter. Offsets and counts in elements.
+/// The place of one parameter. Offsets and counts are in elements.
 struct Slot {
-  std::vector<int64_t> shape;  ///< of the whole parameter
-  int64_t row_numel = 1;       ///< elements of one row (product of the dims after the first)
-  int64_t chunk_rows = 0;      ///< rows of a whole chunk
-  int64_t offset = 0;          ///< of the chunk in the flat shard
+  std::vector<int64_t> shape;  ///< shape of the whole parameter
+  int64_t row_numel = 1;       ///< elements in one row (product of the dims after the first)
+  int64_t chunk_rows = 0;      ///< rows in a full chunk
+  int64_t offset = 0;          ///< where the chunk begins in the flat shard
   bool trainable = true;
 
   int64_t rows() const { return shape[0]; }
@@ -39,11 +39,11 @@ struct Slot {
 class ShardLayout {
  public:
   /// Slots start at multiples of this many elements (32 bytes in bf16) so that vector loads and tensor cores
-  /// see aligned rows; for the sizes of real layers that adds nothing, and the gathered parts of a fused
-  /// product stay adjacent.
+  /// see aligned rows. Real layers' sizes are multiples already, so the gathered parts of a fused product
+  /// stay adjacent.
   static constexpr int64_t kAlignment = 16;
 
-  /// `shapes` in slot order, the `num_trainable` trainable ones first; all have at least one dim.
+  /// `shapes` are in slot order, the `num_trainable` trainable ones first; all have at least one dim.
   ShardLayout(const std::vector<std::vector<int64_t>>& shapes, size_t num_trainable, int num_ranks)
       : num_trainable_(num_trainable), num_ranks_(num_ranks) {
     int64_t used = 0;
@@ -68,7 +68,7 @@ class ShardLayout {
   int num_ranks() const { return num_ranks_; }
   int64_t shard_numel() const { return shard_numel_; }          ///< S
   int64_t trainable_numel() const { return trainable_numel_; }  ///< S_trainable
-  /// Some element of the packed form belongs to no parameter.
+  /// Whether some elements of the packed form belong to no parameter.
   bool has_padding() const { return has_padding_; }
   /// The rows of parameter `slot` that rank `rank` owns.
   Chunk rows_of(size_t slot, int rank) const { return chunk_of(slots_[slot].rows(), num_ranks_, rank); }
@@ -82,16 +82,16 @@ class ShardLayout {
   bool has_padding_ = false;
 };
 
-/// The places of parameters while they travel and when they are gathered: as in the shards, but each in the
-/// dtype that it travels in. Where these differ, lengths count bytes, else elements.
+/// The places of parameters in a gather's input and result: as in the shards, but each parameter in the dtype
+/// that it is sent in. If these dtypes differ, lengths count bytes, else elements.
 class WireLayout {
  public:
   WireLayout() = default;
-  // Chunks start at multiples of 16 elements, so those of a byte each at multiples of 16 bytes.
+  // Chunks start at multiples of 16 elements, so even chunks of one-byte elements are aligned to 16 bytes.
   WireLayout(const ShardLayout& shards, const std::vector<at::ScalarType>& dtypes) {
     const bool uniform =
         std::all_of(dtypes.begin(), dtypes.end(), [&](auto dtype) { return dtype == dtypes[0]; });
-    // Not every backend knows 8-bit floating-point numbers.
+    // Not every backend supports 8-bit floating-point numbers.
     dtype_ = uniform && c10::elementSize(dtypes[0]) > 1 ? dtypes[0] : at::kByte;
     const auto& slots = shards.slots();
     for (size_t i = 0; i < slots.size(); ++i) {
@@ -102,10 +102,14 @@ class WireLayout {
     }
   }
 
-  at::ScalarType dtype() const { return dtype_; }  ///< of the buffers: kByte where some are of a byte
-  int64_t offset(size_t slot) const { return offsets_[slot]; }   ///< of its chunk in a rank's part
-  int64_t chunk(size_t slot) const { return chunks_[slot]; }     ///< length of its chunk
-  int64_t end(size_t slot) const { return offsets_[slot + 1]; }  ///< of its chunk and the alignment after it
+  at::ScalarType dtype() const {
+    return dtype_;
+  }  ///< the buffers' dtype; kByte if some parameters have one-byte elements
+  int64_t offset(size_t slot) const {
+    return offsets_[slot];
+  }  ///< where the slot's chunk begins in a rank's part
+  int64_t chunk(size_t slot) const { return chunks_[slot]; }     ///< length of the slot's chunk
+  int64_t end(size_t slot) const { return offsets_[slot + 1]; }  ///< end of the slot's chunk and its padding
   int64_t part() const { return offsets_.back(); }               ///< length of a rank's part
 
  private:

@@ -21,7 +21,7 @@ using Kind = Action::Kind;
 constexpr std::array<std::string_view, kNumKinds> kWords = {
     "F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD"};
 
-// Takes a number off the front; digits only, no sign.
+// Removes a number from the front; digits only, no sign.
 std::optional<int> take_number(std::string_view& text) {
   if (text.empty() || text.front() < '0' || text.front() > '9') return std::nullopt;
   int number = 0;
@@ -31,7 +31,7 @@ std::optional<int> take_number(std::string_view& text) {
   return number;
 }
 
-// Reads one action; nothing for any other text.
+// Parses one action; returns nothing for any other text.
 std::optional<Action> parse_action(std::string_view text) {
   const std::optional<int> stage = take_number(text);
   if (!stage) return std::nullopt;
@@ -82,7 +82,7 @@ class Reader {
   explicit Reader(const std::filesystem::path& file) : file_(file) { schedule_.name = file.stem().string(); }
 
   Schedule read(std::string_view text) {
-    // The last line's end, and empty lines after it, begin no rank.
+    // Line ends and empty lines after the last row don't begin a rank.
     const size_t last = text.find_last_not_of(" \t\r\n");
     text = text.substr(0, last == std::string_view::npos ? 0 : last + 1);
     schedule_.rank_of_stage.clear();
@@ -122,7 +122,7 @@ class Reader {
     const auto actions = parse_cell(cell);
     if (!actions)
       return problem(line, column, "'", cell,
-                     "' is no action: a stage, one of F, B, I, W, SEND_F, RECV_F, SEND_B, "
+                     "' is no action: write a stage, one of F, B, I, W, SEND_F, RECV_F, SEND_B, "
                      "RECV_B and a micro-batch, as in 0F3; a stage and UNSHARD, RESHARD or REDUCE_GRAD; or "
                      "(0F3;1B2)OVERLAP_F_B");
     for (const Action& action : *actions) add(action, column);

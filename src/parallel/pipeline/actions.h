@@ -1,8 +1,8 @@
 #pragma once
 
-// What a schedule's actions need from each other. The input of an action from another stage travels locally
-// within a rank, and by a message between ranks. Every directed pair of ranks has one first-in, first-out
-// channel for all messages.
+// Dependencies between a schedule's actions. An action's input from another stage is passed locally within a
+// rank, and by a message between ranks. Every directed pair of ranks has one first-in, first-out channel for
+// all messages.
 
 #include <optional>
 #include <vector>
@@ -16,7 +16,7 @@ constexpr int kNumKinds = static_cast<int>(Action::Kind::Reduce) + 1;
 constexpr bool is_send(Action::Kind kind) {
   return kind == Action::Kind::SendForward || kind == Action::Kind::SendBackward;
 }
-/// B or W: the end of a stage's backward, after which nothing of its forward is kept.
+/// B or W: the end of a stage's backward, after which none of its activations are kept.
 constexpr bool ends_backward(Action::Kind kind) {
   return kind == Action::Kind::Backward || kind == Action::Kind::BackwardWeight;
 }
@@ -30,13 +30,13 @@ bool any_kind(const Schedule& schedule, const Predicate& predicate) {
   return false;
 }
 
-/// The stage whose output (for F) or input gradient (for B and I) the action works on; none at the pipeline's
-/// ends and for any other action.
+/// The stage whose output (for F) or input gradient (for B and I) is the action's input; none at the
+/// pipeline's ends and for any other action.
 std::optional<int> source_stage(const Schedule& schedule, const Action& action);
 
-/// The receive of an F, B or I's input; none if no message is needed.
+/// The receive of the input of an F, B or I; none if no message is needed.
 std::optional<Action> receive_for(const Schedule& schedule, const Action& compute);
-/// The send of an F, B or I's result; none if no message is needed.
+/// The send of the result of an F, B or I; none if no message is needed.
 std::optional<Action> send_after(const Schedule& schedule, const Action& compute);
 
 /// The two ends of a message, given either.
@@ -83,7 +83,7 @@ class PerMicroBatch {
   std::vector<T> values_;
 };
 
-/// A value for each message, which its send and its receive have in common.
+/// A value for each message, shared by its send and its receive.
 template <class T>
 class PerMessage {
  public:
@@ -95,7 +95,7 @@ class PerMessage {
   }
 
  private:
-  PerMicroBatch<T> forward_, backward_;  // by the receiving stage
+  PerMicroBatch<T> forward_, backward_;  // indexed by the receiving stage
 };
 /// Ranks that may be able to continue, each once, in the order in which they were woken.
 class Runnable {

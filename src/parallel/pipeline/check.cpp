@@ -1,5 +1,5 @@
-// The checker, whose parts run in the order in which they stand here. Each assumes that those before it found
-// no problem.
+// Checks whether a schedule can run. The checks run in the order of this file, and each assumes that those
+// before it found no problem.
 
 #include <algorithm>
 #include <map>
@@ -45,7 +45,7 @@ class Positions {
 struct CheckCase {
   const Schedule& schedule;
   const CheckOptions& options;
-  bool communicates = false, gathers = false, reduces = false;  ///< whether any such action is there
+  bool communicates = false, gathers = false, reduces = false;  ///< whether the schedule has such actions
   Findings findings = {};
 };
 
@@ -68,13 +68,13 @@ void check_map(CheckCase& check) {
     if (!owns[rank]) check.findings.add(rank, -1, "owns no stage");
 }
 
-// Each action by itself. Fills `positions`.
+// Checks an action by itself. Fills `positions`.
 void check_action(CheckCase& check, Positions& positions, int rank, int position) {
   const Schedule& schedule = check.schedule;
   const Action& action = schedule.ranks[rank][position];
   const Kind kind = action.kind;
   const auto add = [&](const auto&... args) { check.findings.add(rank, position, args...); };
-  if (static_cast<int>(kind) >= kNumKinds) return add("is of no known kind");
+  if (static_cast<int>(kind) >= kNumKinds) return add("has an unknown kind");
   if (action.stage < 0 || action.stage >= schedule.num_stages)
     return add("there is no stage ", action.stage, "; the stages are 0 to ", schedule.num_stages - 1);
   if (!is_parameter_action(kind) &&
@@ -85,20 +85,20 @@ void check_action(CheckCase& check, Positions& positions, int rank, int position
     return add("stage ", action.stage, " is on rank ", schedule.rank_of_stage[action.stage]);
   if (check.options.purpose == Purpose::Evaluation && (is_backward(kind) || kind == Kind::Reduce))
     return add("an evaluation has forwards only");
-  if (is_communication(kind)) {  // what the message carries has to be made and used on different ranks
+  if (is_communication(kind)) {  // a message connects stages on different ranks
     const bool forward = kind == Kind::SendForward || kind == Kind::ReceiveForward;
     const bool upward = kind == Kind::SendForward || kind == Kind::ReceiveBackward;
     const int other = action.stage + (upward ? 1 : -1);
     if (other < 0 || other >= schedule.num_stages)
-      return add("the ", upward ? "last" : "first", " stage has nobody to exchange ",
-                 forward ? "activations" : "gradients", " with there");
+      return add("the ", upward ? "last" : "first", " stage has no neighbor to exchange ",
+                 forward ? "activations" : "gradients", " with");
     if (schedule.rank_of_stage[other] == rank)
       return add("stages ", action.stage, " and ", other, " are both on rank ", rank,
-                 " and hand over without a message");
+                 ", so they exchange no messages");
   }
   if (is_parameter_action(kind)) return;
   int& known = positions.of(action);
-  if (known != Positions::kNone) return add("is there already, as action ", known);
+  if (known != Positions::kNone) return add("duplicates action ", known);
   known = position;
 }
 
@@ -108,15 +108,15 @@ void check_backward(CheckCase& check, const Positions& positions, int stage, int
       weight{Kind::BackwardWeight, stage, micro_batch};
   const int b = positions.of(whole), i = positions.of(input), w = positions.of(weight);
   if (b >= 0 && (i >= 0 || w >= 0))
-    return check.findings.add(rank, b, "a backward is whole or split, but there is ", i >= 0 ? input : weight,
-                              " too, as action ", std::max(i, w));
+    return check.findings.add(rank, b, "a backward must be whole or split, but ", i >= 0 ? input : weight,
+                              " is there, too, as action ", std::max(i, w));
   if (b >= 0 || (i >= 0 && w >= 0)) return;
   if (i >= 0) return check.findings.add(rank, i, weight, " is missing");
   if (w >= 0) return check.findings.add(rank, w, input, " is missing");
   check.findings.add(rank, -1, whole, " (or ", input, " and ", weight, ") is missing");
 }
 
-// The two ends of the message that an F, B or I works on.
+// Checks the send and the receive of the message that is the input of an F, B or I.
 void check_message(CheckCase& check, const Positions& positions, const Action& compute) {
   if (!positions.has(compute)) return;
   const auto receive = receive_for(check.schedule, compute);
@@ -130,23 +130,23 @@ void check_message(CheckCase& check, const Positions& positions, const Action& c
                        " on rank ", check.schedule.rank_of_stage[compute.stage]);
 }
 
-// The numbers and the map of stages to ranks.
+// Checks the counts and the map of stages to ranks.
 void check_shape(CheckCase& check) {
   const Schedule& schedule = check.schedule;
-  if (schedule.ranks.empty()) return check.findings.add(-1, -1, "there is no rank");
+  if (schedule.ranks.empty()) return check.findings.add(-1, -1, "the schedule has no ranks");
   if (schedule.num_stages < 1 || schedule.num_micro_batches < 1)
     return check.findings.add(-1, -1, "a schedule needs 1 or more stages and micro-batches, got ",
                               schedule.num_stages, " and ", schedule.num_micro_batches);
   check_map(check);
-  // Said here once, and the tables below are no larger than the schedule.
+  // Reported once, and before the tables below are made, so that they are no larger than the schedule.
   int64_t num_actions = 0;
   for (const std::vector<Action>& actions : schedule.ranks)
     num_actions += static_cast<int64_t>(actions.size());
   const int64_t num_forwards = int64_t{schedule.num_stages} * schedule.num_micro_batches;
   if (num_forwards > num_actions)
     check.findings.add(-1, -1, "only ", num_actions, " actions for ", schedule.num_micro_batches,
-                       " micro-batches of ", schedule.num_stages, " stages: at least their ", num_forwards,
-                       " forwards are wanted");
+                       " micro-batches of ", schedule.num_stages, " stages, which need at least ",
+                       num_forwards, " forwards");
 }
 
 void check_complete(CheckCase& check, const Positions& positions) {
@@ -162,7 +162,7 @@ void check_complete(CheckCase& check, const Positions& positions) {
     }
 }
 
-// The actions that have to precede one on its rank.
+// Checks that the actions that an action needs precede it on its rank.
 void check_order(CheckCase& check, const Positions& positions, int rank, int position) {
   const Schedule& schedule = check.schedule;
   const auto& [kind, stage, micro_batch] = schedule.ranks[rank][position];
@@ -178,7 +178,7 @@ void check_order(CheckCase& check, const Positions& positions, int rank, int pos
   if (kind == Kind::SendBackward) needs(backward_of(stage));
   if (kind == Kind::SendForward || kind == Kind::Backward || kind == Kind::BackwardInput)
     needs({Kind::Forward, stage, micro_batch});
-  // The neighboring stage's part: of this rank, or by message. (A receive may be posted at any time.)
+  // The neighboring stage's result, made on this rank or received. (A receive may be posted at any time.)
   const Action& action = schedule.ranks[rank][position];
   const auto source = source_stage(schedule, action);
   if (!source) return;
@@ -188,7 +188,8 @@ void check_order(CheckCase& check, const Positions& positions, int rank, int pos
     needs(*receive_for(schedule, action));
 }
 
-// Parameters are gathered while they are used, freed at the end, and reduced once, after the last backward.
+// Checks that parameters are gathered while used, freed at the end, and reduced once, after the last
+// backward.
 void check_parameters(CheckCase& check, int rank) {
   struct Parameters {
     bool gathered = false;
@@ -211,7 +212,7 @@ void check_parameters(CheckCase& check, int rank) {
     } else if (kind == Kind::Reduce) {
       if (++parameters.num_reductions > 1) add(position, "stage ", stage, " is reduced already");
       if (position < parameters.last_backward)
-        add(position, "gradients have to be reduced after the stage's last backward, which is action ",
+        add(position, "gradients must be reduced after the stage's last backward, which is action ",
             parameters.last_backward);
     } else if (check.gathers && is_compute(kind) && !parameters.gathered) {
       add(position, "stage ", stage, "'s parameters aren't gathered");
@@ -225,7 +226,7 @@ void check_parameters(CheckCase& check, int rank) {
   }
 }
 
-// The receives of a channel stand in the order of its sends.
+// Checks that the receives of a channel are in the order of its sends.
 void check_channels(CheckCase& check) {
   const Channels channels(check.schedule);
   std::vector<std::vector<Action>> sends(channels.size());
@@ -242,7 +243,7 @@ void check_channels(CheckCase& check) {
       const int position = receives[channel][i];
       if (send_of(check.schedule.ranks[receiver][position]) == sends[channel][i]) continue;
       check.findings.add(receiver, position, "message ", i, " from rank ", channels.sender(channel), " is ",
-                         sends[channel][i], "; receives stand in the order of the sends");
+                         sends[channel][i], "; receives must be in the order of the sends");
       break;  // the later ones are out of order for the same reason
     }
   }
@@ -281,15 +282,15 @@ class Progress {
     while (const auto rank = runnable_.next())
       while (!at_end(*rank) && can_run(action(*rank))) run(*rank);
     for (int rank = 0; rank < schedule_.num_ranks(); ++rank)
-      if (!at_end(rank)) return report_circle(rank);
+      if (!at_end(rank)) return report_cycle(rank);
   }
 
  private:
   bool at_end(int rank) const { return next_[rank] == schedule_.ranks[rank].size(); }
   const Action& action(int rank) const { return schedule_.ranks[rank][next_[rank]]; }
 
-  // The input of the F, B or I is there: made, and, if messages are in the schedule, sent. That it was
-  // received, and that what is made on the same rank stands ahead, is known already.
+  // Whether the input of an F, B or I exists: it was computed and, if the schedule has messages, sent. The
+  // earlier checks ensure that a receive, or the computation on the same rank, precedes the action.
   bool can_run(const Action& action) {
     if (is_send(action.kind)) return num_open_[channels_.of(action)] < check_.options.channel_capacity;
     const auto receive = receive_for(schedule_, action);
@@ -297,7 +298,7 @@ class Progress {
     return sent_(*receive);
   }
 
-  // Marks a stage's output or input gradient as there for its neighbor on another rank.
+  // Marks a stage's output or input gradient as available to its neighbor on another rank.
   void hand_over(const Action& send) {
     sent_(send) = true;
     runnable_.wake(channels_.receiver(channels_.of(send)));
@@ -338,23 +339,23 @@ class Progress {
   }
 
   // Every blocked rank waits for a blocked one, so following them from any rank leads to a cycle.
-  void report_circle(int rank) {
+  void report_cycle(int rank) {
     for (int i = 0; i < schedule_.num_ranks(); ++i) rank = waits_for(rank);
-    std::string circle;
+    std::string cycle;
     int at = rank;
     do {
-      circle += (circle.empty() ? "" : "; ") + wait_of(at);
+      cycle += (cycle.empty() ? "" : "; ") + wait_of(at);
       at = waits_for(at);
     } while (at != rank);
-    check_.findings.add(rank, static_cast<int>(next_[rank]), "deadlock, ranks wait for each other: ", circle);
+    check_.findings.add(rank, static_cast<int>(next_[rank]), "deadlock, ranks wait for each other: ", cycle);
   }
 
   CheckCase& check_;
   const Schedule& schedule_;
   Channels channels_;
-  std::vector<int> num_open_;  // per channel: sent, less received; negative where receives are posted ahead
+  std::vector<int> num_open_;  // per channel: sends minus receives; negative if receives are posted ahead
   std::vector<size_t> next_;   // per rank
-  PerMessage<char> sent_;      // or made, where no messages are in the schedule
+  PerMessage<char> sent_;      // if the schedule has no messages: computed
   Runnable runnable_;
 };
 

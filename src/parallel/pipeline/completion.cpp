@@ -19,7 +19,7 @@ constexpr int kLead = 1;
 
 struct Message {
   Action receive;
-  int post = 0;  ///< the compute action of the receiver, counted, ahead of which it is posted at the latest
+  int post = 0;  ///< number of the receiver's compute action before which it is posted at the latest
 };
 
 class Completion {
@@ -46,7 +46,7 @@ class Completion {
     Schedule whole = schedule_;
     for (int rank = 0; rank < schedule_.num_ranks(); ++rank) {
       TITAN_INTERNAL_ASSERT(ranks_[rank].next == schedule_.ranks[rank].size(), "rank ", rank,
-                            " stands at action ", ranks_[rank].next, " of ", schedule_.name);
+                            " is stuck at action ", ranks_[rank].next, " of ", schedule_.name);
       whole.ranks[rank] = std::move(ranks_[rank].actions);
     }
     return whole;
@@ -54,13 +54,13 @@ class Completion {
 
  private:
   struct Rank {
-    size_t next = 0;  // in the schedule's list
+    size_t next = 0;  // index in the schedule's list
     int num_computed = 0;
     std::optional<Action> send;  // waits for its receive
     std::vector<Action> actions;
   };
 
-  // In the order of the sends, which each rank's list gives.
+  // Lists each channel's messages in the order of the sends, which each rank's list gives.
   void list_messages() {
     for (const std::vector<Action>& actions : schedule_.ranks)
       for (const Action& action : actions)
@@ -109,7 +109,7 @@ class Completion {
     return true;
   }
 
-  // Runs one action of a rank, or its waiting send; false if it is blocked.
+  // Runs one action of a rank, or its waiting send. Returns false if the rank is blocked.
   bool step(int rank) {
     Rank& state = ranks_[rank];
     if (state.send) return send(state);
@@ -136,7 +136,7 @@ class Completion {
     return true;
   }
 
-  // All ranks are blocked. False if none of them is blocked at a send.
+  // Call it when all ranks are blocked. Returns false if none is blocked at a send.
   bool post_for_a_waiting_send() {
     const auto waiting =
         std::find_if(ranks_.begin(), ranks_.end(), [](const Rank& rank) { return rank.send.has_value(); });
@@ -149,7 +149,7 @@ class Completion {
   Channels channels_;
   std::vector<std::vector<Message>> messages_;  // per channel
   std::vector<size_t> num_sent_, num_posted_;   // per channel
-  PerMessage<int> number_of_;                   // its place in the channel
+  PerMessage<int> number_of_;                   // its number in its channel
   std::vector<Rank> ranks_;
   Runnable runnable_;
 };
@@ -162,7 +162,7 @@ Schedule with_communication(const Schedule& schedule) {
   return Completion(schedule).run();
 }
 
-// Unshard, Reshard and Reduce for a schedule.
+// Adds Unshard, Reshard and Reduce to a schedule.
 
 namespace {
 
@@ -176,7 +176,7 @@ class Gathering {
       if (is_compute(actions[i].kind)) stages_[actions[i].stage].uses.push_back(i);
   }
 
-  // Gathers the stages that are needed next and frees the others: first frees, to make room.
+  // Gathers the stages that are needed next and frees the others, freeing first to make room.
   void prepare(size_t position, Actions& out) {
     const std::vector<int> wanted = needed_next(position);
     for (auto& [number, stage] : stages_)
@@ -240,7 +240,7 @@ Actions with_reduction(const Actions& actions) {
   std::map<int, size_t> last;  // per stage
   for (size_t i = 0; i < actions.size(); ++i)
     if (ends_backward(actions[i].kind)) last[actions[i].stage] = i;
-  std::map<size_t, int> reduced;  // by the action that it follows
+  std::map<size_t, int> reduced;  // the stage, by the action that its Reduce follows
   for (const auto& [stage, position] : last) {
     const bool send_waits =
         position + 1 < actions.size() && is_send_of(actions[position + 1], actions[position]);
@@ -278,7 +278,7 @@ struct BatchedMessage {
   size_t sent_at = 0, received_at = 0;  // positions in the two ranks' lists
 };
 
-// Per channel, in the order of the sends, which is that of the receives.
+// Lists each channel's messages in the order of the sends, which is also the order of the receives.
 std::vector<std::vector<BatchedMessage>> list_messages(const Schedule& schedule, const Channels& channels) {
   std::vector<std::vector<BatchedMessage>> messages(static_cast<size_t>(channels.size()));
   std::vector<size_t> num_received(messages.size(), 0);

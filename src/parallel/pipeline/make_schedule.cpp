@@ -1,4 +1,4 @@
-// Schedules by name: the actions of each, the counts that it takes, and its map of stages to ranks.
+// Schedules by name: each one's actions, valid counts, and map of stages to ranks.
 
 #include <algorithm>
 #include <cctype>
@@ -24,7 +24,7 @@ struct Counts {
   int num_micro_batches = 1;
 
   int stages_per_rank() const { return num_stages / num_ranks; }
-  /// Interleaved schedules go through the micro-batches in rounds of about `num_ranks`.
+  /// Interleaved schedules process the micro-batches in rounds of about `num_ranks`.
   int num_rounds() const { return std::max(1, num_micro_batches / num_ranks); }
 };
 
@@ -32,27 +32,27 @@ auto of_stage(int stage) {
   return [stage](const Action& action) { return action.stage == stage; };
 }
 
-// One rank's actions while a generator writes them: each stage's micro-batches are numbered as they come.
+// One rank's actions while a generator writes them. Each stage's micro-batches are numbered in order.
 class RankList {
  public:
   explicit RankList(int num_stages) : next_(num_stages) {}
 
   void forward(int stage) { add(Action::Kind::Forward, stage, next_[stage].forward++); }
   void backward(int stage) { add(Action::Kind::Backward, stage, next_[stage].backward++); }
-  /// I; its W is owed from then on.
+  /// Adds an I, whose W is owed from then on.
   void input(int stage) {
     const int micro_batch = next_[stage].backward++;
     add(Action::Kind::BackwardInput, stage, micro_batch);
     owed_.push_back({Action::Kind::BackwardWeight, stage, micro_batch});
   }
-  /// The W that the stage has owed longest.
+  /// Adds the W that the stage has owed longest.
   void weight(int stage) {
     const auto owed = std::find_if(owed_.begin(), owed_.end(), of_stage(stage));
     TITAN_INTERNAL_ASSERT(owed != owed_.end(), "stage ", stage, " owes no W");
     actions_.push_back(*owed);
     owed_.erase(owed);
   }
-  /// The W that the rank has owed longest; does nothing where none is owed.
+  /// Adds the W that the rank has owed longest; does nothing if none is owed.
   void oldest_weight() {
     if (owed_.empty()) return;
     actions_.push_back(owed_.front());
@@ -78,7 +78,7 @@ class RankList {
 
 // One function per named schedule: the actions of one rank. The counts have passed counts_problem().
 //
-// Schedules of one stage a rank.
+// Schedules of one stage per rank.
 
 std::vector<Action> gpipe(const Counts& counts, int rank) {
   RankList list(counts.num_stages);
@@ -100,10 +100,10 @@ std::vector<Action> one_forward_one_backward(const Counts& counts, int rank) {
   return list.take();
 }
 
-// Schedules of several stages a rank, in a loop: rank r owns r, r+p, r+2p, ...
+// Schedules of several stages per rank, in a loop: rank r owns r, r+p, r+2p, ...
 
-/// The next stage to run. Depth first: a round of micro-batches through the rank's first stage, the same
-/// through the second, and so on; then the next round. Backwards run in reverse.
+/// Chooses the next stage to run. A round of micro-batches runs through the rank's first stage, then through
+/// its second, and so on; then the next round begins. Backwards run in reverse order of stages.
 class Turns {
  public:
   Turns(const Counts& counts, int rank)
@@ -114,8 +114,8 @@ class Turns {
   int backward(int step) const {
     return stage(counts_.stages_per_rank() - 1 - step / per_round_ % counts_.stages_per_rank());
   }
-  /// Forwards before the first backward: until the first micro-batch has reached the last of the rank's
-  /// stages, and `per_hop` for each later rank.
+  /// The number of forwards before the first backward: those until the first micro-batch has reached the
+  /// rank's last stage, and `per_hop` for each later rank.
   int warmup(int per_hop) const {
     const int later_ranks = counts_.num_ranks - 1 - rank_;
     return std::min((counts_.stages_per_rank() - 1) * per_round_ + per_hop * later_ranks, num_steps());
@@ -166,8 +166,8 @@ std::vector<Action> interleaved_zero_bubble(const Counts& counts, int rank) {
   return list.take();
 }
 
-// Schedules on a V: rank r owns stage r, on the way down, and 2p-1-r, on the way up. Rank 0 has the first
-// stage and the last.
+// Schedules on a V: rank r owns stage r on the way down and stage 2p-1-r on the way up. Rank 0 has the first
+// and the last stage.
 
 struct V {
   V(const Counts& counts, int rank) : down(rank), up(counts.num_stages - 1 - rank), list(counts.num_stages) {}
@@ -229,7 +229,7 @@ void dual_pipe_warmup(V& v, const Counts& counts, int rank) {
   }
 }
 
-// The pairs (F down, B up) and (F up, B down) are those that DualPipe runs beside each other.
+// DualPipe overlaps the pairs (F down, B up) and (F up, B down).
 void dual_pipe_steady(V& v, const Counts& counts, int rank) {
   for (int i = 0; i < counts.num_micro_batches - 2 * counts.num_ranks + rank + 1; ++i) {
     v.list.forward(v.down);
@@ -244,7 +244,7 @@ void dual_pipe_steady(V& v, const Counts& counts, int rank) {
   }
 }
 
-// The second half of what is left is split: its W fill the gaps after it.
+// The second half of the remaining backwards is split; their W fill the gaps after it.
 void dual_pipe_cooldown(V& v, const Counts& counts, int rank) {
   const int pairs = rank + 1, half = pairs / 2;
   bool split = false;
@@ -262,7 +262,7 @@ void dual_pipe_cooldown(V& v, const Counts& counts, int rank) {
 }
 
 std::vector<Action> zero_bubble_v(const Counts& counts, int rank) {
-  // Plans for as many micro-batches as fill the V, then leaves out those that don't exist.
+  // Plans for at least as many micro-batches as fill the V, then leaves out those that don't exist.
   const int planned = std::max(2 * counts.num_ranks - 1, counts.num_micro_batches);
   V v(counts, rank);
   zero_bubble_warmup(v, counts, rank);
@@ -307,8 +307,8 @@ std::optional<std::string> micro_batches_problem(const ScheduleTraits& traits, i
                " micro-batches, not ", num_micro_batches);
   if (traits.micro_batch_rule == MicroBatchRule::WholeRounds && !whole_rounds(num_ranks, num_micro_batches))
     return str(traits.name, " takes the micro-batches in ", num_micro_batches / num_ranks,
-               " rounds (micro-batches / ", num_ranks, " ranks), all of one size: ", num_micro_batches,
-               " can't be divided so; ", whole_rounds_nearby(num_ranks, num_micro_batches), " would do");
+               " rounds (micro-batches / ", num_ranks, " ranks) of equal size, which ", num_micro_batches,
+               " doesn't allow; ", whole_rounds_nearby(num_ranks, num_micro_batches), " would do");
   return std::nullopt;
 }
 
@@ -344,9 +344,8 @@ std::vector<std::string> schedule_names() {
 const ScheduleTraits& schedule_traits(std::string_view name) {
   for (const ScheduleTraits& traits : all_schedule_traits())
     if (same_name(traits.name, name)) return traits;
-  const std::vector<std::string> names = schedule_names(), near = nearest_names(name, names, 1);
-  throw ConfigError(str("unknown pipeline schedule '", name, "'",
-                        near.empty() ? "" : str("; did you mean '", near.front(), "'?"), " (known: '",
+  const std::vector<std::string> names = schedule_names();
+  throw ConfigError(str("unknown pipeline schedule '", name, "'", did_you_mean(name, names), " (known: '",
                         c10::Join("', '", names), "')"));
 }
 
@@ -356,22 +355,22 @@ int default_num_stages(const ScheduleTraits& traits, int num_ranks) {
 
 std::optional<std::string> stages_problem(const ScheduleTraits& traits, int num_ranks, int num_stages) {
   if (num_ranks < 1) return str("expected 1 or more pipeline ranks, got ", num_ranks);
-  const auto wants = [&](const std::string& what) {
-    return str(traits.name, " wants ", what, "; ", num_stages, num_stages == 1 ? " stage" : " stages", " on ",
-               num_ranks, num_ranks == 1 ? " rank" : " ranks", " are something else");
+  const auto needs = [&](const std::string& what) {
+    return str(traits.name, " needs ", what, "; got ", num_stages, num_stages == 1 ? " stage" : " stages",
+               " on ", num_ranks, num_ranks == 1 ? " rank" : " ranks");
   };
   switch (traits.stages_per_rank) {
     case StagesPerRank::One:
-      if (num_stages != num_ranks) return wants(str("one stage a rank, ", num_ranks, " in all"));
+      if (num_stages != num_ranks) return needs(str("one stage per rank, ", num_ranks, " in total"));
       break;
     case StagesPerRank::TwoInV:
       if (num_stages != 2 * num_ranks)
-        return wants(str("exactly two stages a rank, ", 2 * num_ranks, " in all"));
+        return needs(str("exactly two stages per rank, ", 2 * num_ranks, " in total"));
       break;
     case StagesPerRank::Several:
       if (num_stages % num_ranks != 0 || num_stages < 2 * num_ranks)
-        return wants(str("two or more stages a rank, the same number on each: a multiple of ", num_ranks,
-                         " from ", 2 * num_ranks, " on"));
+        return needs(str("the same number of stages on each rank, two or more: a multiple of ", num_ranks,
+                         ", at least ", 2 * num_ranks));
       break;
   }
   return std::nullopt;
@@ -458,7 +457,7 @@ Schedule repeat(const Schedule& schedule, int times) {
 
 namespace {
 
-/// Advances in steps of one forward per rank, as if all took the same time.
+/// Advances in steps of one forward per rank, as if all forwards took the same time.
 class ForwardOnly {
  public:
   explicit ForwardOnly(Schedule& schedule)
@@ -476,7 +475,7 @@ class ForwardOnly {
     return done_[stage] < schedule_.num_micro_batches && (stage == 0 || done_[stage] < done_[stage - 1]);
   }
 
-  // Chooses for all ranks before any counts as done: the next stage can use a result one step later.
+  // Chooses for all ranks before marking any as done, because the next stage can use a result one step later.
   void step() {
     std::vector<int> chosen;
     for (const std::vector<int>& stages : stages_) {
@@ -490,7 +489,7 @@ class ForwardOnly {
   }
 
   Schedule& schedule_;
-  std::vector<int> done_;                 // per stage: its micro-batches
+  std::vector<int> done_;                 // per stage: number of micro-batches
   std::vector<std::vector<int>> stages_;  // per rank, the last first
 };
 

@@ -1,4 +1,4 @@
-// Runs a schedule on paper, with given costs: when each action starts, and how long each rank is idle.
+// Simulates a schedule with given costs: when each action starts, and how long each rank is idle.
 
 #include <algorithm>
 #include <cmath>
@@ -77,7 +77,7 @@ class Simulator {
       }
     for (int rank = 0; rank < schedule_.num_ranks(); ++rank) {
       TITAN_INTERNAL_ASSERT(ranks_[rank].next == schedule_.ranks[rank].size(), "rank ", rank, " of ",
-                            schedule_.name, " stands at action ", ranks_[rank].next);
+                            schedule_.name, " is stuck at action ", ranks_[rank].next);
       summarize(rank);
     }
     set_critical_path();

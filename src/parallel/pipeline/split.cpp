@@ -19,7 +19,7 @@ std::vector<std::string> ModuleSequence::names() const {
 }
 
 int count_stages(int64_t num_layers, EndWeights ends, int64_t layers_per_stage) {
-  TITAN_CHECK(layers_per_stage >= 1, "a stage of ", layers_per_stage, " layers");
+  TITAN_CHECK(layers_per_stage >= 1, "expected layers_per_stage of 1 or more, got ", layers_per_stage);
   return static_cast<int>((num_layers + ends.first + ends.last + layers_per_stage - 1) / layers_per_stage);
 }
 
@@ -58,25 +58,16 @@ StageModules split_evenly(const ModuleSequence& sequence, int num_stages, EndWei
   return stages;
 }
 
-namespace {
-
-std::string meant(const std::string& name, const std::vector<std::string>& known) {
-  const auto near = nearest_names(name, known, 1);
-  return near.empty() ? "" : str("; did you mean '", near[0], "'?");
-}
-
-}  // namespace
-
 StageModules split_by_lists(const ModuleSequence& sequence, const StageModules& lists) {
   const std::vector<std::string> known = sequence.names();
   std::vector<std::string> problems;
-  std::map<std::string, size_t> stage_of;  // of the modules listed so far
-  size_t furthest = 0;                     // of these, in the sequence
+  std::map<std::string, size_t> stage_of;  // the modules listed so far
+  size_t furthest = 0;                     // the last position of a listed module in the sequence
   const auto take = [&](const std::string& name, size_t stage) {
     const auto position = static_cast<size_t>(std::find(known.begin(), known.end(), name) - known.begin());
     if (position == known.size()) {
-      problems.push_back(str("stage ", stage, ": the model has no module '", name, "' that it calls in a row",
-                             meant(name, known)));
+      problems.push_back(str("stage ", stage, ": the model calls no module '", name, "' in its sequence",
+                             did_you_mean(name, known)));
       return;
     }
     const auto [first, is_new] = stage_of.try_emplace(name, stage);
@@ -86,10 +77,10 @@ StageModules split_by_lists(const ModuleSequence& sequence, const StageModules& 
     }
     if (position < furthest)
       problems.push_back(str("stage ", stage, ": '", name, "' is listed after '", known[furthest],
-                             "', but the model calls it before"));
+                             "', but the model calls it earlier"));
     furthest = std::max(furthest, position);
   };
-  if (lists.empty()) problems.push_back("there is no stage");
+  if (lists.empty()) problems.push_back("the split has no stages");
   for (size_t stage = 0; stage < lists.size(); ++stage) {
     if (lists[stage].empty()) problems.push_back(str("stage ", stage, " has no modules"));
     for (const std::string& name : lists[stage]) take(name, stage);
@@ -104,7 +95,7 @@ StageModules split_by_lists(const ModuleSequence& sequence, const StageModules& 
 
 namespace {
 
-// "layers.7" is number 7 after "layers."; -1 where a name doesn't end in a number.
+// {"layers.", 7} for "layers.7"; -1 if the name doesn't end in a number.
 std::pair<std::string, int64_t> numbered(const std::string& name) {
   const size_t begin = name.rfind('.') + 1;
   const std::string number = name.substr(begin);
@@ -131,12 +122,12 @@ std::string short_list(const std::vector<std::string>& modules) {
   return text;
 }
 
-// The split into stages that take the same time.
+// The split into stages of equal time.
 
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr double kRounding = 1e-12;  // sums of the same costs differ by so much at most, relatively
+constexpr double kRounding = 1e-12;  // the largest relative difference between sums of the same costs
 
 // Sums of costs over runs of modules.
 class Runs {
@@ -170,8 +161,8 @@ class Runs {
 
 using Bounds = std::vector<int>;  // stage s has the modules bounds[s] .. bounds[s + 1] - 1
 
-// The split of least cost where each stage fits its rank alone; empty where there is none. `combine` joins
-// the cost of the stages before with a stage's time.
+// The split of least cost in which each stage by itself fits its rank; empty if there is none. `combine` adds
+// a stage's time to the cost of the stages before it.
 template <class Combine>
 Bounds best_bounds(const Runs& runs, int num_stages, double longest, const Combine& combine) {
   const int n = runs.num_modules();
@@ -213,9 +204,9 @@ bool ranks_fit(const Runs& runs, const Bounds& bounds, const std::vector<int>& r
 
 // [Note: ranks one after the other]
 // A rank with several stages has runs of modules that are far apart but share its memory. Stages form chunks
-// with one stage per rank; in each chunk rank r's stage is next to rank r - 1's, to the right of it or, on
-// the way back of a V, to the left. So ranks are handled in order, each takes a run from every chunk, and
-// later ranks depend only on the fronts of the chunks: fronts that lead to no solution are tried only once.
+// with one stage per rank; in each chunk rank r's stage is next to rank r - 1's, to its right or, on the way
+// back of a V, to its left. So ranks are handled in order, each takes a run from every chunk, and later ranks
+// depend only on the fronts of the chunks. Fronts that lead to no solution are tried only once.
 class RankSearch {
  public:
   RankSearch(const Runs& runs, const std::vector<int>& rank_of_stage)
@@ -232,7 +223,7 @@ class RankSearch {
     }
   }
 
-  // A split whose stages take no longer than that; empty where there is none.
+  // A split whose stages take at most `longest`; empty if there is none.
   Bounds find(double longest) {
     longest_ = longest * (1 + kRounding);
     chunks_.assign(1, 0);
@@ -277,7 +268,7 @@ class RankSearch {
     return serve(0, fronts);
   }
 
-  // Everything from `rank` on.
+  // Places all ranks from `rank` on.
   bool serve(int rank, const Fronts& fronts) {
     if (rank == num_ranks_) return true;
     Fronts key = fronts;
@@ -288,7 +279,7 @@ class RankSearch {
     return false;
   }
 
-  // The runs of one rank, chunk by chunk.
+  // Places the runs of one rank, chunk by chunk.
   bool take(int rank, int chunk, double bytes, const Fronts& fronts) {
     if (chunk == num_chunks_) return serve(rank + 1, fronts);
     const int later = num_ranks_ - 1 - rank, stage = chunk * num_ranks_ + (to_the_left(chunk) ? later : rank);
@@ -309,7 +300,7 @@ class RankSearch {
     return false;
   }
 
-  // How many modules the next rank may take of a chunk, the count nearest to an even share first.
+  // The counts of modules that the next rank may take from a chunk, the nearest to an even share first.
   std::vector<int> counts(int front, int stop, int later, int most) const {
     std::vector<int> possible;
     const bool left = stop < front;
@@ -334,7 +325,7 @@ class RankSearch {
   std::set<Fronts> dead_ends_;
 };
 
-// Candidates for the largest stage's time: the time of some run, and not less than `least`.
+// Candidates for the slowest stage's time: the times of all runs, from `least` up.
 std::vector<double> candidate_times(const Runs& runs, double least) {
   std::vector<double> times;
   for (int begin = 0; begin < runs.num_modules(); ++begin)
@@ -353,7 +344,7 @@ Bounds search_with_memory(const Runs& runs, const BalanceOptions& options, doubl
   RankSearch search(runs, options.rank_of_stage);
   const std::vector<double> times = candidate_times(runs, least);
   Bounds best;
-  size_t low = 0, high = times.size();  // the answer is in low .. high; high: there is none
+  size_t low = 0, high = times.size();  // the answer is in low .. high; times.size(): no split
   while (low < high) {
     const size_t middle = low + (high - low) / 2;
     Bounds found = search.find(times[middle]);

@@ -15,14 +15,14 @@ namespace {
 using Kind = Action::Kind;
 
 constexpr int kMostSlots = 400;
-constexpr int kMark = 5;  // slots between two times of the head line
+constexpr int kMark = 5;  // slots between two times in the header line
 constexpr int kShades = 4;
 
 struct Look {
   Kind kind;
   const char* name;
-  const char* color;           // of the terminal: black on blue, green, cyan and yellow
-  const char* shades[kShades];  // of a rank's first stage, darker for each further one
+  const char* color;            // terminal color: black on blue, green, cyan or yellow
+  const char* shades[kShades];  // for a rank's first stage, and darker for each further one
 };
 constexpr Look kLooks[] = {
     {Kind::Forward, "F forward", "\033[30;44m", {"#a0c4ee", "#639fe3", "#267ad9", "#1c589c"}},
@@ -38,7 +38,7 @@ const Look& look_of(Kind kind) {
                        [kind](const Look& look) { return look.kind == kind; });
 }
 
-// The least time of an action that takes any; 0 where none does.
+// The shortest nonzero time of an action; 0 if no action takes time.
 double shortest_time(const Simulation& simulation) {
   double shortest = 0;
   for (const auto& timeline : simulation.timeline)
@@ -77,7 +77,7 @@ class Slots {
   const std::vector<std::vector<Cell>>& rows() const { return rows_; }
 
  private:
-  // The small amount absorbs the rounding of a sum that falls on the middle of a slot.
+  // 1e-9 absorbs the rounding of a sum that falls on the middle of a slot.
   int index(double time) const { return static_cast<int>(std::floor(time / slot_ + 0.5 + 1e-9)); }
 
   void place(const Interval& interval) {
@@ -104,7 +104,7 @@ std::string padded(std::string text, size_t width, char with = ' ') {
 
 std::string cell_text(const Cell& cell, size_t width, bool colors) {
   if (!cell.action) return padded(".", width) + " ";
-  // No gap inside an action, one after its label.
+  // An action has no gaps, except after its label.
   const std::string text = cell.first ? padded(to_string(*cell.action), width) : std::string(width, '-');
   if (!colors) return text + " ";
   return look_of(cell.action->kind).color + text + "\033[0m ";
@@ -115,7 +115,7 @@ std::string without_trailing_spaces(std::string line) {
   return line + "\n";
 }
 
-// Lines begin with a marked slot, if there is room for one.
+// Each line begins with a marked slot, if there is room for one.
 int slots_per_line(int room, int width) {
   const int fit = std::max(1, room / width);
   return fit < kMark ? fit : fit - fit % kMark;
@@ -153,9 +153,10 @@ std::string to_table(const Simulation& simulation, const TableStyle& style) {
 namespace {
 
 constexpr double kLeft = 64, kRight = 16, kTop = 64, kRow = 30, kGap = 4, kBottom = 32;
-constexpr double kLeastWidth = 560, kMostWidth = 6000,
-                 kBox = 22;      // kBox: the shortest action's width, if it fits
-constexpr double kLetter = 6.2;  // of the boxes' text
+constexpr double kLeastWidth = 560, kMostWidth = 6000;
+constexpr double kBox = 22;      // width of the shortest action, if it fits
+constexpr double kLetter = 6.2;  // width of a letter in a box
+
 std::string number(double value) {
   std::string result = printed("%.2f", value);
   result.erase(result.find_last_not_of('0') + 1);
@@ -193,7 +194,7 @@ std::string fill_of(Kind kind, int local_stage) {
   return str(" fill=\"", look_of(kind).shades[std::min(local_stage, kShades - 1)], "\"");
 }
 
-/// 1, 2 or 5 times a power of ten: about ten marks.
+/// 1, 2 or 5 times a power of ten, for about ten marks.
 double axis_step(double makespan) {
   const double rough = makespan / 10, power = std::pow(10, std::floor(std::log10(rough)));
   for (double factor : {1.0, 2.0, 5.0})
@@ -265,7 +266,7 @@ class Drawing {
     return svg;
   }
 
-  // The title is what a browser shows for the box under the pointer.
+  // A browser shows the title when the pointer is over the box.
   std::string box(const Interval& interval, double y) const {
     const double x = kLeft + interval.start * scale_, width = (interval.end - interval.start) * scale_;
     const int local = local_stage_[interval.action.stage];
@@ -295,8 +296,9 @@ class Drawing {
 
   const Schedule& schedule_;
   const Simulation& simulation_;
-  double width_ = 0, scale_ = 0;  // of the timeline; pixels per time
-  std::vector<int> local_stage_;  // per stage: counted within its rank
+  double width_ = 0;              // width of the timeline
+  double scale_ = 0;              // pixels per unit of time
+  std::vector<int> local_stage_;  // per stage: its number within its rank
   int most_local_ = 1;
 };
 

@@ -111,7 +111,7 @@ constexpr Moves kMoves[] = {
     {Kind::Partial, Kind::Replicate, Move::AllReduce, Move::AllReduce},
 };
 
-// "" for moves without communication.
+// Returns "" for moves without communication.
 const char* collective_of(Move move) {
   constexpr const char* kNames[] = {"", "all-gather", "reduce-scatter", "all-reduce", "", ""};
   return kNames[static_cast<size_t>(move)];
@@ -207,7 +207,7 @@ at::Tensor Conversion::operator()(const at::Tensor& tensor) const {
   const int64_t dim = sharded.kind == Kind::Shard ? wrapped(sharded.dim, tensor) : 0;
   TITAN_CHECK(dim >= 0 && dim < std::max<int64_t>(tensor.dim(), 1), "tensor parallel: ", sharded, " of ",
               tensor.sizes(), " at module '", module_, "'");
-  // A later gather of the parts can't know that they weren't equal.
+  // A later gather of the parts would take them for equal ones.
   TITAN_CHECK(to_.kind != Kind::Shard || whole_ >= 0 || tensor.size(dim) % group_->count() == 0,
               "tensor parallel: dimension ", dim, " of ", tensor.sizes(), " at module '", module_,
               "' can't be cut into ", group_->count(), " equal parts");
@@ -235,7 +235,7 @@ void ConversionHook::convert(nn::HookHost& host, const nn::TensorRefs& tensors, 
     *tensor = conversion_(*tensor);
     ++converted;
   }
-  // A loss and integers have nothing to convert; numbers beyond what the call has are a mistake in the plan.
+  // Losses and integers aren't converted. A number beyond the call's tensors is an error in the plan.
   TITAN_CHECK(number == 0 || converted == tensors_.size(),
               "tensor parallel: the plan converts floating-point ", what, " number ", tensors_.back(),
               " of module '", host.fqn(), "', whose call has ", number);

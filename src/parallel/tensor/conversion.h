@@ -1,7 +1,7 @@
 #pragma once
 
-// The ranks of a tensor-parallel axis, the moves of activations among them, and conversions from one
-// activation layout to another, forward and backward.
+// The ranks of a tensor-parallel axis, moves of activations among them, and conversions from one activation
+// layout to another, forward and backward.
 
 #include <cstddef>
 #include <cstdint>
@@ -27,34 +27,34 @@ class TpGroup {
   int index() const { return group_->rank(); }
   int count() const { return group_->size(); }
 
-  /// The parts along `dim` put together; `whole` is the size that they come to (torch.chunk's parts), -1: all
-  /// are as long as this rank's.
+  /// Joins the ranks' parts along `dim`. `whole` is the joined size, cut as by torch.chunk; -1: all parts are
+  /// as long as this rank's.
   at::Tensor gather(const at::Tensor& part, int64_t dim, int64_t whole, dist::Label label) const;
   /// This rank's part along `dim` of the sum of all ranks' tensors.
   at::Tensor reduce_scatter(const at::Tensor& summand, int64_t dim, dist::Label label) const;
-  /// The sum of all ranks' tensors, in memory of its own: autograd may have kept the summand.
+  /// The sum of all ranks' tensors, in new memory, because autograd may have kept the summand.
   at::Tensor all_reduce(const at::Tensor& summand, dist::Label label) const;
   /// This rank's part along `dim`.
   at::Tensor slice(const at::Tensor& whole, int64_t dim) const;
-  /// The inverse: zeros in the other ranks' places.
+  /// The inverse of slice(), with zeros in the other ranks' places.
   at::Tensor unslice(const at::Tensor& part, int64_t dim, int64_t whole) const;
 
   const std::shared_ptr<dist::Group>& group() const { return group_; }
 
  private:
   std::shared_ptr<dist::Group> group_;
-  // A collective has the parts in the order of the ranks, a batch interleaves them. One buffer holds the
-  // former, as calls follow each other on one stream.
+  // Parts in the order of the ranks, as a collective has them; a batch interleaves them. One buffer is
+  // enough, because calls follow each other on one stream.
   mutable Scratch by_rank_;
 };
 
-// Traffic among the ranks of the axis, counted for plan_rows().
+// Traffic among the axis's ranks, counted for plan_rows().
 
 struct Traffic {
   int64_t calls = 0;
   int64_t bytes = 0;       ///< received by this rank
-  std::string way;         ///< how parts are exchanged, for the plan's table
-  const char* phase = "";  ///< label of the last gather that the module made itself
+  std::string way;         ///< how parts are sent, for the plan's table
+  const char* phase = "";  ///< label of the module's last gather
 };
 
 /// The ranks of the axis for one module, whose gathers are counted.
@@ -91,11 +91,12 @@ enum class Move { None, Gather, ReduceScatter, AllReduce, Slice, Unslice };
 ///   Partial   -> Invariant   all-reduce      | -
 ///   Partial   -> Shard       reduce-scatter  | all-gather
 ///   Partial   -> Replicate   all-reduce      | all-reduce
-/// The second column is the first one's transpose, read off the table in ActivationLayout.
+/// The second column is the backward, the transpose of the first, which follows from the table in
+/// ActivationLayout.
 class Conversion {
  public:
-  /// Throws ConfigError for pairs that aren't in the table. `module`: interned, for labels. `whole`: the size
-  /// that uneven parts along the sharded dimension come to; -1: they are even.
+  /// Throws ConfigError for pairs that aren't in the table. `module`: interned, for labels. `whole`: the
+  /// total size of uneven parts along the sharded dimension; -1: the parts are equal.
   Conversion(ActivationLayout from, ActivationLayout to, std::shared_ptr<const TpGroup> group,
              const char* module, int64_t whole = -1);
 
@@ -120,8 +121,9 @@ class Conversion {
 
 // The hooks that a plan puts into the PrepareInput and PrepareOutput slots.
 
-/// Converts the floating-point tensors of a call with these numbers. Results without dimensions (a loss) are
-/// left alone. `style`: a literal, the name of the plan's style that asked for it.
+/// Converts the floating-point tensors with these numbers among a call's arguments or results. Results
+/// without dimensions (a loss) are left alone. `style`: a literal, the plan's style that this conversion
+/// belongs to.
 class ConversionHook final : public nn::CallHook {
  public:
   ConversionHook(Conversion conversion, std::vector<size_t> tensors, const char* style)

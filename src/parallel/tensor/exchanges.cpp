@@ -16,7 +16,7 @@ namespace {
 
 int64_t nbytes(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
 
-// [N, ...]: a place for each rank's part.
+// Uninitialized [N, ...], with a place for each rank's part.
 at::Tensor empty_parts(const at::Tensor& part, int num_ranks) {
   std::vector<int64_t> sizes = part.sizes().vec();
   sizes.insert(sizes.begin(), num_ranks);
@@ -46,7 +46,7 @@ class ReceivedParts final : public ops::SequenceExchange::Gather {
     traffic.bytes += nbytes(own) * (group.size() - 1);
   }
 
-  // In the order of the requests.
+  // Waits for the parts in the order of the requests.
   int next() override {
     const size_t step = step_++;
     if (step == 0) return group_.rank();
@@ -72,7 +72,7 @@ class ReceivedParts final : public ops::SequenceExchange::Gather {
 
   dist::Group& group_;
   at::Tensor own_;
-  at::Tensor parts_;  // [N, ...]; this rank's stays empty
+  at::Tensor parts_;  // [N, ...]; this rank's place stays empty
   std::vector<int> peers_;
   std::vector<dist::Work> received_, sends_;
   size_t step_ = 0;
@@ -105,7 +105,7 @@ class SentSummands final : public ops::SequenceExchange::Scatter {
   }
 
   at::Tensor finish() override {
-    TITAN_INTERNAL_ASSERT(given_ == ranks_.size(), "a scatter that misses summands");
+    TITAN_INTERNAL_ASSERT(given_ == ranks_.size(), "a scatter is missing summands");
     traffic_.calls += 1;
     RankSum sum;
     for (int rank = 0; rank < group_.size(); ++rank) {
@@ -125,7 +125,7 @@ class SentSummands final : public ops::SequenceExchange::Scatter {
   dist::Label label_;
   Traffic& traffic_;
   at::Tensor own_, parts_;
-  std::vector<int> ranks_;  // in the order in which they are served, this one last
+  std::vector<int> ranks_;  // in the order of the sends, this rank last
   std::vector<dist::Work> received_, sends_;
   size_t given_ = 0;
 };
@@ -179,13 +179,13 @@ class CollectiveExchange final : public ops::SequenceExchange {
   std::shared_ptr<const Traffic> traffic() const { return traffic_; }
 
  private:
-  // Never called: this exchange completes at once.
+  // Never called, because this exchange is one collective.
   std::unique_ptr<Gather> gather(const at::Tensor& /*part*/) const override {
-    TITAN_INTERNAL_ASSERT(false, "an exchange at once was asked for parts");
+    TITAN_INTERNAL_ASSERT(false, "a collective exchange was asked for single parts");
     return nullptr;
   }
   std::unique_ptr<Scatter> scatter() const override {
-    TITAN_INTERNAL_ASSERT(false, "an exchange at once was asked for parts");
+    TITAN_INTERNAL_ASSERT(false, "a collective exchange was asked for single parts");
     return nullptr;
   }
 
@@ -199,32 +199,34 @@ class CollectiveExchange final : public ops::SequenceExchange {
 // [Note: order of accesses to shared memory]
 //
 // *Piece*: a rank's memory that its peers read and write. *Queue*: where a rank's copies and barriers run,
-// one after the other (dist::SymmetricMemory). *Computation*: what the current stream does. *Exchange*: one
-// gather or one scatter; all ranks make the same ones in the same order, one at a time. In each rank's queue:
+// one after the other (dist::SymmetricMemory). *Computation*: the work of the current stream. *Exchange*: one
+// gather or one scatter; all ranks make the same ones in the same order, one at a time. Each rank's queue
+// runs:
 //
 //   gather   write own part to own piece | barrier A | read every peer's part           | barrier B
 //   scatter  write each summand to the   | barrier A | (the computation sums up its own | barrier B
 //            piece of its rank           |           |  piece, having waited for A)     |
 //
-// 1. Nothing is read before it is written. A write stands before its rank's A, a read after the reader's A,
-//    and no queue passes A before all have come to it.
-// 2. Nothing is overwritten before it is read. The queue reads before its rank's B. The computation's sum was
-//    given to it before B was asked for, and the queue does nothing before what the computation had by then.
-//    The next exchange writes after the writer's B, which no queue passes before all have come to it. So one
-//    piece serves all exchanges, of whatever kind and size.
-// 3. The computation sees what arrived: it waits for a moment after the read, or after A. The queue sees
-//    what the computation made, a part or a summand, by the rule of 2; and neither the tensors it reads nor
-//    those it fills go before the computation has waited for a moment after them, so the allocator hands
-//    their memory to nobody who would run before.
-// 4. No rank waits forever. The queue waits for computation that was there before, and the computation for
-//    moments that are in the queue already: in the order in which a rank asks for things, none waits for a
-//    later one. Barriers come in the same order on all ranks. So even a device that does strictly one thing
-//    after the other (CUDA with one connection) comes to the end.
+// 1. Nothing is read before it is written. A write is before its rank's A, a read is after the reader's A,
+//    and no queue passes A before all ranks reach it.
+// 2. Nothing is overwritten before it is read. The queue's reads are before its rank's B. The computation's
+//    sum is requested before B, and each request of the queue waits for all work that the computation has
+//    been given before it. The next exchange writes after the writer's B, which no queue passes before all
+//    ranks reach it. So one piece serves all exchanges, of any kind and size.
+// 3. The computation sees the data that arrived, because it waits for a moment after the read, or after A.
+//    The queue sees the computation's parts and summands by the rule in 2. Tensors that the queue reads or
+//    fills are freed only after the computation has waited for a moment after their use, so the allocator
+//    can't reuse their memory too early.
+// 4. No rank waits forever. The queue waits only for earlier computation, and the computation only for
+//    moments that are in the queue already: in the order of a rank's requests, none waits for a later one.
+//    Barriers have the same order on all ranks. So even a device that runs one thing after the other (CUDA
+//    with one connection) finishes.
 //
-// The unit tests hold 1 to 3 by logical clocks, and 4 by ranks that do each thing when it is asked for.
+// The unit tests check 1 to 3 with logical clocks, and 4 with ranks that run each request when it is made.
 //
-// Pieces are read in gathers, written in scatters: a gather's part is there before its readers come, and a
-// summand is wanted by one rank only. Rank r meets r+1, r+2, ...: at each step all meet different ones.
+// Gathers read from the peers' pieces, because the parts exist before the readers come. Scatters write to
+// them, because only one rank needs a summand. Rank r's peers are r+1, r+2, ..., so that at each step all
+// ranks have different peers.
 
 namespace {
 
@@ -233,11 +235,11 @@ using Moment = dist::SymmetricMemory::Moment;
 // The peer of `memory`'s rank at a step; the rank itself at steps 0 and N.
 int peer_at(const dist::SymmetricMemory& memory, int step) { return (memory.rank() + step) % memory.size(); }
 
-// Holds the pieces for one exchange.
+// Reserves the pieces for one exchange.
 class Turn {
  public:
   explicit Turn(bool& taken) : taken_(taken) {
-    TITAN_INTERNAL_ASSERT(!taken, "an exchange of sequence parts begins before the last one's end");
+    TITAN_INTERNAL_ASSERT(!taken, "an exchange of sequence parts begins before the last one has ended");
     taken_ = true;
   }
   ~Turn() { taken_ = false; }
@@ -248,7 +250,7 @@ class Turn {
   bool& taken_;
 };
 
-// If an error ends an exchange early, its tensors must live until the queue is done with them.
+// If an error ends an exchange early, its tensors must live until the queue has finished with them.
 void wait_quietly(dist::SymmetricMemory& memory) {
   try {
     memory.wait(memory.now());
@@ -290,7 +292,7 @@ class ReadParts final : public ops::SequenceExchange::Gather {
   dist::SymmetricMemory& memory_;
   at::Tensor own_;
   at::Tensor parts_;             // [N, ...]; this rank's stays empty
-  std::vector<Moment> arrived_;  // by step, from 1 on
+  std::vector<Moment> arrived_;  // per step, from step 1 on
   int step_ = 0;
 };
 
@@ -315,13 +317,13 @@ class WrittenSummands final : public ops::SequenceExchange::Scatter {
     memory_.write(rank, memory_.rank() * stride_, summands_.back());
     traffic_.bytes += nbytes(summand);
     if (given_ + 1 < memory_.size()) return;
-    // Here, not in finish(): the queue needn't wait for what is computed meanwhile.
+    // Here, not in finish(), so that the queue doesn't wait for computation in between.
     memory_.barrier();  // A
     arrived_ = memory_.now();
   }
 
   at::Tensor finish() override {
-    TITAN_INTERNAL_ASSERT(given_ == memory_.size(), "a scatter that misses summands");
+    TITAN_INTERNAL_ASSERT(given_ == memory_.size(), "a scatter is missing summands");
     memory_.wait(arrived_);
     RankSum sum;
     for (int rank = 0; rank < memory_.size(); ++rank)
@@ -333,7 +335,7 @@ class WrittenSummands final : public ops::SequenceExchange::Scatter {
   }
 
  private:
-  // A place for every rank's summand in each piece.
+  // Reserves a place for every rank's summand in each piece.
   void make_room(const at::Tensor& summand) {
     constexpr int64_t alignment = dist::SymmetricMemory::kAlignment;
     stride_ = (nbytes(summand) + alignment - 1) / alignment * alignment;
@@ -345,7 +347,7 @@ class WrittenSummands final : public ops::SequenceExchange::Scatter {
   Traffic& traffic_;
   int64_t stride_ = 0;
   at::Tensor own_;
-  std::vector<at::Tensor> summands_;  // on their way
+  std::vector<at::Tensor> summands_;  // being written to the peers
   Moment arrived_ = 0;
   int given_ = 0;
 };
@@ -353,7 +355,8 @@ class WrittenSummands final : public ops::SequenceExchange::Scatter {
 }  // namespace
 
 PeerMemoryExchange::PeerMemoryExchange(std::shared_ptr<PeerPieces> pieces) : pieces_(std::move(pieces)) {
-  TITAN_CHECK(count() > 1, "an exchange through symmetric memory needs two or more ranks; the group has one");
+  TITAN_CHECK(count() > 1,
+              "an exchange through symmetric memory needs two or more ranks, but the group has one");
   traffic_->way = "through symmetric memory";
 }
 
@@ -389,7 +392,7 @@ void log_choice(const std::string& text) {
   log::info_rank0(str("asynchronous tensor parallelism: parts travel ", text));
 }
 
-// For --print-plan, where there are no real ranks to ask.
+// The transport for --print-plan, where no real ranks exist to ask.
 std::string way_of_plan(OverlapTransport transport) {
   constexpr const char* kWays[] = {"sent and received, or through symmetric memory over NVLink",
                                    "through symmetric memory", "sent and received", "at once"};
@@ -443,7 +446,7 @@ MakeExchange choose_exchange(const DeviceMesh& axis, OverlapTransport transport)
   }
   log_choice("through symmetric memory");
   const auto pieces = std::make_shared<PeerPieces>(PeerPieces{make_symmetric_memory(axis, *devices)});
-  // Their copies aren't calls of a group: no record takes the module's name.
+  // The copies aren't calls of a group, so no record needs the module's name.
   return [pieces](const char* /*module*/) {
     return counted(std::make_shared<const PeerMemoryExchange>(pieces));
   };

@@ -17,8 +17,8 @@
 
 namespace titan::tp {
 
-/// A sum over ranks, added in rank order: every run has the same bits.
-/// 16-bit summands are added in fp32.
+/// A sum over ranks, added in rank order so that every run gives the same bits. 16-bit summands are added in
+/// fp32.
 class RankSum {
  public:
   void add(const at::Tensor& summand) {
@@ -29,7 +29,7 @@ class RankSum {
     dtype_ = summand.scalar_type();
     sum_ = summand.element_size() < 4 ? summand.to(at::kFloat) : summand.clone();
   }
-  /// In the summands' dtype.
+  /// The sum, in the summands' dtype.
   at::Tensor result() const { return sum_.to(dtype_); }
 
  private:
@@ -37,23 +37,23 @@ class RankSum {
   at::Tensor sum_;
 };
 
-// Parts of a sequence travel by sends and receives, which every backend has.
+// The exchange by sends and receives, which every backend has.
 
 /// [Note: order of sends]
 /// Each pair of ranks exchanges one message each way. A backend may queue all of a rank's messages on one
-/// stream (NCCL does), where a message that waits for its peer holds up the later ones. So all ranks go
-/// through the same N rounds, in each of which they meet in disjoint pairs; in a pair the lower rank sends
-/// first and the higher one receives first.
+/// stream (NCCL does), where a message that waits for its peer blocks the later ones. So there are N rounds,
+/// the same on all ranks, and each round pairs the ranks. In a pair the lower rank sends first and the higher
+/// one receives first.
 
-/// The rank that `rank` of `size` meets in a round; itself in one of them.
+/// The peer of `rank` among `size` ranks in a round. In one of the rounds it is the rank itself.
 inline int peer_in_round(int rank, int size, int round) { return ((round - rank) % size + size) % size; }
 
-// Parts of a sequence travel through memory that the ranks of an axis share.
+// The exchange through memory that the ranks of an axis share.
 
 /// The state that all modules' exchanges share.
 struct PeerPieces {
   std::unique_ptr<dist::SymmetricMemory> memory;
-  bool taken = false;  ///< by an exchange that is under way
+  bool taken = false;  ///< an exchange is using the pieces
 };
 
 class PeerMemoryExchange final : public ops::SequenceExchange {
@@ -63,7 +63,7 @@ class PeerMemoryExchange final : public ops::SequenceExchange {
 
   int count() const override { return pieces_->memory->size(); }
   const void* carrier() const override { return pieces_.get(); }
-  // One exchange at a time: the next one can begin when the last one's object is destroyed.
+  // One exchange at a time: the next can begin once the last one's object is destroyed.
   std::unique_ptr<Gather> gather(const at::Tensor& part) const override;
   std::unique_ptr<Scatter> scatter() const override;
   std::shared_ptr<const Traffic> traffic() const { return traffic_; }
@@ -73,8 +73,8 @@ class PeerMemoryExchange final : public ops::SequenceExchange {
   std::shared_ptr<Traffic> traffic_ = std::make_shared<Traffic>();
 };
 
-// Chooses the transport for parts of overlapped products: shared memory where all ranks of the axis reach it,
-// otherwise sends and receives.
+// Chooses the transport for parts of overlapped products: shared memory if all ranks of the axis can share
+// it, otherwise sends and receives.
 
 struct CountedExchange {
   std::shared_ptr<const ops::SequenceExchange> exchange;
@@ -85,7 +85,7 @@ struct CountedExchange {
 /// Collective.
 std::string why_not_all_share(dist::Group& group, const dist::DeviceBackend& devices);
 
-/// Makes the exchanges of modules, all with one transport. `module`: its name, interned.
+/// Makes a module's exchange; all have the same transport. `module` is its interned name.
 using MakeExchange = std::function<CountedExchange(const char* module)>;
 
 /// Collective over `axis`. Rank 0 logs the choice. Throws ConfigError on all ranks if symmetric memory was

@@ -1,4 +1,4 @@
-// Applies a plan of styles to the modules whose names match, and checks that neighbors agree on layouts.
+// Applies a plan's styles to the modules whose names match: cuts parameters and installs conversions.
 
 #include "titan/parallel/tensor_parallel.h"
 
@@ -31,7 +31,7 @@ using tp::ConversionHook;
 using tp::PartOfParam;
 using tp::SplitParams;
 
-// Component by component: FNM_PATHNAME keeps a "*" within one. The root, which has none, matches only "".
+// Matches component by component: FNM_PATHNAME keeps a "*" within one. The root's name "" matches only "".
 bool matches(std::string pattern, std::string name) {
   if (pattern.empty() != name.empty()) return false;
   std::replace(pattern.begin(), pattern.end(), '.', '/');
@@ -58,7 +58,7 @@ std::vector<NamedModule> modules_of(const nn::AnyRef& root) {
   return modules;
 }
 
-// How torch.nn.Linear is cut.
+// How modules of LibTorch are cut.
 std::vector<nn::ParamSplit> default_splits(torch::nn::Module& module, nn::Split split,
                                            const std::string& name) {
   if (dynamic_cast<torch::nn::EmbeddingImpl*>(&module))
@@ -72,14 +72,14 @@ std::vector<nn::ParamSplit> default_splits(torch::nn::Module& module, nn::Split 
       throw ConfigError(titan::str("parallelize: don't know how to cut parameter '", param.key(), "' ",
                                    param.value().sizes(), " of module '", name, "' by ",
                                    split == nn::Split::Columns ? "columns" : "rows",
-                                   "; the module has to say so (nn::Splittable)"));
+                                   "; the module must implement nn::Splittable"));
     splits.push_back({param.key(), is_weight && split == nn::Split::Rows ? 1 : 0});
   }
   return splits;
 }
 
-// Sums the gradient of `param` over the axis as autograd delivers it, unless a group of fully_shard (which
-// does so itself) owns it.
+// Sums the gradient of `param` over the axis when autograd delivers it, unless the parameter is in a group of
+// fully_shard, which sums it itself.
 void sum_gradient(nn::HookHost& host, const at::Tensor& param, std::shared_ptr<const tp::TpGroup> group,
                   const char* module) {
   const std::weak_ptr<torch::nn::Module> owner = host.as_module().weak_from_this();
@@ -92,7 +92,7 @@ void sum_gradient(nn::HookHost& host, const at::Tensor& param, std::shared_ptr<c
     if (host && host->param_owner) return gradient;
     return group->all_reduce(gradient, {"tp::gradient", module});
   };
-  // A frozen one may thaw later.
+  // A frozen parameter may become trainable later.
   const bool trainable = param.requires_grad();
   at::Tensor(param).set_requires_grad(true);
   param.register_hook(sum);
@@ -107,7 +107,7 @@ std::string described(const PartOfParam& part) {
   return str(part.placement, part.gradient_is_summand ? " with summed gradients" : "");
 }
 
-// Null for a parameter that no plan has cut or kept whole.
+// Null for a parameter that is in no plan.
 const PartOfParam* known_part(torch::nn::Module& module, const std::string& name) {
   const SplitParams* split = tp::split_params(dynamic_cast<const nn::HookHost*>(&module));
   return split ? split->find(name) : nullptr;
@@ -116,7 +116,7 @@ const PartOfParam* known_part(torch::nn::Module& module, const std::string& name
 // Cuts parameters down to this rank's parts, shared ones once.
 class ParamCutter {
  public:
-  /// Starts with the cuts that earlier calls made in these modules.
+  /// Starts with the cuts that earlier calls of parallelize() made in these modules.
   ParamCutter(DeviceMesh axis, std::shared_ptr<const tp::TpGroup> group,
               const std::vector<NamedModule>& modules)
       : axis_(std::move(axis)), group_(std::move(group)) {
@@ -126,8 +126,8 @@ class ParamCutter {
           cut_.try_emplace(param.value().unsafeGetTensorImpl(), Cut{*part, named.name});
   }
 
-  /// `tensor` is `param` of the module `host`, called `name`. Throws ConfigError when another module that
-  /// shares it cut it differently.
+  /// `tensor` is parameter `param` of the module `host`, whose name is `name`. Throws ConfigError if another
+  /// module shares the parameter and has cut it differently.
   PartOfParam cut(nn::HookHost& host, const std::string& name, const at::Tensor& tensor,
                   const nn::ParamSplit& param) {
     PartOfParam part{param.name, param.dim < 0 ? Placement::replicate() : Placement::shard(param.dim),
@@ -147,8 +147,7 @@ class ParamCutter {
     return part;
   }
 
-  /// Adds a problem for each module that shares a parameter which another one's entry cut, and isn't cut
-  /// itself.
+  /// Adds a problem for each module that isn't cut but shares a parameter with a module that is.
   void check_users(const std::vector<NamedModule>& modules, std::vector<std::string>& problems) const {
     for (const NamedModule& named : modules)
       for (const auto& param : named.module->named_parameters(/*recurse=*/false)) {
@@ -156,7 +155,7 @@ class ParamCutter {
         if (cut == cut_.end() || known_part(*named.module, param.key())) continue;
         problems.push_back(str("parallelize: module '", named.name, "' shares its parameter '", param.key(),
                                "' with '", cut->second.module, "', which the plan cuts (",
-                               described(cut->second.part), "); it needs an entry of its own"));
+                               described(cut->second.part), "); add a plan entry for it"));
       }
   }
 
@@ -209,7 +208,7 @@ class Parallelizer {
  private:
   void apply(const PlanEntry& entry) {
     bool matched = false;
-    std::set<const torch::nn::Module*> done;  // one may be registered under two names
+    std::set<const torch::nn::Module*> done;  // a module may be registered under two names
     for (const NamedModule& named : modules_) {
       if (!matches(entry.modules, named.name)) continue;
       matched = true;
@@ -226,8 +225,8 @@ class Parallelizer {
       std::visit([&](const auto& style) { this->apply(*host, style); }, entry.style);
     }
     if (!matched && !is_of_another_stage(entry.modules))
-      throw ConfigError(
-          str("parallelize: plan entry '", entry.modules, "' matches no module; there are ", some_names()));
+      throw ConfigError(str("parallelize: plan entry '", entry.modules,
+                            "' matches no module; the modules are ", some_names()));
   }
 
   void apply(nn::HookHost& host, const Colwise& style) {
@@ -265,20 +264,20 @@ class Parallelizer {
     put(host.prepare_output_hook, conversion(style.from, style.to), style.tensors, "outputs");
   }
 
-  // This layer has no `overlap`, and overlapped products take no bias.
+  // Whether the layer keeps its own collectives: AtOnce supports only an nn::Linear without bias.
   bool stays_apart(nn::HookHost& host) const {
     const auto* linear = dynamic_cast<nn::LinearImpl*>(&host);
     return transport_ == OverlapTransport::AtOnce && (!linear || linear->bias.defined());
   }
 
-  // One transport for all: nn::linears() compares it to decide which layers gather together.
+  // All modules have the same transport: nn::linears() compares it to decide which layers gather together.
   void overlap(nn::HookHost& host, nn::Split split, ActivationLayout sequence, bool plain_features) {
     auto* linear = dynamic_cast<nn::LinearImpl*>(&host);
     if (!linear || linear->bias.defined() || sequence != ActivationLayout::shard(1) || !plain_features)
       throw ConfigError(
           str("parallelize: module '", name_,
-              "' can't overlap its communication: that takes an nn::Linear without bias, columns with "
-              "input Shard(1) or rows with output Shard(1), and features in parts"));
+              "' can't overlap its communication: this needs an nn::Linear without bias, Colwise with "
+              "input Shard(1) or Rowwise with output Shard(1), and sharded features"));
     if (!make_exchange_)
       make_exchange_ = transport_ == OverlapTransport::AtOnce ? tp::collective_exchange(group_)
                                                               : tp::choose_exchange(axis_, transport_);
@@ -301,8 +300,8 @@ class Parallelizer {
   static void check_numbers(const std::vector<size_t>& tensors, const std::string& name) {
     const std::set<size_t> numbers(tensors.begin(), tensors.end());
     if (tensors.empty() || numbers.size() != tensors.size())
-      throw ConfigError(str("parallelize: the numbers of the tensors to convert at module '", name, "' are ",
-                            tensors.empty() ? "missing" : "not all different"));
+      throw ConfigError(str("parallelize: `tensors` for module '", name, "' ",
+                            tensors.empty() ? "is empty" : "has duplicate numbers"));
   }
 
   Conversion conversion(ActivationLayout from, ActivationLayout to, int64_t whole = -1) const {
@@ -360,7 +359,7 @@ class Parallelizer {
       keep_whole(*child.value(), str(name, ".", child.key()), done);
   }
 
-  // A plan is for the whole model, and a pipeline stage has a part of its modules.
+  // A plan is for the whole model, but a pipeline stage has only some of its modules.
   bool is_of_another_stage(const std::string& pattern) const {
     if (!sequence_) return false;
     const auto& dropped = sequence_->dropped_modules();
@@ -376,7 +375,7 @@ class Parallelizer {
       if (++count > 12) return text + ", ...";
       text += str(text.empty() ? "" : ", ", named.name);
     }
-    return text.empty() ? "none below the root" : text;
+    return text.empty() ? "only the root" : text;
   }
 
   DeviceMesh axis_;
@@ -384,10 +383,10 @@ class Parallelizer {
   std::shared_ptr<const tp::TpGroup> group_;
   std::vector<NamedModule> modules_;
   const nn::LayerSequence* sequence_;  // null: the root doesn't name its layers
-  tp::MakeExchange make_exchange_;     // from the first module that overlaps
+  tp::MakeExchange make_exchange_;     // made for the first module that overlaps
   ParamCutter cutter_;
-  std::string name_;        // of the module in hand
-  const char* style_ = "";  // and of what is done to it
+  std::string name_;        // the current module
+  const char* style_ = "";  // the current plan entry's style
 };
 
 }  // namespace

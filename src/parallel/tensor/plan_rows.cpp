@@ -18,7 +18,7 @@ namespace {
 using tp::ConversionHook;
 using tp::SplitParams;
 
-// `text` grows by `more`, an entry.
+// Appends the entry `more` to `text`.
 void join(std::string& text, const std::string& more, const char* separator) {
   if (!more.empty()) text += text.empty() ? more : separator + more;
 }
@@ -33,14 +33,14 @@ void add_conversion(PlanRow& row, const ConversionHook* hook, const char* where)
   const tp::Conversion& conversion = hook->conversion();
   if (row.style != hook->style()) join(row.style, hook->style(), ", ");
   const std::string layouts = str(where, " ", conversion.layouts());
-  if (row.activation.find(layouts) == std::string::npos)
-    join(row.activation, layouts, "; ");  // told of a cut one
+  // A split module's row may list these layouts already.
+  if (row.activation.find(layouts) == std::string::npos) join(row.activation, layouts, "; ");
   join(row.collectives, conversion.collectives(), "; ");
   count(row, conversion.traffic());
 }
 
-// The first of several products over one input exchanges it; the others do nothing. Before the first run, all
-// of them are shown.
+// If several products share one input, only the first exchanges it. Before the first run, all are shown with
+// the exchange.
 void add_exchange(PlanRow& row, const SplitParams& split, bool ran) {
   const tp::Traffic& traffic = *split.exchanged;
   if (ran && traffic.calls == 0) return;
@@ -49,7 +49,8 @@ void add_exchange(PlanRow& row, const SplitParams& split, bool ran) {
   count(row, traffic);
 }
 
-// A loss head's, while it computes the loss, and those of Float8's scales.
+// Adds the gathers that a module makes itself: a loss head's while it computes the loss, or those of Float8's
+// scales.
 void add_own_gathers(PlanRow& row, const tp::Traffic& traffic) {
   if (traffic.calls == 0) return;
   const bool of_scales = traffic.phase == std::string_view(ops::kScalesPhase);
@@ -71,7 +72,7 @@ void add_parameters(PlanRow& row, const SplitParams* split, bool ran) {
   if (sums_gradients) join(row.collectives, "- / all-reduce of gradients", "; ");
 }
 
-// Bytes of the all-reduce over this rank's shards of the gradients that are summands.
+// Bytes that this rank receives in the all-reduce of its shards of gradients that are summands.
 int64_t gradient_bytes(const nn::HookHost& host, const SplitParams& split) {
   const auto* group = dynamic_cast<const fsdp::ParamGroup*>(host.param_owner.get());
   if (!group) return 0;

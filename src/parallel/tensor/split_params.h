@@ -1,6 +1,6 @@
 #pragma once
 
-// The record that parallelize() keeps of a module's own parameters.
+// How parallelize() cut a module's own parameters.
 
 #include <algorithm>
 #include <cstdint>
@@ -27,17 +27,18 @@ struct PartOfParam {
 struct SplitParams final : nn::ParamParts {
   SplitParams(DeviceMesh axis, const char* style) : axis(std::move(axis)), style(style) {}
 
-  /// Null for a parameter outside the plan: whole, with whole gradients.
+  /// Null for a parameter outside the plan, which is whole and has whole gradients.
   const PartOfParam* find(std::string_view name) const {
     const auto found =
         std::find_if(parts.begin(), parts.end(), [&](const PartOfParam& p) { return p.name == name; });
     return found == parts.end() ? nullptr : &*found;
   }
-  /// `data` describes this rank's part of the parameter as if it were a tensor of its own: the same elements
-  /// as a part of the whole, on a mesh that has this axis too. The axis cuts first, the others cut its parts.
+  /// `data` describes this rank's part of the parameter as an independent tensor. Returns the same elements
+  /// as part of the whole parameter, on a mesh with this axis added. This axis cuts first, the others cut its
+  /// parts.
   DTensor within_whole(DTensor data, const PartOfParam& part) const {
     data.mesh = data.mesh.joined(axis);
-    // Layers were split before their parts were sharded.
+    // Parameters were split before their parts were sharded.
     data.cut_order = {data.mesh.num_axes() - 1};
     for (int i = 0; i + 1 < data.mesh.num_axes(); ++i) data.cut_order.push_back(i);
     data.placements.push_back(part.placement);
@@ -49,13 +50,13 @@ struct SplitParams final : nn::ParamParts {
   }
 
   DeviceMesh axis;
-  const char* style;  ///< a literal, the name of the plan's style that cut the module
+  const char* style;  ///< a literal: the plan's style that cut the module
   std::vector<PartOfParam> parts;
-  std::shared_ptr<Traffic> traffic = std::make_shared<Traffic>();  ///< of its own gathers, as a loss head's
-  std::string layouts;  ///< of the activations, for plan_rows(): "in Replicate; out Shard(-1)"
-  /// The traffic of the exchange that the module's product is part of; null: none is.
+  std::shared_ptr<Traffic> traffic = std::make_shared<Traffic>();  ///< the module's own gathers
+  std::string layouts;  ///< activation layouts, for plan_rows(): "in Replicate; out Shard(-1)"
+  /// The traffic of the exchange that overlaps the module's product; null without overlap.
   std::shared_ptr<const Traffic> exchanged;
-  const char* exchanged_collectives = "";  ///< a literal, what it comes to, forward / backward
+  const char* exchanged_collectives = "";  ///< a literal: its collectives, forward / backward
 };
 
 /// Null for a module outside the plan, or null.

@@ -35,22 +35,22 @@ void describe_saving(config::Table<CheckpointSettings>& table) {
   table.field("interval", &CheckpointSettings::interval, "steps from one saved state to the next",
               config::at_least(1));
   table.field("enable_first_step_checkpoint", &CheckpointSettings::enable_first_step_checkpoint,
-              "save after step 1 too, to find early what would fail later");
+              "also save after step 1, so that a setup that can't save fails early");
   table.field("async_mode", &CheckpointSettings::async_mode,
               "what training waits for: disabled, the file; async, a copy in host memory; "
-              "async_with_pinned_mem, that copy, but only before the next change of the weights",
+              "async_with_pinned_mem, that copy, but only before the weights change next",
               config::one_of({"disabled", "async", "async_with_pinned_mem"}));
   table.field("keep_latest_k", &CheckpointSettings::keep_latest_k,
-              "how many saved states are kept; the newest with finite numbers always is",
+              "number of saved states to keep; the newest with finite numbers is always kept",
               zero_or_at_least_two());
   table.field("on_failure", &CheckpointSettings::on_failure,
-              "after a save that failed: stop the run, or log it and continue",
+              "after a failed save: stop the run, or log the failure and continue",
               config::one_of({"stop", "continue"}));
   table.field("when_busy", &CheckpointSettings::when_busy,
-              "a save that is due while another is under way waits for it, or is skipped and logged",
+              "a save that is due while another is in progress waits for it, or is skipped and logged",
               config::one_of({"wait", "skip"}));
   table.field("timeout_seconds", &CheckpointSettings::timeout_seconds,
-              "how long a rank waits for the others, or a save for the one before", up_to_a_week());
+              "how long a rank waits for the others, or a save for the previous one", up_to_a_week());
 }
 
 // A relative path would mean different folders on different hosts.
@@ -62,34 +62,35 @@ config::Constraint absolute_path() {
 
 void describe_peers(config::Table<CheckpointSettings>& table) {
   table.field("peer_interval", &CheckpointSettings::peer_interval,
-              "steps from one state that is kept in the hosts' memory to the next: what a lost rank costs; a "
-              "host's files are copied to another one; 0: nothing is kept there",
+              "steps between states that are kept in the hosts' memory, which is the most that a lost rank "
+              "costs; each host's files are copied to another host; 0: off",
               config::at_least(0));
   table.field(
       "peer_folder", &CheckpointSettings::peer_folder,
-      "where the hosts keep it, each in its own memory; the job's folder in it goes when the job ends",
+      "where each host keeps these states, in its own memory; the job's folder in it is removed when the job "
+      "ends",
       absolute_path());
 }
 
 void describe_loading(config::Table<CheckpointSettings>& table) {
   table.field("load_step", &CheckpointSettings::load_step,
-              "the step of folder that the run resumes from; -1: the newest complete one",
+              "the step in `folder` that the run resumes from; -1: the newest complete one",
               config::at_least(-1));
   table.field("exclude_from_loading", &CheckpointSettings::exclude_from_loading,
-              "parts of a saved state that aren't loaded and start again: optimizer, lr_scheduler, "
-              "dataloader, train_state, rng, "
-              "or a key of your own");
+              "parts of a saved state that start afresh instead of being loaded: optimizer, lr_scheduler, "
+              "dataloader, train_state, rng, or a key of your own");
   table.field("load_only", &CheckpointSettings::load_only, "load, and save nothing");
   table.field("convert_dtypes", &CheckpointSettings::convert_dtypes,
               "convert tensors that were saved in another dtype instead of refusing them");
-  table.field("initial_load_path", &CheckpointSettings::initial_load_path,
-              "read where folder has no complete step: a safetensors file with TorchTitan's parameter names, "
-              "or a step-N folder (or see initial_load_in_hf), from the working directory if it is relative");
+  table.field(
+      "initial_load_path", &CheckpointSettings::initial_load_path,
+      "read if `folder` has no complete step: a safetensors file with TorchTitan's parameter names, or "
+      "a step-N folder (see also initial_load_in_hf); a relative path starts at the working directory");
   table.field("initial_load_model_only", &CheckpointSettings::initial_load_model_only,
               "load only the model from a step-N folder at initial_load_path, not the whole state");
   table.field("initial_load_in_hf", &CheckpointSettings::initial_load_in_hf,
-              "initial_load_path is a Hugging Face folder (config.json, safetensors); unset, "
-              "model.hf_assets_path is");
+              "initial_load_path is a Hugging Face folder (config.json, safetensors); if the path is unset, "
+              "model.hf_assets_path is that folder");
   table.refused("initial_load_in_hf_quantized", false, "quantized weights aren't read", "enable");
 }
 
@@ -98,12 +99,12 @@ void describe_model_alone(config::Table<CheckpointSettings>& table) {
               "after the last step write the model alone, as step-N/model.safetensors, not the whole state");
   table.field("last_save_in_hf", &CheckpointSettings::last_save_in_hf,
               "after the last step write a Hugging Face folder, step-N/, instead of one file");
-  table.field("export_dtype", &CheckpointSettings::export_dtype, "of the model alone",
+  table.field("export_dtype", &CheckpointSettings::export_dtype, "dtype of the model alone",
               config::one_of({"float16", "bfloat16", "float32"}));
   table.field("create_seed_checkpoint", &CheckpointSettings::create_seed_checkpoint,
-              "save the initial model as step 0, on one rank, and end");
-  table.refused("enable_ft_dataloader_checkpoints", true, "replica groups that come and go come later",
-                "fault_tolerance.enable");
+              "save the initial model as step 0, on one rank, then exit");
+  table.refused("enable_ft_dataloader_checkpoints", true,
+                "replica groups that join and leave a run aren't supported yet", "fault_tolerance.enable");
 }
 
 bool contains(const std::vector<std::string>& names, const std::string& name) {
@@ -115,8 +116,10 @@ bool contains(const std::vector<std::string>& names, const std::string& name) {
 void describe(config::Table<CheckpointSettings>& table) {
   table.field("enable", &CheckpointSettings::enable,
               "save the state every interval steps, and resume from it at the start");
-  table.field("folder", &CheckpointSettings::folder, "folder of the saved states: a path under job.dump_folder, an absolute path, or SCHEME:/path of a "
-              "registered storage");
+  table.field(
+      "folder", &CheckpointSettings::folder,
+      "folder of the saved states: a path under job.dump_folder, an absolute path, or SCHEME:/path of a "
+      "registered storage");
   describe_saving(table);
   describe_peers(table);
   describe_loading(table);
@@ -133,10 +136,10 @@ std::vector<std::string> exclusion_problems(const config::StringList& excluded) 
   std::vector<std::string> problems;
   if (contains(excluded, "model"))
     problems.push_back("the model can't be excluded: it is what a checkpoint is for");
-  // Moments that start again would meet the full learning rate at once if the schedule continued.
+  // Fresh moments would meet the full learning rate at once if the schedule continued.
   if (contains(excluded, "optimizer") && !contains(excluded, "lr_scheduler"))
     problems.push_back(
-        "without the optimizer's state the schedule has to start again too: exclude lr_scheduler as well");
+        "without the optimizer's state the schedule must start afresh too: exclude lr_scheduler as well");
   return problems;
 }
 
@@ -145,9 +148,8 @@ std::vector<std::string> unknown_exclusions(const config::StringList& excluded,
   std::vector<std::string> problems;
   for (const std::string& key : excluded) {
     if (contains(known, key)) continue;
-    auto near = nearest_names(key, known, 1);
-    problems.push_back(str("'", key, "' isn't saved; known: ", c10::Join(", ", known),
-                           near.empty() ? "" : str("; did you mean '", near.front(), "'?")));
+    problems.push_back(
+        str("'", key, "' isn't saved; known: ", c10::Join(", ", known), did_you_mean(key, known)));
   }
   return problems;
 }

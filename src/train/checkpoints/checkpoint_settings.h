@@ -20,15 +20,16 @@ struct CheckpointSettings {
   bool enable = false;
   std::string folder = "checkpoint";  ///< under dump_folder
   int64_t interval = 500;             ///< steps from one save to the next
-  /// If `folder` has no complete step: a safetensors file, a folder with one (model.safetensors), a step's
-  /// folder, or with initial_load_in_hf a Hugging Face folder.
+  /// Read if `folder` has no complete step: a safetensors file, a folder with one (model.safetensors), a
+  /// step's folder or, with initial_load_in_hf, a Hugging Face folder.
   std::optional<std::string> initial_load_path;
   bool initial_load_model_only = true;
-  bool initial_load_in_hf = false;  ///< initial_load_path, or else model.hf_assets_path, is a folder
+  /// initial_load_path, or else model.hf_assets_path, is a Hugging Face folder.
+  bool initial_load_in_hf = false;
   bool last_save_model_only = true;
-  bool last_save_in_hf = false;          ///< a Hugging Face folder after the last step, not one file
-  std::string export_dtype = "float32";  ///< of the model alone
-  std::string async_mode = "disabled";   ///< "async": copied by then; "async_with_pinned_mem": copied later
+  bool last_save_in_hf = false;          ///< write a Hugging Face folder after the last step, not one file
+  std::string export_dtype = "float32";  ///< dtype of the model alone
+  std::string async_mode = "disabled";   ///< "async": copied at once; "async_with_pinned_mem": copied later
   int64_t keep_latest_k = 10;            ///< 0: all
   int64_t load_step = -1;                ///< -1: the newest complete one
   config::StringList exclude_from_loading;  ///< keys of objects
@@ -37,11 +38,11 @@ struct CheckpointSettings {
   bool load_only = false;
 
   std::string on_failure = "stop";  ///< or "continue": a failed save is logged
-  std::string when_busy = "wait";   ///< or "skip": a save that comes while another is under way
+  std::string when_busy = "wait";   ///< or "skip": skips a save while another is in progress
   int64_t timeout_seconds = 1800;
   bool convert_dtypes = false;
 
-  int64_t peer_interval = 0;             ///< steps from one state in the hosts' memory to the next; 0: none
+  int64_t peer_interval = 0;             ///< steps between states in the hosts' memory; 0: off
   std::string peer_folder = "/dev/shm";  ///< on each host
 };
 
@@ -49,9 +50,9 @@ void describe(config::Table<CheckpointSettings>& table);
 
 checkpoint::AsyncMode async_mode(const CheckpointSettings& settings);
 
-/// The problems of exclude_from_loading in any case ...
+/// Problems of exclude_from_loading whatever can be loaded.
 std::vector<std::string> exclusion_problems(const config::StringList& excluded);
-/// ... and if `known` is all that can be loaded.
+/// Problems of exclude_from_loading if only the keys in `known` can be loaded.
 std::vector<std::string> unknown_exclusions(const config::StringList& excluded,
                                             const std::vector<std::string>& known);
 

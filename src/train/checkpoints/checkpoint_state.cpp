@@ -24,7 +24,7 @@ void set_state(at::Device device, const at::Tensor& state) {
   generator.set_state(state);
 }
 
-// A row for every rank of a pipeline stage; each stage has its own names, as their tensors differ.
+// One row for each rank of a pipeline stage. Each stage has its own names, because their tensors differ.
 DTensor rows_of_ranks(const DeviceMesh& stage, const at::Tensor& row) {
   DTensor rows{
       .local = row.unsqueeze(0).clone(),
@@ -42,7 +42,7 @@ std::string describe_place(const Meshes& meshes, at::Device device) {
   return text + (device.is_cpu() ? "cpu" : "gpu");
 }
 
-// SplitMix64's step: near seeds give unrelated streams.
+// SplitMix64's step: neighboring seeds give unrelated streams.
 uint64_t mixed(uint64_t value) {
   value += 0x9e3779b97f4a7c15;
   value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9;
@@ -66,7 +66,7 @@ checkpoint::ObjectState ModelState::state() {
   return state;
 }
 
-// The new version tells holders of copies of a shard that these are old, however the bytes were written.
+// The new version marks cached copies of a shard as stale, however the bytes were written.
 void ModelState::loaded(const std::string&) {
   for (const Parameter& parameter : parameters_) parameter.data.local.unsafeGetTensorImpl()->bump_version();
 }

@@ -10,6 +10,7 @@
 #include "checkpoint/format/stored_files.h"
 #include "checkpoint/save/rank_tree.h"
 #include "core/file.h"
+#include "core/process.h"
 #include "core/units.h"
 #include "titan/checkpoint/manifest.h"
 #include "titan/checkpoint/step_folder.h"
@@ -50,12 +51,12 @@ std::optional<Marked> read_mark(const fs::path& folder) {
 Marked place_of(const fs::path& folder) {
   struct stat status = {};
   if (::stat(folder.c_str(), &status) != 0)
-    throw Error(str("cannot look at ", folder.string(), ": ", std::strerror(errno)));
+    throw Error(str("cannot stat ", folder.string(), ": ", errno_text(errno)));
   return {.run = "", .inode = std::to_string(status.st_ino), .path = fs::canonical(folder).string()};
 }
 
-// A folder with another path was renamed, or is seen from another host. A copy has another inode; a snapshot
-// of a file system doesn't, but the original is still there.
+// A folder with a new path was renamed, or is seen from another host. A copy has a new inode. A snapshot of a
+// file system has the same one, but then the original is still there.
 bool is_same_run(const Marked& saved, const Marked& now) {
   if (saved.path == now.path) return true;
   if (saved.inode != now.inode) return false;
@@ -75,7 +76,8 @@ std::shared_ptr<checkpoint::PeerFolder> open_folder(const dist::World& world, co
                                                                                   .disk = disk});
 }
 
-// A step never waits for a file, and a file that fails never ends the run: those on disk are what counts.
+// A step never waits for these files, and a failure never ends the run: the checkpoints on disk are what
+// counts.
 checkpoint::SaveOptions peer_options(checkpoint::SaveOptions options,
                                      std::shared_ptr<checkpoint::PeerFolder> folder) {
   if (options.async == checkpoint::AsyncMode::Disabled) options.async = checkpoint::AsyncMode::Copied;
@@ -105,22 +107,21 @@ void PeerSaves::announce() {
   const checkpoint::PeerFolder::Memory memory = folder->check_memory(saver.plan());
   const std::string copies = folder->num_places() > 1
                                  ? str("each file on two of ", folder->num_places(), " hosts")
-                                 : "on one host, without copies, which would be lost with it";
+                                 : "on one host; no copies, because they would be lost with the host";
   log::info_rank0(str("peer checkpoints: every ", settings_.interval, " step(s) the state is kept in ",
                       folder->path().string(), memory.in_memory ? "" : " (on a disk, not in memory)", ", ",
-                      copies, "; up to ", size_text(memory.files_bytes), " a host there, and ",
-                      size_text(memory.staged_bytes), " while it is copied; ", size_text(memory.free_bytes),
+                      copies, "; up to ", size_text(memory.files_bytes), " per host, and ",
+                      size_text(memory.staged_bytes), " more while copying; ", size_text(memory.free_bytes),
                       " are free"));
 }
 
 PeerSaves::Damage PeerSaves::remove_damaged() {
   const auto [found, is_whole] = folder->remove_damaged();
   for (const std::string& damage : found)
-    log::warning_rank0("peer checkpoints: damaged, and removed: " + damage);
+    log::warning_rank0("peer checkpoints: removed a damaged file: " + damage);
   if (found.empty()) return Damage::None;
   if (!is_whole) return Damage::Lost;
-  log::warning_rank0(
-      "peer checkpoints: another host has sound copies of what was damaged; they are loaded now");
+  log::warning_rank0("peer checkpoints: another host has sound copies of the damaged files; loading them");
   return Damage::Mended;
 }
 
@@ -128,7 +129,8 @@ void PeerSaves::save(int64_t step) {
   try {
     saver.save(step);
   } catch (const Error& error) {
-    log::warning_rank0(str("peer checkpoints: the state of step ", step, " isn't kept: ", error.what()));
+    log::warning_rank0(
+        str("peer checkpoints: the state of step ", step, " isn't kept in memory: ", error.what()));
   }
 }
 
@@ -140,7 +142,7 @@ void PeerSaves::finish() {
   }
 }
 
-void PeerSaves::tell_failures() const {
+void PeerSaves::log_failures() const {
   const checkpoint::SaveCounts counts = saver.counts();
   if (counts.failed == 0) return;
   log::warning_rank0(str("peer checkpoints: ", counts.complete, " states were kept, ", counts.failed,

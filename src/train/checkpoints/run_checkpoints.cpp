@@ -43,7 +43,7 @@ checkpoint::SaveOptions save_options(const RunCheckpoints::Options& options) {
   save.folder = options.folder;
   save.read_only = settings.load_only;
   save.async = async_mode(settings);
-  // Staged copies during the next forward, in which a user's object may change.
+  // Staged mode copies during the next forward, in which a user's object may change.
   if (save.async == checkpoint::AsyncMode::Staged && !saved_objects().names().empty())
     save.async = checkpoint::AsyncMode::Copied;
   save.keep_latest = settings.keep_latest_k;
@@ -54,8 +54,8 @@ checkpoint::SaveOptions save_options(const RunCheckpoints::Options& options) {
   return save;
 }
 
-void warn_passed_over(const std::vector<std::string>& problems) {
-  for (const std::string& problem : problems) log::warning_rank0("passed over: " + problem);
+void warn_skipped(const std::vector<std::string>& problems) {
+  for (const std::string& problem : problems) log::warning_rank0("skipped: " + problem);
 }
 
 std::string seconds_text(double value) {
@@ -64,11 +64,11 @@ std::string seconds_text(double value) {
   return text;
 }
 
-// Sums are split by the number of threads, so only the same number gives the same bits.
+// The number of threads determines how sums are split, so only the same number gives the same bits.
 void warn_of_differences(const checkpoint::Manifest& manifest) {
   if (manifest.num_threads != at::get_num_threads())
     log::warning_rank0(str("the checkpoint is from a run with ", manifest.num_threads,
-                           " thread(s) an operation, this one has ", at::get_num_threads(),
+                           " thread(s) per operation, this one has ", at::get_num_threads(),
                            ": from here on sums may be rounded differently"));
   const std::string library = str("titan ", kVersion, ", torch ", TORCH_VERSION);
   if (manifest.library != library)
@@ -76,19 +76,18 @@ void warn_of_differences(const checkpoint::Manifest& manifest) {
                            ": from here on numbers may be rounded differently"));
 }
 
-// Settings that may change the result; those of folders and logs don't.
+// Compares the settings that may change the result; those of folders and logs don't.
 void warn_of_changed_settings(const std::string& saved, const std::string& now) {
-  constexpr size_t kMostTold = 20;
+  constexpr size_t kMostShown = 20;
   auto changed = config::setting_differences(saved, now, {"job", "metrics", "comm", "checkpoint"});
   if (changed.empty()) return;
   const size_t num_changed = changed.size();
-  changed.resize(std::min(num_changed, kMostTold));
-  if (num_changed > kMostTold) changed.push_back(str("and ", num_changed - kMostTold, " more"));
-  log::warning_rank0("settings aren't those of the checkpoint (its | this run's): " +
-                     c10::Join("; ", changed));
+  changed.resize(std::min(num_changed, kMostShown));
+  if (num_changed > kMostShown) changed.push_back(str("and ", num_changed - kMostShown, " more"));
+  log::warning_rank0("settings differ from the checkpoint's (its | this run's): " + c10::Join("; ", changed));
 }
 
-// A state in memory is damaged, as all ranks have found.
+// All ranks have found a state in memory to be damaged.
 class DamagedGeneration : public Error {
  public:
   using Error::Error;
@@ -159,8 +158,8 @@ void RunCheckpoints::load_step(int64_t step) {
   loaded_step_ = step;
 }
 
-// Checksums are compared while tensors are read. What was loaded by then is overwritten by an older step, and
-// only by a whole one: the run never starts from parts.
+// Checksums are compared while tensors are read. If one differs, an older step overwrites what was loaded by
+// then, and only a whole one: the run never starts from a partial state.
 void RunCheckpoints::load_or_fall_back(int64_t step) {
   if (options_.settings.load_step >= 0) return load_step(step);
   const std::exception_ptr failure = damage_found_by([&] { load_step(step); }, step);
@@ -168,25 +167,25 @@ void RunCheckpoints::load_or_fall_back(int64_t step) {
   const StepChoice before = choose_before(step);
   // Step 0 holds the model alone, so the optimizer would keep what was read until here.
   if (before.step.value_or(0) == 0) std::rethrow_exception(failure);
-  warn_passed_over(before.passed_over);
+  warn_skipped(before.skipped);
   load_or_fall_back(*before.step);
 }
 
-// Null: `load` succeeded. Otherwise what it threw where the step is damaged, of which this warns; any other
-// failure passes through.
+// Returns null if `load` succeeds. If the step is damaged, logs the damage and returns what `load` threw;
+// rethrows any other failure.
 std::exception_ptr RunCheckpoints::damage_found_by(const std::function<void()>& load, int64_t step) const {
   std::exception_ptr failure;
   try {
     load();
     return nullptr;
   } catch (const ConfigError&) {
-    throw;  // the checkpoint is another run's: looking for damage would take long
+    throw;  // the checkpoint belongs to another run, and looking for damage would take long
   } catch (const Error&) {
     failure = std::current_exception();
   }
   const auto damages = find_damage(checkpoint::step_path(options_.folder, step), world_);
   if (damages.empty()) std::rethrow_exception(failure);
-  warn_passed_over(damages);
+  warn_skipped(damages);
   return failure;
 }
 
@@ -208,12 +207,12 @@ StepChoice RunCheckpoints::choose_before(int64_t step) const {
   });
 }
 
-// Until a step is loaded, they count as this run's.
+// Until a step is loaded, all steps count as this run's.
 bool RunCheckpoints::is_of_this_run(int64_t step) const {
   return loaded_step_ < 0 || step <= loaded_step_ || saved_steps_.count(step) > 0;
 }
 
-// A later start without load_step would resume from these.
+// A later start without load_step would resume from newer steps.
 void RunCheckpoints::warn_of_newer_steps(int64_t wanted) const {
   std::string newer;
   for (const checkpoint::StepEntry& entry : checkpoint::list_steps(options_.folder))
@@ -224,8 +223,8 @@ void RunCheckpoints::warn_of_newer_steps(int64_t wanted) const {
                      "); until this run is past them, a start without load_step resumes from those"));
 }
 
-// What rank 0 can't read is an Error on all ranks, not a ConfigError: storage that doesn't answer may do so
-// at the next start.
+// If rank 0 can't read the folder, all ranks throw Error, not ConfigError: storage that doesn't answer now
+// may answer at the next start.
 std::optional<int64_t> RunCheckpoints::find_step() const {
   const int64_t wanted = options_.settings.load_step;
   const StepChoice choice = choose_on_rank_0(world_, [&] {
@@ -235,7 +234,7 @@ std::optional<int64_t> RunCheckpoints::find_step() const {
     return asked_for;
   });
   if (!choice.error.empty()) throw ConfigError(choice.error);
-  warn_passed_over(choice.passed_over);
+  warn_skipped(choice.skipped);
   if (!choice.step)
     log::info_rank0(str("there is no saved state in ", options_.folder.string(), " to resume from"));
   return choice.step;
@@ -247,9 +246,9 @@ checkpoint::Loaded RunCheckpoints::load_whole(const fs::path& step_folder, std::
   options.exclude = std::move(exclude);
   options.optional = options_.may_be_missing;
   options.convert_dtypes = options_.settings.convert_dtypes;
-  const bool wants_rng =
+  const bool loads_rng =
       rng_ && std::find(options.exclude.begin(), options.exclude.end(), "rng") == options.exclude.end();
-  const bool reseeds = wants_rng && saved.rng_place != rng_->place();
+  const bool reseeds = loads_rng && saved.rng_place != rng_->place();
   if (reseeds) options.exclude.push_back("rng");
   if (peers_ && step_folder.parent_path() == peers_->folder->path())
     options.bring_files = [folder = peers_->folder](const checkpoint::Manifest& manifest,
@@ -259,9 +258,9 @@ checkpoint::Loaded RunCheckpoints::load_whole(const fs::path& step_folder, std::
   checkpoint::Loaded loaded = checkpointer_.load(step_folder, options);
   if (!reseeds) return loaded;
   rng_->reseed(saved.step);
-  log::info_rank0(str("the ranks (", rng_->place(), ") aren't those that saved (",
+  log::info_rank0(str("the ranks (", rng_->place(), ") differ from those that saved (",
                       saved.rng_place.empty() ? "unknown" : saved.rng_place,
-                      "): random numbers are seeded again, by debug.seed, rank and step"));
+                      "): random numbers are reseeded from debug.seed, rank and step"));
   return loaded;
 }
 
@@ -289,7 +288,7 @@ void RunCheckpoints::load_model_of(const fs::path& step_folder) {
                       seconds_text(loaded.seconds)));
 }
 
-// A checkpoint may have objects that this run lacks; loading knows those too.
+// For runs that load no whole state. Checkpointer::load also accepts objects that only the checkpoint has.
 void RunCheckpoints::check_exclusions() const {
   std::vector<std::string> problems;
   for (const std::string& problem : unknown_exclusions(options_.settings.exclude_from_loading, keys_))
@@ -299,10 +298,10 @@ void RunCheckpoints::check_exclusions() const {
 
 // ---- going back within a run
 
-// Step 0, a seed, holds the model alone. As at a start, what was read of a damaged step is overwritten by an
-// older one.
+// Step 0, a seed, holds the model alone, so the run can't go back to it. As at a start, an older step
+// overwrites what was read of a damaged one.
 std::optional<int64_t> RunCheckpoints::load_before(int64_t step, const std::vector<std::string>& exclude) {
-  // States in memory are from the steps that are undone.
+  // States in memory are from the steps that are being undone.
   if (peers_) peers_->folder->forget();
   for (std::exception_ptr failure;;) {
     step = choose_before(step).step.value_or(0);
@@ -313,7 +312,7 @@ std::optional<int64_t> RunCheckpoints::load_before(int64_t step, const std::vect
   }
 }
 
-// An object that was excluded when the run resumed isn't this run's in an older step either.
+// Objects that were excluded when the run resumed stay excluded in steps that this run didn't save.
 void RunCheckpoints::go_back_to(int64_t step, std::vector<std::string> exclude) {
   const auto& left_out = options_.settings.exclude_from_loading;
   if (!saved_steps_.count(step)) exclude.insert(exclude.end(), left_out.begin(), left_out.end());
@@ -322,12 +321,12 @@ void RunCheckpoints::go_back_to(int64_t step, std::vector<std::string> exclude) 
   loaded_step_ = std::min(loaded_step_, step);
 }
 
-// ---- what is kept in memory of the hosts, and going on from it
+// ---- states in the hosts' memory
 
 bool RunCheckpoints::is_due_in_memory(int64_t step) const { return peers_ && peers_->is_due(step); }
 
-// At a run's start, too little memory is a wrong setting. After a rank was lost there may be fewer hosts, so
-// the run continues: its state has just been loaded, and the disk keeps it.
+// At a run's start, too little memory is a wrong setting. A run that resumes may have lost hosts, so it
+// continues without these states: it has just loaded one, and saves on disk continue.
 void RunCheckpoints::announce_peers(bool resumes) {
   try {
     peers_->announce();
@@ -343,19 +342,18 @@ void RunCheckpoints::save_in_memory(int64_t step) { peers_->save(step); }
 void RunCheckpoints::end() {
   finish();
   if (!peers_) return;
-  peers_->tell_failures();
+  peers_->log_failures();
   if (loaded_step_ >= 0) peers_->remove();
 }
 
-// What was read of damaged files is overwritten by a load that succeeds. A load that fails for another reason
-// (a rank is lost, memory is short) says nothing against the state in memory: the next start may resume from
-// it.
+// A load that succeeds overwrites what was read of damaged files. If it fails for another reason (a lost
+// rank, too little memory), the state in memory may still be sound, and the next start may resume from it.
 checkpoint::Loaded RunCheckpoints::load_generation(const std::filesystem::path& folder) {
   while (true) {
     try {
       return load_whole(folder, options_.settings.exclude_from_loading);
     } catch (const ConfigError&) {
-      throw;  // the state is another run's, not damaged
+      throw;  // the state belongs to another run; it isn't damaged
     } catch (const Error& error) {
       switch (peers_->remove_damaged()) {
         case PeerSaves::Damage::None:
@@ -369,15 +367,15 @@ checkpoint::Loaded RunCheckpoints::load_generation(const std::filesystem::path& 
   }
 }
 
-// The newer state counts, and memory's if both are of the same step. An unused one stays until the disk's is
-// loaded.
+// The newer state is used, or the one in memory if both are of the same step. An unused state in memory is
+// kept until the one on disk is loaded.
 bool RunCheckpoints::load_from_memory(std::optional<int64_t> on_disk) {
   const auto step = peers_->folder->choose_newest();
   const bool is_asked_for = options_.settings.load_step >= 0;
   if (!step || is_asked_for || on_disk.value_or(-1) > *step) {
     if (step)
       log::info_rank0(str("peer checkpoints: step ", *step,
-                          " in memory isn't used, as the run resumes after step ", on_disk.value_or(0),
+                          " in memory isn't used, because the run resumes after step ", on_disk.value_or(0),
                           " on disk"));
     return false;
   }
@@ -389,15 +387,15 @@ bool RunCheckpoints::load_from_memory(std::optional<int64_t> on_disk) {
     loaded_step_ = *step;
     from_memory_ = true;
   } catch (const DamagedGeneration& error) {
-    log::warning_rank0(str("passed over: step ", *step, " in memory: ", error.what()));
+    log::warning_rank0(str("skipped: step ", *step, " in memory: ", error.what()));
     peers_->folder->forget();
-    // What was read of it is overwritten only by a whole state; the next start finds nothing in memory.
+    // Only a whole state overwrites what was read of it. The next start finds nothing in memory.
     if (on_disk.value_or(0) == 0) throw;
   }
   return from_memory_;
 }
 
-// ---- what is saved, and when
+// ---- saving
 
 bool RunCheckpoints::is_due(int64_t step, bool is_last) const {
   const CheckpointSettings& settings = options_.settings;
@@ -431,7 +429,7 @@ void RunCheckpoints::save(int64_t step, bool is_last) {
   export_model(step);
 }
 
-// A save that was skipped, or failed before it was written, leaves the one before as the last.
+// If a save was skipped, or failed before it was written, the one before it remains the last.
 void RunCheckpoints::start_save(int64_t step) {
   if (!checkpointer_.save(step)) return;
   saved_steps_.insert(step);
@@ -442,7 +440,7 @@ void RunCheckpoints::save_whole(int64_t step) {
   finish();
   start_save(step);
   finish();
-  // Even if training continues after a failed save (on_failure).
+  // Unlike other saves, this one must succeed even if training continues after failures (on_failure).
   if (!is_saved(step)) throw Error(checkpointer_.last_failure());
 }
 
@@ -469,7 +467,7 @@ void RunCheckpoints::save_seed() {
 
 // A step's folder gets its name once everything in it is written, as for whole states.
 void RunCheckpoints::export_model(int64_t step) {
-  // The ranks wait for the one that writes, which may take longer than a step's collectives may.
+  // The ranks wait for the one that writes, which may exceed the time limit of a step's collectives.
   world_.set_timeout(std::chrono::seconds(options_.settings.timeout_seconds));
   const std::string id = checkpoint::digest_of(str(::getpid(), " ", step, " ", options_.config));
   const fs::path pending = checkpoint::pending_path(options_.folder, step, id);

@@ -1,6 +1,7 @@
 #pragma once
 
-// When a run saves, and what it starts from: [checkpoint], between the trainer and the checkpointer.
+// When a run saves, and what it starts from: implements [checkpoint], between the trainer and the
+// checkpointer.
 
 #include <exception>
 #include <filesystem>
@@ -23,27 +24,26 @@ namespace titan::train {
 
 class PeerSaves;  // src/train/checkpoints/peer_saves.h
 
-// ---- the step of its folder that a run resumes from: rank 0 looks, and tells all ranks (step_choice.cpp)
+// ---- the step that a run resumes from: rank 0 looks in the folder and informs all ranks (step_choice.cpp)
 
 struct StepChoice {
-  std::optional<int64_t> step = {};           ///< unset: there is none
-  std::vector<std::string> passed_over = {};  ///< why newer steps aren't used, a line each
-  std::string error = {};                     ///< about a step that was asked for; else empty
-  static void fields(auto& wire, auto& self) { wire(self.step, self.passed_over, self.error); }
+  std::optional<int64_t> step = {};       ///< unset: there is none
+  std::vector<std::string> skipped = {};  ///< why newer steps aren't used, one line each
+  std::string error = {};                 ///< why the requested step can't be loaded; else empty
+  static void fields(auto& wire, auto& self) { wire(self.step, self.skipped, self.error); }
 };
 
-/// The newest sound step before `before`, as far as that can be seen without reading its tensors. A step
-/// whose numbers aren't all finite is passed over if there is an older one whose numbers are. `counts`: which
-/// steps may be chosen; unset: all.
+/// Chooses the newest sound step before `before`, judged without reading tensors. A step with non-finite
+/// numbers is skipped if there is an older, finite one. `counts`: which steps may be chosen; unset: all.
 StepChoice choose_newest(const std::filesystem::path& folder, int64_t before,
                          const std::function<bool(int64_t step)>& counts = {});
-/// The step that was asked for.
+/// Chooses the step `wanted`, or says why it can't be loaded.
 StepChoice choose_step(const std::filesystem::path& folder, int64_t wanted);
 
 /// The newest step of all, even if it holds the model alone; unset if it isn't sound.
 std::optional<int64_t> last_step_in(const std::filesystem::path& folder);
 
-/// The damage inside the files. Reads all of them, each on one rank. Collective over the world.
+/// Finds damage inside the files. Reads all of them, each on one rank. Collective over the world.
 std::vector<std::string> find_damage(const std::filesystem::path& step_folder, const dist::World& world);
 
 /// The part of a manifest that decides how its step is loaded.
@@ -55,11 +55,11 @@ struct ManifestSummary {
 /// Rank 0 reads it; if it can't, every rank throws Error. Collective over the world.
 ManifestSummary read_summary(const std::filesystem::path& step_folder, const dist::World& world);
 
-/// What `part` returns on rank 0, on all ranks; what it throws there, every rank throws as Error. Collective
-/// over the world.
+/// Runs `part` on rank 0 and returns its result on all ranks; if it throws, every rank throws Error.
+/// Collective over the world.
 std::string from_rank_0(const dist::World& world, dist::Label label,
                         const std::function<std::string()>& part);
-/// The same for a choice.
+/// The same for a StepChoice.
 StepChoice choose_on_rank_0(const dist::World& world, const std::function<StepChoice()>& choose);
 
 // ---- saving and resuming
@@ -76,34 +76,34 @@ struct ModelExport {
 
 /// The start of a run whose own folder has no complete step.
 struct InitialState {
-  std::filesystem::path step_folder;  ///< of a checkpoint; empty: none
-  bool model_only = true;             ///< of step_folder
-  std::function<void()> load_model;   ///< from anywhere else; empty: the weights stay as they were drawn
-  std::string setting;                ///< the setting that names it, for messages; empty: none does
+  std::filesystem::path step_folder;  ///< a checkpoint's step-N folder; empty: none
+  bool model_only = true;             ///< load only the model from step_folder
+  std::function<void()> load_model;   ///< loads from anywhere else; empty: keeps the initialized weights
+  std::string setting;                ///< the setting that chose it, for messages; empty: none
 };
 
-/// Keeps the state in the hosts' memory too, for ranks that are started again.
+/// Checkpoints in the hosts' memory, for ranks that are restarted.
 struct PeerSettings {
-  int64_t interval = 1;          ///< steps
+  int64_t interval = 1;          ///< steps between saves
   std::filesystem::path folder;  ///< on each host
-  std::string job;               ///< the same when the ranks are started again
+  std::string job;               ///< an id that stays the same when ranks are restarted
 };
 
 class RunCheckpoints {
  public:
   struct Options {
     CheckpointSettings settings;
-    std::filesystem::path folder;  ///< of the steps
+    std::filesystem::path folder;  ///< where the step-N folders are
     std::string config;            ///< resolved, as TOML
     InitialState initial = {};
-    std::optional<ModelExport> model_export = {};  ///< what the last save writes; unset: the whole state
+    std::optional<ModelExport> model_export = {};  ///< form of the last save; unset: the whole state
     std::optional<PeerSettings> peers = {};
-    std::vector<std::string> may_be_missing =
-        {};  ///< keys of objects that the checkpoint or the run may lack
+    /// Keys of objects that the checkpoint or the run may lack.
+    std::vector<std::string> may_be_missing = {};
   };
 
-  /// `parameters`: of this rank's stages, for the model alone. Collective over the world, as are all calls
-  /// except add, check and failed.
+  /// `parameters`: those of this rank's stages, to export the model. Collective over the world, as are all
+  /// calls except add, check and failed.
   RunCheckpoints(const dist::World& world, const Meshes& meshes, std::vector<Parameter> parameters,
                  Options options);
   ~RunCheckpoints();
@@ -113,10 +113,10 @@ class RunCheckpoints {
   /// Adds it as "rng".
   void add_rng(RngState& rng);
 
-  /// Loads, in this order: the step of load_step or the newest complete one in the folder; the initial state;
-  /// nothing. If the newest step turns out to be damaged when it is read, the one before it is loaded. Logs
-  /// what was loaded, or why nothing was. Throws ConfigError for a step that was asked for and isn't
-  /// complete. True: the run resumes from its own folder.
+  /// Loads the first that exists: the step of load_step or the newest complete one in the folder; the initial
+  /// state; nothing. If the newest step turns out to be damaged when it is read, the one before it is loaded.
+  /// Logs what was loaded, or why nothing was. Throws ConfigError if a requested step isn't complete. True:
+  /// the run resumes from its own folder.
   bool load();
 
   /// Loads all objects except `exclude` from the newest complete step of this run before `step`, or from an
@@ -131,11 +131,11 @@ class RunCheckpoints {
   void save(int64_t step, bool is_last);
   /// Saves the whole state, after a save in progress. Throws unless it is complete.
   void save_whole(int64_t step);
-  /// Whether the last save was of `step`, the whole state or what the run leaves at its end, and is complete.
-  /// No save may be in progress.
+  /// Whether the last save was of `step` and is complete, as the whole state or as the exported model. No
+  /// save may be in progress.
   bool is_saved(int64_t step) const;
-  /// Whether the newest step in the folder is `step` and holds the model alone, which a run leaves at its
-  /// end. Always false for runs that only load, or began at a step of their choice.
+  /// Whether the newest step in the folder is `step` and holds the model alone, as a finished run leaves it.
+  /// Always false for runs that only load, or that set load_step.
   bool has_model_alone(int64_t step) const;
   /// Saves the model alone, as step 0.
   void save_seed();
@@ -143,20 +143,20 @@ class RunCheckpoints {
   /// Saves in the hosts' memory, instead of or before the save on disk. Failures are logged.
   bool is_due_in_memory(int64_t step) const;
   void save_in_memory(int64_t step);
-  /// The state in memory may be newer than everything on disk.
+  /// Whether states are kept in memory; they may be newer than everything on disk.
   bool keeps_in_memory() const { return peers_ != nullptr; }
-  /// The run resumed from the hosts' memory: that state isn't on disk.
+  /// Whether the run resumed from the hosts' memory: that state isn't on disk.
   bool resumed_from_memory() const { return from_memory_; }
 
   /// Waits until no save reads the state. Call it before the state changes.
   void wait_for_staging();
   /// Throws if a save in the background has lost ranks.
   void check();
-  /// A save in the background has failed, as far as this rank knows.
+  /// Whether a save in the background has failed, as far as this rank knows.
   bool failed() const { return checkpointer_.failed(); }
   /// Waits for saves in progress; throws what went wrong with them.
   void finish();
-  /// Finishes a run whose state is on disk: removes what is in memory.
+  /// Finishes a run whose state is on disk: removes the states in memory.
   void end();
   double take_blocked_seconds();
 
@@ -191,8 +191,8 @@ class RunCheckpoints {
   bool from_memory_ = false;
   std::vector<std::string> keys_;
   RngState* rng_ = nullptr;
-  int64_t loaded_step_ = -1;       // what the run resumed from or went back to; -1: nothing was loaded
-  std::set<int64_t> saved_steps_;  // whose save began, up to the step that the run went back to
+  int64_t loaded_step_ = -1;       // the step that the run resumed from or went back to; -1: none was loaded
+  std::set<int64_t> saved_steps_;  // steps whose save began, up to the step that the run went back to
   int64_t last_saved_ = -1;        // the last of these; last_failure() may be about one that never began
   int64_t exported_step_ = -1;     // the step whose model is the run's result
 };

@@ -35,7 +35,7 @@ std::vector<std::string> problems_with(const fs::path& step_folder) {
   if (checkpoint::storage_of(step_folder).status(step_folder).kind == checkpoint::Storage::Kind::Nothing)
     return {"there is no " + step_folder.string()};
   if (holds_model_alone(step_folder))
-    return {step_folder.string() + " holds a model alone, for checkpoint.initial_load_path"};
+    return {step_folder.string() + " holds only a model, for checkpoint.initial_load_path"};
   return checkpoint::quick_problems(step_folder);
 }
 
@@ -57,12 +57,12 @@ StepChoice choose_newest(const fs::path& folder, int64_t before, const std::func
     if (entry->step >= before || (counts && !counts(entry->step))) continue;
     std::vector<std::string> problems = problems_with(entry->path);
     if (problems.empty() && !checkpoint::read_manifest(entry->path).finite) {
-      if (!not_finite) not_finite = StepChoice{.step = entry->step, .passed_over = choice.passed_over};
+      if (!not_finite) not_finite = StepChoice{.step = entry->step, .skipped = choice.skipped};
       problems = {entry->path.string() +
-                  ": not all of its numbers are finite (checkpoint.load_step loads it nevertheless)"};
+                  ": not all of its numbers are finite (checkpoint.load_step loads it anyway)"};
     }
     if (problems.empty()) choice.step = entry->step;
-    choice.passed_over.insert(choice.passed_over.end(), problems.begin(), problems.end());
+    choice.skipped.insert(choice.skipped.end(), problems.begin(), problems.end());
   }
   return !choice.step && not_finite ? *not_finite : choice;
 }
@@ -110,7 +110,7 @@ std::string from_rank_0(const dist::World& world, dist::Label label,
     problem = problem_of([&] { text = part(); });
     shared = to_wire(problem, text);
   }
-  // Not all_gather_text: it takes as much memory for each rank as the longest text has bytes.
+  // Not all_gather_text, which allocates the length of the longest text for each rank.
   const auto group = world.everyone();
   shared.resize(static_cast<size_t>(group->sum(static_cast<int64_t>(shared.size()), label)));
   if (world.size() > 1)

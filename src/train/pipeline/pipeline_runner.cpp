@@ -85,7 +85,8 @@ std::vector<data::Batch> split_rows(const std::vector<data::Batch>& batches, int
       parts.push_back(batch);
       continue;
     }
-    TITAN_CHECK(rows > 0 && all % rows == 0, "a batch of ", all, " rows in micro-batches of ", rows);
+    TITAN_CHECK(rows > 0 && all % rows == 0, "a batch of ", all,
+                " rows can't be split into micro-batches of ", rows);
     for (int64_t first = 0; first < all; first += rows) {
       data::Batch part{batch.input_BS.narrow(0, first, rows), batch.labels_BS.narrow(0, first, rows)};
       part.valid_tokens = part.labels_BS.ne(data::kIgnoredLabel).sum().item<int64_t>();
@@ -95,7 +96,7 @@ std::vector<data::Batch> split_rows(const std::vector<data::Batch>& batches, int
   return parts;
 }
 
-// All ranks agree on the copy that counts: the first one of the first rank that has any.
+// All ranks agree on the copy that isn't a duplicate: the first one on the first rank that has any.
 TiedGradients::TiedGradients(std::vector<Parameter>& parameters, const DeviceMesh& pp) {
   for (const auto& [name, holders] : holders_of(parameters, pp)) {
     Tied tied;
@@ -105,7 +106,7 @@ TiedGradients::TiedGradients(std::vector<Parameter>& parameters, const DeviceMes
       parameter.duplicate = !tied.copies.empty() || holders.front() != pp.rank();
       tied.copies.push_back(parameter.data.local);
     }
-    // A frozen one has no gradient to sum, a tensor-parallel part without rows no element of one.
+    // A frozen parameter has no gradient to sum, and a tensor-parallel part without rows has an empty one.
     if (tied.copies.empty() || !tied.copies.front().requires_grad() || tied.copies.front().numel() == 0)
       continue;
     if (holders.size() > 1) {
@@ -129,15 +130,15 @@ void TiedGradients::sum() const {
   }
 }
 
-/// Where a backward starts: keeps a tensor's graph but not its memory, so a tensor that was sent needn't stay
-/// for its backward.
+/// The start of a backward. It keeps a tensor's graph but not its memory, so that a sent tensor can be freed
+/// before its backward.
 class GraphRoot {
  public:
   GraphRoot() = default;
   explicit GraphRoot(const at::Tensor& output);
-  /// The output doesn't require a gradient.
+  /// True if the output doesn't require a gradient.
   bool empty() const { return !edge_.is_valid(); }
-  /// From `grad`, of the output's shape and dtype; the graph is gone then.
+  /// Runs the backward from `grad`, which has the output's shape and dtype, and frees the graph.
   void backward(const at::Tensor& grad);
 
  private:
@@ -154,7 +155,8 @@ void GraphRoot::backward(const at::Tensor& grad) {
                                                         /*create_graph=*/false, /*accumulate_grad=*/true);
 }
 
-/// Local to PipelineRunner::run, so that an exception drops it all; calls on the wire aren't waited for then.
+/// The state of one step, local to PipelineRunner::run: an exception drops it all, without waiting for
+/// messages.
 class RunningStep {
  public:
   RunningStep(PipelineRunner& runner, const StepPlan& plan, const std::vector<data::Batch>& micro_batches,
@@ -202,7 +204,7 @@ class RunningStep {
     perform(due);
     times.push_back({due.action, start_s, steady_now_s(), waited_s_});
   }
-  /// Waits for what is on the wire; returns the loss.
+  /// Waits for the messages in flight; returns the loss.
   at::Tensor finish() {
     for (Sent& sent : sends_) sent.work.wait();
     for (ScheduledSharding& sharding : runner_.shardings_) sharding.finish();
@@ -210,18 +212,18 @@ class RunningStep {
   }
 
  private:
-  /// One stage and micro-batch. The output of a stage's forward stays until it is sent, its input until the
+  /// One stage and micro-batch. The output of a stage's forward is kept until it is sent, its input until the
   /// backward.
   struct Cell {
     at::Tensor input, output, grad_output, grad_input;
-    std::shared_ptr<dist::Work> input_arrives, grad_arrives;  // with others' of the same call
+    std::shared_ptr<dist::Work> input_arrives, grad_arrives;  // shared by the messages of one call
     GraphRoot root;
     DelayedGradients delayed;
   };
 
-  /// On the way to another rank.
+  /// A message in flight to another rank.
   struct Sent {
-    const pipeline::Link* way = nullptr;
+    const pipeline::Link* link = nullptr;
     dist::Work work;
   };
 
@@ -229,7 +231,7 @@ class RunningStep {
     Cell& cell = cells_[due.cell];
     TrainableModel& model = *runner_.stages_[due.stage].model;
     const at::Tensor input = input_of(due, cell);
-    if (!at::GradMode::is_enabled()) cell.input.reset();  // no backward will ask for it
+    if (!at::GradMode::is_enabled()) cell.input.reset();  // no backward will need it
     if (is_last(due)) {
       const at::Tensor loss = model.loss(input, on_device(batch_of(due).labels_BS), global_valid_tokens_);
       cell.root = GraphRoot(loss);
@@ -251,7 +253,7 @@ class RunningStep {
     walk_graph(due, cell);
     if (sharding) sharding->stop_delaying();
   }
-  // The graph goes with its root, so that activations don't outlive their backward.
+  // The backward takes the root and frees its graph, so that activations don't outlive their backward.
   void walk_graph(const Planned& due, Cell& cell) {
     await(cell.grad_arrives);
     const at::Tensor grad = std::exchange(cell.grad_output, {});
@@ -266,14 +268,14 @@ class RunningStep {
     if (due.action.stage == 0) return;
     at::Tensor input_grad = input.grad();
     if (!input_grad.defined()) input_grad = at::zeros_like(input);  // the stage doesn't use it
-    (due.neighbor_cell >= 0 ? cells_[static_cast<size_t>(due.neighbor_cell)].grad_output
-                             : cell.grad_input) = std::move(input_grad);
+    (due.neighbor_cell >= 0 ? cells_[static_cast<size_t>(due.neighbor_cell)].grad_output : cell.grad_input) =
+        std::move(input_grad);
   }
   void send(const Planned& due, at::Tensor tensor) {
     const TensorType& type = plan_.boundaries[due.boundary];
     const bool fits = tensor.defined() && tensor.sizes() == type.sizes && tensor.scalar_type() == type.dtype;
     TITAN_CHECK(
-        fits, to_string(due.action), ": the stage gave ",
+        fits, to_string(due.action), ": the stage returned ",
         tensor.defined() ? titan::str(tensor.scalar_type(), " of ", tensor.sizes()) : titan::str("nothing"),
         ", but ", type.dtype, " of ", at::IntArrayRef(type.sizes), " is expected between these stages");
     batch_.push_back(tensor.contiguous().view(-1));
@@ -285,14 +287,14 @@ class RunningStep {
                                                    : group.send(batch_, due.link->peer, label)});
     batch_.clear();
   }
-  // Drops messages that have arrived. On a device a stream knows which have; gloo knows only while someone
-  // waits, so on the host this waits for the oldest of several on one way. check_schedule() has made sure
-  // that its receive comes.
-  void drop_sent(const pipeline::Link* way) {
-    constexpr int kUnderWay = 4;
-    int under_way = 0;
+  // Drops messages that have arrived. On a device, the stream shows which have. Gloo shows it only to a
+  // thread that waits, so on the host this waits for the oldest of several messages on one link:
+  // check_schedule() has made sure that it is received.
+  void drop_sent(const pipeline::Link* link) {
+    constexpr int kMostInFlight = 4;
+    int in_flight = 0;
     for (auto sent = sends_.rbegin(); sent != sends_.rend(); ++sent)
-      if (sent->way == way && ++under_way >= kUnderWay && runner_.device_.is_cpu()) sent->work.wait();
+      if (sent->link == link && ++in_flight >= kMostInFlight && runner_.device_.is_cpu()) sent->work.wait();
     std::erase_if(sends_, [](Sent& sent) {
       if (sent.work.pending()) return false;
       sent.work.wait();
@@ -346,8 +348,8 @@ class RunningStep {
   ReceiveBuffers buffers_;
   std::vector<Cell> cells_;
   std::vector<Sent> sends_;
-  std::vector<at::Tensor> batch_;                      // messages for one call, until its last has come
-  std::vector<std::shared_ptr<dist::Work>*> awaited_;  // of the cells that receive them
+  std::vector<at::Tensor> batch_;                      // the messages of one call, until it has its last
+  std::vector<std::shared_ptr<dist::Work>*> awaited_;  // where their cells keep that call
   double waited_s_ = 0;
   at::Tensor loss_;
 };
@@ -367,7 +369,7 @@ Planned PipelineRunner::planned(const Action& action, const Schedule& schedule) 
   const auto cell = [&](int64_t stage) { return stage * schedule.num_micro_batches + action.micro_batch; };
   planned.cell = static_cast<size_t>(cell(static_cast<int64_t>(planned.stage)));
   const bool incoming = is_communication(action.kind) && !pipeline::is_send(action.kind);
-  // The other end of the message.
+  // The stage at the other end of the message.
   const int other = is_forward_side(action.kind) != incoming ? action.stage + 1 : action.stage - 1;
   if (is_communication(action.kind)) {
     const int peer = schedule.rank_of_stage.at(static_cast<size_t>(other));
@@ -375,7 +377,7 @@ Planned PipelineRunner::planned(const Action& action, const Schedule& schedule) 
     planned.label = interned(to_string(action));
     planned.boundary = static_cast<size_t>(std::max(action.stage, other));
   } else if (const int64_t neighbor = local_stage(other); neighbor >= 0) {
-    planned.neighbor_cell = cell(neighbor);  // unused by W
+    planned.neighbor_cell = cell(neighbor);  // unused by weight-gradient actions
   }
   return planned;
 }
@@ -402,7 +404,7 @@ StepPlan PipelineRunner::plan(const Schedule& schedule, std::vector<TensorType> 
                                                                           : pipeline::Purpose::Evaluation});
   check_stages(schedule, rank, stages_);
   TITAN_CHECK(schedule.num_stages == 1 || boundaries.size() == static_cast<size_t>(schedule.num_stages),
-              "a schedule of ", schedule.num_stages, " stages needs the type of what enters each, got ",
+              "a schedule of ", schedule.num_stages, " stages needs one boundary type per stage, got ",
               boundaries.size());
   links_.connect(schedule);
   if (shardings_.empty() && pipeline::any_kind(schedule, pipeline::is_parameter_action))
@@ -415,15 +417,14 @@ StepPlan PipelineRunner::plan(const Schedule& schedule, std::vector<TensorType> 
   for (const Action& action : schedule.ranks[static_cast<size_t>(rank)])
     plan.actions.push_back(planned(action, schedule));
   if (has_communication(schedule)) join_messages(plan, schedule);
-  std::set<size_t> done;  // stages
+  std::set<size_t> done;  // stages whose last backward is marked
   for (auto planned = plan.actions.rbegin(); planned != plan.actions.rend(); ++planned)
     if (planned->action.kind == Kind::Backward || planned->action.kind == Kind::BackwardInput)
       planned->last_backward = done.insert(planned->stage).second;
   return plan;
 }
 
-// Adds the error of the first rank to fail: a rank that is lost takes its neighbors with it, and they
-// theirs.
+// Adds the error of the first rank to fail: a rank that is lost makes its neighbors fail, and they theirs.
 std::string PipelineRunner::failure_of(const StepPlan& plan, size_t action, const std::string& reason) const {
   const std::string mine =
       str("in action ", to_string(plan.actions[action].action), " (", action + 1, " of ", plan.actions.size(),
@@ -462,14 +463,14 @@ at::Tensor PipelineRunner::run(const StepPlan& plan, const std::vector<data::Bat
       !failed_,
       "a step of this pipeline has failed, and messages of its stages may still be on the way: the next step "
       "would take them for its own. Start the job again");
-  // Drops what an exception left of an earlier step.
+  // Drops what an earlier step left behind when it failed.
   for (ScheduledSharding& sharding : shardings_) sharding.discard();
   if (shardings_.empty())
     for (const Stage& stage : stages_) discard_gradients(stage.model->root());
   size_t action = 0;
   try {
-    RunningStep step(*this, plan, micro_batches,
-                     global_valid_tokens);  // destroyed before its failure is reported
+    // Destroyed before its failure is reported.
+    RunningStep step(*this, plan, micro_batches, global_valid_tokens);
     for (; action < plan.actions.size(); ++action)
       times_ ? step.perform_timed(plan.actions[action], *times_) : step.perform(plan.actions[action]);
     return step.finish();

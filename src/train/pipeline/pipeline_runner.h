@@ -3,10 +3,10 @@
 // [Note: pipeline runner]
 // A schedule (parallel/pipeline_schedule.h) says what a rank does in one optimizer step: forwards and
 // backwards of its stages, messages to other ranks, and when parameters are gathered, freed and reduced. The
-// runner makes a plan of it once, with everything looked up, and runs that in every step.
+// runner turns it into a plan once, with everything looked up, and runs that plan in every step.
 //
-// A schedule with Unshard actions takes the stages' parameters out of the hands of fully_shard's hooks
-// (ScheduledSharding). One without leaves them there: each layer gathers before its use.
+// A schedule with Unshard actions gathers the stages' parameters itself, in place of fully_shard's hooks
+// (ScheduledSharding). Without such actions, the hooks gather each layer before its use.
 
 #include <atomic>
 #include <cstdint>
@@ -27,64 +27,64 @@ namespace titan::train {
 
 using Stage = ModelPart;
 
-/// A tensor that travels between two stages, as this rank has it.
+/// The type of a tensor that is sent between two stages: this rank's part of it.
 struct TensorType {
   std::vector<int64_t> sizes;
   at::ScalarType dtype = at::kFloat;
   friend bool operator==(const TensorType&, const TensorType&) = default;
 };
 
-/// Each batch as micro-batches of `rows` rows, which divide it, sharing its memory.
+/// Splits each batch into micro-batches of `rows` rows, which are views of it. `rows` must divide each batch.
 std::vector<data::Batch> split_rows(const std::vector<data::Batch>& batches, int64_t rows);
 
-/// A schedule as one rank runs it, with everything looked up: made once by PipelineRunner::plan, run many
+/// One rank's part of a schedule, with everything looked up: made once by PipelineRunner::plan, run many
 /// times.
 struct StepPlan {
   struct Planned {
     pipeline::Action action;
-    size_t stage = 0;             // among this rank's
-    size_t cell = 0;              // of this stage and micro-batch
-    int64_t neighbor_cell = -1;  // of the stage that takes the result, if it is on this rank
+    size_t stage = 0;            // index among this rank's stages
+    size_t cell = 0;             // index for this stage and micro-batch
+    int64_t neighbor_cell = -1;  // for the stage that takes the result, if it is on this rank
     const pipeline::Link* link = nullptr;
-    size_t boundary = 0;  // of a transfer: the stage that it enters or, backwards, leaves
+    size_t boundary = 0;  // for a transfer: the stage that it enters or, in the backward, leaves
     const char* label = "";
     bool last_backward = false;
-    bool joined_with_next = false;  // a message that goes in one call with the next action's
+    bool joined_with_next = false;  // this message and the next action's share one call
   };
   std::vector<Planned> actions;
-  std::vector<TensorType> boundaries;  // by the stage that they enter
+  std::vector<TensorType> boundaries;  // indexed by the stage that they enter
   int num_stages = 0;                  // on all ranks
   int num_micro_batches = 0;
 };
 
-/// A parameter that several pipeline stages have (tied embeddings): one value, whose gradient is the sum of
-/// what each stage's copy got.
+/// Parameters that several pipeline stages share (tied embeddings): one value each, whose gradient is the sum
+/// over the stages' copies.
 class TiedGradients {
  public:
   TiedGradients() = default;
-  /// `parameters`: of all stages here, in their order; copies bear one name. Marks all but the
-  /// pipeline's first as duplicates. Collective over `pp`.
+  /// `parameters`: those of this rank's stages, in stage order; copies have the same name. Marks all copies
+  /// but the pipeline's first as duplicates. Collective over `pp`.
   TiedGradients(std::vector<Parameter>& parameters, const DeviceMesh& pp);
-  /// Gives each copy the sum of all copies' gradients, which are reduced already.
+  /// Sets each copy's gradient to the sum of all copies' gradients. Call it once they are reduced.
   void sum() const;
 
  private:
   struct Tied {
-    std::vector<at::Tensor> copies;      // leaves, here
-    std::shared_ptr<dist::Group> group;  // null: all copies are here
+    std::vector<at::Tensor> copies;      // leaf tensors on this rank
+    std::shared_ptr<dist::Group> group;  // null: all copies are on this rank
     const char* name = "";
   };
   std::vector<Tied> tied_;
 };
 
-/// Memory for messages of one step, reused from micro-batch to micro-batch: as many buffers as are in use at
+/// Memory for the messages of one step, reused across micro-batches: only as many buffers as are in use at
 /// once.
 class ReceiveBuffers {
  public:
   explicit ReceiveBuffers(at::Device device) : device_(device) {}
 
-  /// A tensor without a graph, whose memory nobody else has: a tensor that this gave before, a view of it or
-  /// what a graph saved of it keeps the memory from being given again. Its content is anything.
+  /// Returns an uninitialized tensor without a graph. Its memory is reused only once no earlier tensor, view
+  /// or saved variable of a graph refers to it.
   at::Tensor take(const TensorType& type) {
     for (const at::Tensor& buffer : buffers_)
       if (buffer.sizes() == type.sizes && buffer.scalar_type() == type.dtype && is_free(buffer))
@@ -94,8 +94,9 @@ class ReceiveBuffers {
   }
 
  private:
-  // On the host a backend's thread may have been the last to let go: what it did comes before what follows.
-  // On a GPU whoever let go has queued all that uses the memory, and a receive starts after what is queued.
+  // On the host, a backend's thread may have been the last to release the memory: the fence orders its
+  // accesses before the next ones. On a GPU, all uses are queued before a release, and a receive starts after
+  // queued work.
   static bool is_free(const at::Tensor& buffer) {
     if (buffer.storage().use_count() != 1) return false;
     std::atomic_thread_fence(std::memory_order_acquire);
@@ -106,7 +107,7 @@ class ReceiveBuffers {
   std::vector<at::Tensor> buffers_;
 };
 
-/// A schedule, and what enters each of its stages for one micro-batch.
+/// A schedule, and the types of the tensors that enter its stages for one micro-batch.
 struct ScheduleParts {
   pipeline::Schedule schedule;
   std::vector<TensorType> boundaries;
@@ -117,7 +118,7 @@ struct ActionTime {
   pipeline::Action action;
   double start_s = 0;
   double end_s = 0;
-  double waited_s = 0;  ///< the part of it spent waiting for another rank's message
+  double waited_s = 0;  ///< time within it spent waiting for another rank's message
 };
 
 /// Runs schedules on the stages of one rank.
@@ -126,10 +127,10 @@ class PipelineRunner final : public StepRunner {
   /// `stages`: this rank's, in ascending order. `pp`: one axis.
   PipelineRunner(std::vector<Stage> stages, const DeviceMesh& pp, at::Device device);
 
-  // ---- what the trainer calls
+  // ---- called by the trainer
 
-  /// What forward_backward() and forward() run, on micro-batches of `micro_batch_rows` sequences. Collective
-  /// over pp.
+  /// Sets the schedules of forward_backward() and forward(), on micro-batches of `micro_batch_rows`
+  /// sequences. Collective over pp.
   void set_schedules(const ScheduleParts& training, const std::optional<ScheduleParts>& evaluation,
                      int64_t micro_batch_rows, TiedGradients tied);
   at::Tensor forward_backward(const std::vector<data::Batch>& batches, int64_t global_valid_tokens) override;
@@ -138,17 +139,17 @@ class PipelineRunner final : public StepRunner {
 
   // ---- one schedule
 
-  /// boundaries[s]: what enters stage s (s >= 1) for one micro-batch. Throws ConfigError for a schedule of
-  /// several stages that check_schedule() refuses, and Error if its stages of this rank aren't the runner's.
-  /// Collective over pp.
+  /// boundaries[s]: the type of the tensor that enters stage s (s >= 1) for one micro-batch. Throws
+  /// ConfigError for a schedule of several stages that check_schedule() refuses, and Error if the schedule
+  /// gives this rank other stages than the runner's. Collective over pp.
   StepPlan plan(const pipeline::Schedule& schedule, std::vector<TensorType> boundaries = {});
   /// Returns the loss as forward_backward() does; 0 on ranks without the last stage. An exception becomes an
   /// Error that names the action in which it occurred, and ends the pipeline: messages of that step may still
   /// be on the way, so further runs are refused.
   at::Tensor run(const StepPlan& plan, const std::vector<data::Batch>& micro_batches,
                  int64_t global_valid_tokens);
-  /// From now on each run() appends the times of its actions; null: no more. On a GPU they say when work was
-  /// queued.
+  /// From now on each run() appends the times of its actions; null: it stops doing so. On a GPU these are the
+  /// times when work was queued.
   void record_times(std::vector<ActionTime>* times) { times_ = times; }
 
  private:
@@ -164,7 +165,7 @@ class PipelineRunner final : public StepRunner {
   std::optional<StepPlan> training_, evaluation_;
   int64_t micro_batch_rows_ = 0;
   TiedGradients tied_;
-  std::vector<ScheduledSharding> shardings_;  // of the stages; empty while the hooks gather
+  std::vector<ScheduledSharding> shardings_;  // one per stage; empty while the hooks gather
   std::vector<ActionTime>* times_ = nullptr;
   bool failed_ = false;
 };

@@ -18,38 +18,37 @@ void describe(config::Table<FaultToleranceSettings>& table) {
   using Settings = FaultToleranceSettings;
   table.field("requeue_on", &Settings::requeue_on,
               "signals after which rank 0 puts the stopped SLURM job back into the queue (scontrol requeue); "
-              "[\"SIGUSR1\"] goes with sbatch --signal=USR1@300. See docs/operations.md",
+              "use [\"SIGUSR1\"] with sbatch --signal=USR1@300. See docs/operations.md",
               config::one_of({"SIGTERM", "SIGINT", "SIGUSR1"}));
   table.field("on_nonfinite", &Settings::on_nonfinite,
               "when a loss or the gradient norm isn't finite: \"stop\" the run, or \"skip\" the optimizer's "
               "step on all ranks and continue with the next batch",
               config::one_of({"stop", "skip"}));
   table.field("max_nonfinite_in_a_row", &Settings::max_nonfinite_in_a_row,
-              "steps skipped one after another, at most; the next one stops the run", config::at_least(1));
+              "maximum number of consecutive skipped steps; one more stops the run", config::at_least(1));
   table.field("max_nonfinite_steps", &Settings::max_nonfinite_steps,
-              "steps skipped in the whole run, at most; the next one stops it", config::at_least(1));
+              "maximum number of skipped steps in the whole run; one more stops it", config::at_least(1));
   table.field("spike_sigma", &Settings::spike_sigma,
-              "a loss that lies more than so many standard deviations above the mean of the last "
-              "spike_window ones is a spike: the run rewinds to a checkpoint before it and skips the data "
-              "through the spike; 0: no loss is one. The loss is then read at every step",
+              "a loss more than this many standard deviations above the mean of the last spike_window "
+              "losses is a spike: the run rewinds to a checkpoint before it and skips the data through the "
+              "spike; 0: off. If on, the loss is read at every step",
               config::finite_at_least(0));
   table.field("spike_window", &Settings::spike_window,
-              "losses that mean and deviation are of; nothing is a spike before there are as many",
+              "number of losses in the mean and deviation; no loss is a spike until the window is full",
               config::at_least(2));
   table.field(
       "spike_rewind_steps", &Settings::spike_rewind_steps,
-      "steps that the run goes back from a spike, at least, so that what led to it isn't gone back to; "
-      "where no checkpoint is as old, half as many, and so on. Twice as many for a spike that comes "
-      "within spike_window steps of one before",
+      "minimum steps to rewind. If no checkpoint is old enough, half as many, and so on; twice as many if "
+      "the next spike comes within spike_window steps",
       config::at_least(1));
   table.field("max_rewinds", &Settings::max_rewinds,
-              "how often a run goes back, at most; the next spike stops it", config::at_least(1));
+              "maximum number of rewinds in a run; one more spike stops it", config::at_least(1));
   table.field("check_replicas_freq", &Settings::check_replicas_freq,
-              "steps from one comparison of the parameters that several ranks have a copy of to the next; a "
-              "difference stops the run and names the ranks. 0: they aren't compared",
+              "steps between comparisons of the parameters that several ranks have a copy of; a difference "
+              "stops the run and names the ranks. 0: off",
               config::at_least(0));
 
-  const char* later = "replica groups that come and go come later";
+  const char* later = "replica groups that join and leave a run aren't supported yet";
   const char* on = "enable";
   table.refused(on, false, later);
   table.refused("process_group", std::string("gloo"), later, on, config::one_of({"gloo", "nccl"}));
@@ -70,19 +69,19 @@ namespace {
 
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
-// Each trainer of a job has its own key: a request to stop one isn't meant for the next.
+// Each trainer of a job has its own key, so that a request to stop one doesn't stop the next.
 std::string next_key(const dist::World& world) {
   if (world.size() == 1) return "";
   return str("train/stop/", world.store().add(str("train/stops/", world.rank()), 1));
 }
 
-// A connection of its own: a thread that waits in the shared one would hold it.
+// A separate connection: a thread that waits on the shared one would block it for the others.
 StorePtr open_store(const dist::World& world) {
   return world.size() == 1 ? StorePtr() : world.store().clone();
 }
 
 // Called by the signal watch's thread, whatever this rank is doing.
-void tell_peers(const StorePtr& store, const std::string& key, int signal) {
+void publish_signal(const StorePtr& store, const std::string& key, int signal) {
   if (peer_has_failed())
     return log::info(str(signal_name(signal), ": another rank has failed, and the launcher ends this one"));
   log::warning(str(
@@ -104,20 +103,20 @@ StopOnSignal::StopOnSignal(const dist::World& world)
     : world_(world),
       key_(next_key(world)),
       listener_(std::make_unique<SignalListener>(
-          [store = open_store(world), key = key_](int signal) { tell_peers(store, key, signal); })) {}
+          [store = open_store(world), key = key_](int signal) { publish_signal(store, key, signal); })) {}
 
 StopOnSignal::~StopOnSignal() = default;
 
-Vote StopOnSignal::vote() { return told_ || noted_signal() != 0 ? Vote::Stop : Vote::Go; }
+Vote StopOnSignal::vote() { return asked_by_peer_ || noted_signal() != 0 ? Vote::Stop : Vote::Go; }
 
 bool StopOnSignal::gives_up_waiting() {
-  constexpr int kAsksPerLook = 10;  // at the store
-  return noted_signal() != 0 || (++num_asked_ % kAsksPerLook == 0 && is_asked_by_peer());
+  constexpr int kCallsPerStoreCheck = 10;
+  return noted_signal() != 0 || (++num_asked_ % kCallsPerStoreCheck == 0 && is_asked_by_peer());
 }
 
 bool StopOnSignal::is_asked_by_peer() {
-  if (!key_.empty()) told_ = told_ || world_.store().check({key_});
-  return told_;
+  if (!key_.empty()) asked_by_peer_ = asked_by_peer_ || world_.store().check({key_});
+  return asked_by_peer_;
 }
 
 std::optional<StopCause> StopOnSignal::stop_cause() {
@@ -157,8 +156,7 @@ void NonFiniteSteps::judge(Trainer& /*trainer*/, const StepValues& /*values*/) {
 std::string NonFiniteSteps::why_not_save() const {
   return in_a_row_ == 0
              ? ""
-             : str("it is number ", in_a_row_,
-                   " in a row whose numbers aren't finite; the next step whose numbers are is saved");
+             : str("it is non-finite step number ", in_a_row_, " in a row; the next finite step is saved");
 }
 
 void NonFiniteSteps::add_metrics(StepMetrics& metrics) const {
@@ -172,8 +170,7 @@ std::string NonFiniteSteps::state() const {
 void NonFiniteSteps::load(const std::string& state) {
   const auto tree = parse_json(state);
   const auto total = json_count(tree, "total"), in_a_row = json_count(tree, "in_a_row");
-  TITAN_CHECK(total && in_a_row,
-              "the counts 'total' and 'in_a_row' of steps that weren't finite are missing");
+  TITAN_CHECK(total && in_a_row, "the counts 'total' and 'in_a_row' of non-finite steps are missing");
   total_ = std::max(total_, *total);
   in_a_row_ = *in_a_row;
 }

@@ -1,8 +1,8 @@
 #pragma once
 
-// [fault_tolerance]: what a run does about signals, steps that go wrong, and ranks that compute something
-// else; and the policies for the first two. TorchTitan's keys of this table are about replica groups that
-// come and go, which don't exist here.
+// [fault_tolerance]: how a run reacts to signals, to steps that go wrong and to replicas that differ, and the
+// policies for the first two. TorchTitan's keys of this table are about replica groups that join and leave a
+// run, which don't exist here.
 
 #include <cstdint>
 #include <functional>
@@ -19,16 +19,16 @@ namespace titan::train {
 struct FaultToleranceSettings {
   config::StringList requeue_on;  ///< signals after which the SLURM job is put back into the queue
 
-  std::string on_nonfinite = "stop";    ///< a loss or gradient norm that isn't finite: "stop" or "skip"
+  std::string on_nonfinite = "stop";    ///< for a non-finite loss or gradient norm: "stop" or "skip"
   int64_t max_nonfinite_in_a_row = 10;  ///< with "skip"; one more stops the run
-  int64_t max_nonfinite_steps = 100;    ///< the same, of the whole run
+  int64_t max_nonfinite_steps = 100;    ///< the same for the whole run
 
-  double spike_sigma = 0;      ///< a loss so many standard deviations above its mean is a spike; 0: none is
-  int64_t spike_window = 100;  ///< losses that mean and deviation are of
-  int64_t spike_rewind_steps = 100;  ///< least distance back from a spike, if there is such a checkpoint
-  int64_t max_rewinds = 3;           ///< to a checkpoint, in a whole run; a further spike stops it
+  double spike_sigma = 0;            ///< standard deviations above the mean that make a loss a spike; 0: off
+  int64_t spike_window = 100;        ///< number of losses in the mean and deviation
+  int64_t spike_rewind_steps = 100;  ///< minimum steps to rewind, if a checkpoint is that old
+  int64_t max_rewinds = 3;           ///< in the whole run; one more spike stops it
 
-  int64_t check_replicas_freq = 0;  ///< steps from one comparison of replicas to the next; 0: none
+  int64_t check_replicas_freq = 0;  ///< steps between comparisons of replicas; 0: off
 };
 
 void describe(config::Table<FaultToleranceSettings>& table);
@@ -50,15 +50,15 @@ class StopOnSignal final : public TrainerPolicy {
   bool is_asked_by_peer();
 
   dist::World world_;
-  std::string
-      key_;  // in the job's store, set by a rank that was sent a signal; empty: there are no other ranks
+  // Set in the job's store by a rank that received a signal; empty: there are no other ranks.
+  std::string key_;
   std::unique_ptr<SignalListener> listener_;
-  bool told_ = false;  // by a peer
+  bool asked_by_peer_ = false;
   int num_asked_ = 0;  // calls of gives_up_waiting
 };
 
 /// fault_tolerance.on_nonfinite: what a run does about a loss or gradient norm that isn't finite. Counts the
-/// steps that were skipped, and stops the run where there are too many.
+/// skipped steps, and stops the run if there are too many.
 class NonFiniteSteps final : public TrainerPolicy {
  public:
   explicit NonFiniteSteps(const FaultToleranceSettings& settings) : settings_(settings) {}
@@ -68,7 +68,7 @@ class NonFiniteSteps final : public TrainerPolicy {
   std::string why_not_save() const override;
   void add_metrics(StepMetrics& metrics) const override;
   std::string state() const override;
-  /// Keeps a total that is higher than the state's: the run has gone back.
+  /// Keeps its own total if that is higher than the state's, because the run has been rewound.
   void load(const std::string& state) override;
 
   int64_t total() const { return total_; }
@@ -77,7 +77,7 @@ class NonFiniteSteps final : public TrainerPolicy {
  private:
   FaultToleranceSettings settings_;
   int64_t total_ = 0;
-  int64_t in_a_row_ = 0;  // up to the last step
+  int64_t in_a_row_ = 0;  // ending with the last step
 };
 
 }  // namespace titan::train

@@ -23,10 +23,10 @@ namespace {
 constexpr std::array kStopSignals = {SIGTERM, SIGINT, SIGUSR1, SIGHUP};
 constexpr int64_t kSameSignalNs = 200'000'000;
 
-// A signal handler only reaches globals.
+// A signal handler can only reach globals.
 std::atomic<int> first_signal{0};
 std::atomic<int64_t> first_signal_ns{0};
-std::atomic<int> first_note{0};  // what the launcher sent along with it
+std::atomic<int> first_note{0};  // the launcher's value with that signal; 0: none
 std::atomic<bool> first_by_launcher{false};
 std::atomic<int> launcher{0};
 sem_t signal_noted;
@@ -67,12 +67,12 @@ sigset_t stop_signals() {
 std::mutex listener_mutex;
 std::vector<const std::function<void(int)>*> listeners;
 
-void tell_listeners() {
+void notify_listeners() {
   const std::lock_guard lock(listener_mutex);
-  for (const auto* tell : listeners) (*tell)(first_signal);
+  for (const auto* notify : listeners) (*notify)(first_signal);
 }
 
-/// The actions and the mask that were there before, and the thread that the handler runs in.
+/// The previous actions and mask, and the thread that the handler runs in.
 struct Watching {
   std::array<struct sigaction, kStopSignals.size()> before{};
   sigset_t mask_before{};
@@ -86,14 +86,14 @@ void watch(const std::stop_token& stop) {
   while (true) {
     if (::sem_wait(&signal_noted) != 0) continue;  // interrupted by the handler, which has posted
     if (stop.stop_requested()) return;
-    tell_listeners();
+    notify_listeners();
   }
 }
 
 }  // namespace
 
 SignalWatch::SignalWatch(int launcher_pid) {
-  TITAN_CHECK(!is_watching.exchange(true), "a process has one SignalWatch, and there is one already");
+  TITAN_CHECK(!is_watching.exchange(true), "this process already has a SignalWatch");
   first_signal = 0;
   first_signal_ns = 0;
   first_note = 0;
@@ -109,7 +109,7 @@ SignalWatch::SignalWatch(int launcher_pid) {
   action.sa_flags = SA_RESTART | SA_SIGINFO;
   for (size_t i = 0; i < kStopSignals.size(); ++i) {
     ::sigaction(kStopSignals[i], nullptr, &watching->before[i]);
-    // Ignored, as under nohup or in a shell's background.
+    // Signals that are ignored, as under nohup or in a shell's background, stay so.
     if (watching->before[i].sa_handler != SIG_IGN) ::sigaction(kStopSignals[i], &action, nullptr);
   }
   watching->thread = std::jthread([](const std::stop_token& stop) { watch(stop); });
@@ -140,15 +140,15 @@ std::string signal_name(int signal) {
   return name ? str("SIG", name) : str("signal ", signal);
 }
 
-SignalListener::SignalListener(std::function<void(int)> tell) : tell_(std::move(tell)) {
+SignalListener::SignalListener(std::function<void(int)> notify) : notify_(std::move(notify)) {
   const std::lock_guard lock(listener_mutex);
-  listeners.push_back(&tell_);
-  if (const int signal = noted_signal()) tell_(signal);
+  listeners.push_back(&notify_);
+  if (const int signal = noted_signal()) notify_(signal);
 }
 
 SignalListener::~SignalListener() {
   const std::lock_guard lock(listener_mutex);
-  std::erase(listeners, &tell_);
+  std::erase(listeners, &notify_);
 }
 
 }  // namespace titan::train

@@ -22,13 +22,13 @@ void describe(config::Table<ValidationSettings>& table) {
               "sequences per data-parallel rank and micro-batch", config::at_least(1));
   table.field(
       "global_batch_size", &Settings::global_batch_size,
-      "sequences of a batch of all ranks, whatever their number: with `steps`, what is validated then "
-      "doesn't depend on it; -1: local_batch_size x data-parallel ranks",
+      "sequences per batch over all ranks; with `steps`, it fixes what is validated, whatever the number of "
+      "ranks; -1: local_batch_size x data-parallel ranks",
       config::positive_or_minus_one());
   table.field("seq_len", &Settings::seq_len, "tokens per sequence, at most training.seq_len",
               config::at_least(1));
   table.field("freq", &Settings::freq, "steps from one validation to the next", config::at_least(1));
-  table.field("steps", &Settings::steps, "batches of a validation; -1: the whole set once",
+  table.field("steps", &Settings::steps, "batches per validation; -1: the whole set once",
               config::positive_or_minus_one());
   table.table("dataloader", &Settings::dataloader);
 }
@@ -74,7 +74,7 @@ bool Validation::end_step(Trainer& trainer) {
   trainer.settle();
   const auto start = std::chrono::steady_clock::now();
   loader_.restart();
-  // A rank that gives up waiting comes to the count without tensors.
+  // A rank that gives up waiting joins the count with an empty batch.
   const ValidationBatches batches{.next = [&]() -> std::optional<data::Batch> {
                                     return trainer.wait_for(loader_) ? loader_.next() : data::Batch();
                                   },

@@ -1,4 +1,4 @@
-// The threads of the checkpointer: who waits for whom, and what becomes of an exception.
+// The threads of the checkpointer: how they wait for each other, and how exceptions reach the caller.
 
 #include "checkpoint/save/checkpointer_impl.h"
 
@@ -20,7 +20,7 @@ using std::chrono::milliseconds;
 
 bool never() { return false; }
 
-TEST(Background, DoesOneJobAfterTheOther) {
+TEST(Background, RunsJobsOneAfterTheOther) {
   std::atomic<int> sum = 0;
   Background background;
   EXPECT_FALSE(background.busy());
@@ -45,7 +45,7 @@ TEST(Background, ReleasesAJobsObjectsBeforeItIsDone) {
   EXPECT_EQ(held.use_count(), 1);
 }
 
-// As a rank whose file system hangs: nobody waits for it for ever, also not at the end.
+// A rank's file system may hang: nothing waits for its job forever, not even the destructor.
 TEST(Background, AbandonsAHangingJob) {
   const auto ended = std::make_shared<std::atomic<bool>>(false);
   const auto may_end = std::make_shared<std::atomic<bool>>(false);

@@ -36,11 +36,11 @@ TEST(BlockChecks, FindsNonFiniteElementsOfEachDtypeAtEachPosition) {
   const double inf = std::numeric_limits<double>::infinity(), nan = std::numeric_limits<double>::quiet_NaN();
   for (auto dtype :
        {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16, at::kFloat8_e5m2, at::kFloat8_e4m3fn}) {
-    const at::Tensor clean = sample(dtype, {67});  // no multiple of a vector
+    const at::Tensor clean = sample(dtype, {67});  // not a multiple of a vector's length
     ASSERT_TRUE(finite(clean)) << dtype;
     for (int64_t position = 0; position < 67; ++position) {
       for (double value : {nan, inf, -inf}) {
-        if (dtype == at::kFloat8_e4m3fn && std::isinf(value)) continue;  // it has none
+        if (dtype == at::kFloat8_e4m3fn && std::isinf(value)) continue;  // has no infinities
         at::Tensor spoiled = clean.clone();
         spoiled[position] = at::scalar_tensor(value).to(dtype);
         EXPECT_FALSE(finite(spoiled)) << dtype << " " << value << " at " << position;
@@ -67,7 +67,7 @@ TEST(BlockChecks, LargestNumbersAreFinite) {
   EXPECT_TRUE(finite(at::full({3}, std::numeric_limits<double>::max(), at::kDouble)));
   EXPECT_TRUE(finite(at::full({3}, -std::numeric_limits<float>::max(), at::kFloat)));
   EXPECT_TRUE(finite(at::full({3}, std::numeric_limits<double>::denorm_min(), at::kDouble)));
-  EXPECT_TRUE(finite(at::full({3}, -1, at::kLong)));  // all bits set, and no float
+  EXPECT_TRUE(finite(at::full({3}, -1, at::kLong)));  // all bits set, but not a float
 }
 
 }  // namespace

@@ -14,10 +14,10 @@
 #include "unit/checkpoint/in_child.h"
 
 namespace {
-int flock_errno = 0;  // what flock fails with; 0: it works
+int flock_errno = 0;  // the error of flock(); 0: it works
 }
 
-// In place of the C library's, also for the library under test.
+// Replaces the C library's function, for the library under test too.
 extern "C" __attribute__((visibility("default"))) int flock(int descriptor, int operation) noexcept {
   if (flock_errno == 0) return static_cast<int>(syscall(SYS_flock, descriptor, operation));
   errno = flock_errno;
@@ -49,7 +49,7 @@ std::string host() {
   return name;
 }
 
-TEST(FolderLock, OneWriterAtATime) {
+TEST(FolderLock, AllowsOneWriterAtATime) {
   const TempFolder folder;
   const fs::path steps = folder / "made/by/the/lock";
   {
@@ -61,12 +61,12 @@ TEST(FolderLock, OneWriterAtATime) {
         other.message,
         AllOf(StartsWith(str(steps.string(), " is being written to by process ", getpid(), " on ", host())),
               HasSubstr("one writer at a time")));
-    EXPECT_THAT(try_to_lock(steps), HasSubstr("is being written to"));  // in this process, too
+    EXPECT_THAT(try_to_lock(steps), HasSubstr("is being written to"));  // in this process too
   }
   EXPECT_EQ(in_child([&] { return try_to_lock(steps); }).message, "held");
 }
 
-TEST(FolderLock, AKilledProcessReleasesIt) {
+TEST(FolderLock, IsReleasedWhenTheProcessIsKilled) {
   const TempFolder folder;
   const auto killed = in_child([&]() -> std::string {
     const FolderLock lock(folder.path());
@@ -77,7 +77,7 @@ TEST(FolderLock, AKilledProcessReleasesIt) {
   EXPECT_THAT(read_file(folder / ".lock"), str("process ", getpid(), " on ", host(), "\n"));
 }
 
-TEST(FolderLock, UnprintableHolderTextIsHidden) {
+TEST(FolderLock, HidesUnprintableHolderText) {
   const TempFolder folder;
   const FolderLock lock(folder.path());
   for (const std::string text : {std::string(), std::string("\033[2Jboo"), std::string("\0\0", 2)}) {
@@ -98,7 +98,7 @@ TEST(FolderLock, WarnsWhereTheFileSystemHasNoLocks) {
   flock_errno = 0;
 }
 
-TEST(FolderLock, ALinkIsNotFollowed) {
+TEST(FolderLock, DoesNotFollowALink) {
   const TempFolder folder, elsewhere;
   fs::create_symlink(elsewhere / "victim", folder / ".lock");
   EXPECT_THAT(try_to_lock(folder.path()), HasSubstr("cannot open"));

@@ -1,4 +1,4 @@
-// docs/checkpoint_format.md, taken at its word: the program it shows reads what we write.
+// The program in docs/checkpoint_format.md reads the checkpoints that we write.
 
 #include <cstdlib>
 #include <fstream>
@@ -25,7 +25,7 @@ std::shared_ptr<const TensorLayout> layout(std::vector<LayoutAxis> axes) {
   return std::make_shared<const TensorLayout>(TensorLayout{std::move(axes)});
 }
 
-// Cut twice, shared out by copies, on one stage only, a scalar, and nothing at all.
+// A tensor that is split twice, one whose copies share the writing, a scalar on one stage, and an empty one.
 StateTable sample_table() {
   const LayoutAxis stage{.name = "pp", .size = 2, .stride = 4, .only = 1};
   const LayoutAxis columns{.name = "tp", .size = 2, .stride = 1, .dim = 1};

@@ -18,7 +18,7 @@ namespace fs = std::filesystem;
 
 constexpr int64_t kMiB = 1 << 20;
 
-/// A kernel's files, made up.
+/// Made-up files of a kernel.
 class MemoryLimits : public ::testing::Test {
  protected:
   MemoryLimits() {
@@ -32,7 +32,7 @@ class MemoryLimits : public ::testing::Test {
     fs::create_directories((folder_ / name).parent_path());
     std::ofstream(folder_ / name) << text;
   }
-  /// A version 2 group, in `groups`/.
+  /// Writes the files of a version 2 group, in `groups`/.
   void write_group(const std::string& name, const std::string& limit, int64_t usage,
                    const std::string& stat = "") const {
     write("groups/" + name + "/memory.max", limit + "\n");
@@ -50,7 +50,7 @@ class MemoryLimits : public ::testing::Test {
         held_bytes,
         {.meminfo = folder_ / "meminfo", .groups = folder_ / "cgroup", .mounts = folder_ / "mountinfo"});
   }
-  /// In MiB.
+  /// The free memory of each limit, in MiB.
   std::vector<int64_t> free(int64_t held_bytes = 0) const {
     std::vector<int64_t> sizes;
     for (const MemoryLimit& limit : limits(held_bytes)) sizes.push_back(limit.free_bytes / kMiB);
@@ -62,10 +62,10 @@ class MemoryLimits : public ::testing::Test {
 
 TEST_F(MemoryLimits, UsesTheHostWithoutControlGroups) {
   EXPECT_THAT(free(), ElementsAre(4000));
-  EXPECT_THAT(free(200 * kMiB), ElementsAre(4200)) << "what makes way is free";
+  EXPECT_THAT(free(200 * kMiB), ElementsAre(4200)) << "files that will be replaced count as free";
   fs::remove(folder_ / "meminfo");
   fs::remove(folder_ / "mountinfo");
-  EXPECT_THAT(limits(), IsEmpty()) << "what can't be read limits nothing";
+  EXPECT_THAT(limits(), IsEmpty()) << "a limit that can't be read doesn't count";
 }
 
 TEST_F(MemoryLimits, ReadsVersion2GroupsUpToTheRoot) {
@@ -78,7 +78,7 @@ TEST_F(MemoryLimits, ReadsVersion2GroupsUpToTheRoot) {
   EXPECT_THAT(limits()[2].name, HasSubstr("groups/job_7"));
 
   write("groups/job_7/memory.high", std::to_string(500 * kMiB));
-  EXPECT_THAT(free(), ElementsAre(4000, 650, 100)) << "above it processes are held up";
+  EXPECT_THAT(free(), ElementsAre(4000, 650, 100)) << "above memory.high processes are throttled";
   write("groups/job_7/memory.current", std::to_string(600 * kMiB));
   EXPECT_THAT(free(), ElementsAre(4000, 650, 0));
 }
@@ -96,11 +96,11 @@ TEST_F(MemoryLimits, ReadsVersion1MemoryController) {
         "inactive_file 1\ntotal_inactive_file " + std::to_string(100 * kMiB) + "\ntotal_active_file " +
             std::to_string(20 * kMiB) + "\ntotal_shmem " + std::to_string(300 * kMiB) + "\n");
   EXPECT_THAT(free(), ElementsAre(4000, 220)) << "page cache is free, files in memory aren't";
-  EXPECT_THAT(free(200 * kMiB), ElementsAre(4200, 420)) << "but for those that make way";
-  EXPECT_THAT(free(2000 * kMiB), ElementsAre(6000, 520)) << "which another group may have written";
+  EXPECT_THAT(free(200 * kMiB), ElementsAre(4200, 420)) << "except those that will be replaced";
+  EXPECT_THAT(free(2000 * kMiB), ElementsAre(6000, 520)) << "another group may have written some of them";
 }
 
-// It sees its own group's folders alone, with or without a namespace for them.
+// A container sees only its own group's folders, with or without a namespace for them.
 TEST_F(MemoryLimits, ReadsAContainersMount) {
   write_group("", std::to_string(900 * kMiB), 100 * kMiB);
   mount_groups();
@@ -140,7 +140,7 @@ TEST(MemoryNeeds, AddUpForProcessesThatShareALimit) {
   const auto together = tightest({need(30, "a", 45), need(30, "a", 44)});
   EXPECT_EQ(together->limit.name, "group a");
   EXPECT_EQ(together->wanted_bytes, 60);
-  EXPECT_EQ(together->limit.free_bytes, 44) << "who looked last saw most taken";
+  EXPECT_EQ(together->limit.free_bytes, 44) << "the smallest reported amount counts";
   const auto host = tightest({need(60, "a", 100), need(60, "b", 100)});
   EXPECT_EQ(host->limit.name, "this host");
   EXPECT_EQ(host->wanted_bytes, 120);

@@ -1,4 +1,4 @@
-// Folders in Hugging Face's form: written, read, and refused.
+// Writing, reading and refusing folders in Hugging Face's form.
 
 #include "titan/checkpoint/hugging_face.h"
 
@@ -63,7 +63,7 @@ class Sharded : public ::testing::Test {
   const std::string first = "model-00001-of-00002.safetensors", second = "model-00002-of-00002.safetensors";
 };
 
-TEST_F(Sharded, RoundTrip) {
+TEST_F(Sharded, RoundTripsTheWeights) {
   EXPECT_EQ(problems_of(hf), "");
   const HfFolder files(hf);
   EXPECT_EQ(files.files().size(), 2u);
@@ -76,7 +76,7 @@ TEST_F(Sharded, RoundTrip) {
     EXPECT_TRUE(at::equal(SafetensorsFile(folder / "back.safetensors").tensor(name), values));
 }
 
-TEST_F(Sharded, ConfigRoundTrip) {
+TEST_F(Sharded, RoundTripsTheConfig) {
   HfConfig expected = toy().config;
   expected["torch_dtype"] = "float32";
   EXPECT_EQ(read_hf_config(hf), expected);
@@ -97,7 +97,7 @@ TEST_F(Sharded, KeepsAnExistingFolder) {
   EXPECT_TRUE(at::equal(HfFolder(hf).file_of("x.b").tensor("x.b"), weights[1].second.to(at::kBFloat16)));
 }
 
-TEST_F(Sharded, AFailureLeavesNothing) {
+TEST_F(Sharded, LeavesNothingAfterAFailure) {
   const HfTensor tensor = toy().tensors[1];
   const auto fail = [](size_t, const AppendTensor&) { throw Error("disk gone"); };
   EXPECT_THROW(write_hf_folder(folder / "new", toy(), {{&tensor, at::kFloat}}, {}, fail), Error);
@@ -117,7 +117,7 @@ TEST_F(Sharded, WritesInPlaceOnRequest) {
   EXPECT_FALSE(fs::exists(folder / "there.old"));
 }
 
-TEST_F(Sharded, NamesStayInTheFolder) {
+TEST_F(Sharded, RefusesFilesOutsideTheFolder) {
   fs::copy_file(hf / second, folder / "out.safetensors");
   for (const std::string name : {"../out.safetensors", "/etc/passwd", "sub/x.safetensors", "..",
                                  ".hidden.safetensors", "a\\u0000.safetensors"}) {
@@ -132,7 +132,7 @@ TEST_F(Sharded, NamesStayInTheFolder) {
   EXPECT_EQ(problems_of(hf), "");
 }
 
-TEST_F(Sharded, IndexAndShardsAgree) {
+TEST_F(Sharded, RefusesAnIndexThatContradictsTheShards) {
   const std::string q = "\"x.q\": \"" + first + "\"", b = "\"x.b\": \"" + second + "\"";
   set_index(q + ", \"x.b\": \"" + first + "\"");
   EXPECT_THAT(problems_of(hf), HasSubstr("'x.b' is missing, although the index lists it"));
@@ -150,7 +150,7 @@ TEST_F(Sharded, IndexAndShardsAgree) {
   set_index("\"x.q\": {\"file\": 1}, \"x.b\": 3");
   EXPECT_THAT(problems_of(hf), HasSubstr("allowed: the name"));
   fs::copy_file(hf / second, hf / "model.safetensors");
-  EXPECT_THAT(problems_of(hf), HasSubstr("which is meant?"));
+  EXPECT_THAT(problems_of(hf), HasSubstr("remove one of them"));
 }
 
 TEST_F(Sharded, ListsAllDifferentTensorsTogether) {
@@ -165,13 +165,13 @@ TEST_F(Sharded, ListsAllDifferentTensorsTogether) {
   EXPECT_FALSE(fs::exists(folder / "no.safetensors"));
 }
 
-TEST_F(Sharded, OldTablesAreIgnored) {
+TEST_F(Sharded, IgnoresOldTables) {
   save_safetensors(hf / second, {{"x.b", at::zeros({10})}, {"x.table", at::zeros({3})}}, {});
   set_index("\"x.q\": \"" + first + "\", \"x.b\": \"" + second + "\", \"x.table\": \"" + second + "\"");
   EXPECT_EQ(problems_of(hf), "");
 }
 
-TEST_F(Sharded, DamagedConfigs) {
+TEST_F(Sharded, RefusesDamagedConfigs) {
   const auto problem_of = [&](const std::string& text) -> std::string {
     write(hf / "config.json", text);
     try {
@@ -201,7 +201,7 @@ TEST_F(Sharded, DamagedConfigs) {
 }
 
 // The same weights, cut by rows, by columns within a head, and whole.
-TEST(HfConvert, AnyMeshsStateGivesTheSameFileAndFolder) {
+TEST(HfConvert, WritesTheSameFileAndFolderFromAnyMesh) {
   TempFolder folder;
   const auto weights = toy_weights();
   save_safetensors(folder / "ours.safetensors", weights);
@@ -241,7 +241,7 @@ TEST(HfConvert, MemoryDoesNotGrowWithTheTensor) {
             append(at::arange(row, row + 1000, at::kFloat).unsqueeze(1).expand({1000, columns}));
         });
   }
-  // The kernel's mark of the most memory that this process had, from here on.
+  // Resets the kernel's record of this process's peak memory.
   std::ofstream("/proc/self/clear_refs") << 5;
   const auto peak_kb = [] {
     std::ifstream status("/proc/self/status");

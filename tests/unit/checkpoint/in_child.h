@@ -1,6 +1,6 @@
 #pragma once
 
-// A part of a test in a process of its own: to be killed, to hold a lock, or to have fewer rights.
+// Runs a part of a test in a child process: to be killed, to hold a lock, or to have fewer rights.
 
 #include <sys/wait.h>
 #include <unistd.h>
@@ -45,7 +45,7 @@ inline ChildResult in_child(const std::function<std::string()>& body) {
   return result;
 }
 
-/// In a child without root's rights, for which permissions count.
+/// Runs `body` in a child without root's rights, which permissions apply to.
 inline ChildResult as_nobody(const std::function<std::string()>& body) {
   return in_child([&] {
     constexpr uid_t kNobody = 65534;

@@ -24,7 +24,7 @@ struct Grid {
   int size() const { return pp * dp_replicate * dp_shard * cp * tp; }
 };
 
-// How tensors of a model lie: over copies, FSDP's axis (dp_shard x cp) and the tensor-parallel one.
+// How a model's tensors are spread: over copies, FSDP's axis (dp_shard x cp) and the tensor-parallel axis.
 struct Cut {
   Shape shape;
   std::vector<Placement> placements;
@@ -80,13 +80,13 @@ void count_elements(const Box& box, const Shape& shape, std::vector<int>& counts
       ++counts[static_cast<size_t>((box.offset[0] + row) * shape[1] + box.offset[1] + column)];
 }
 
-// From one rank's layout alone: who has what, and the parts tile the tensor.
+// Checks that one rank's layout describes every rank's part, and that the parts tile the tensor.
 void expect_tiled(const TensorLayout& layout, const Cut& cut, const Said& said) {
   const auto world_size = static_cast<int64_t>(said.boxes.size());
   check_layout(layout, cut.shape, world_size);
   const int64_t copies = num_replicas(layout, world_size);
   std::vector<int> counts(static_cast<size_t>(cut.shape[0] * cut.shape[1]));
-  std::map<std::pair<Shape, int64_t>, std::vector<int64_t>> replicas;  // of each position on the axes
+  std::map<std::pair<Shape, int64_t>, std::vector<int64_t>> replicas;  // ranks by position on the axes
   for (int64_t rank = 0; rank < world_size; ++rank) {
     const bool is_mine = said.layouts[static_cast<size_t>(rank)] == layout;
     ASSERT_EQ(holds(layout, rank), is_mine) << rank;
@@ -192,7 +192,7 @@ TEST(Layout, RefusesATensorThatContradictsItsPlacements) {
   EXPECT_THAT(problem([&] { layout_of(good, meshes.tensors); }), HasSubstr("a pipeline has one axis"));
 }
 
-// Axes that aren't neighbors make no digit of the ranks' numbers.
+// Axes that aren't neighbors don't form a digit of the rank numbers.
 TEST(Layout, RefusesAnAxisWithoutAStride) {
   const dist::World world = dist::init({.backend = "fake", .fake_rank = 0, .fake_world_size = 8});
   const DeviceMesh mesh = DeviceMesh::create(world, {{"a", 2}, {"b", 2}, {"c", 2}});
@@ -227,7 +227,7 @@ TEST(Layout, RefusesUnsoundLayouts) {
       {{{.name = "a", .size = 2, .stride = 1, .dim = 0}, {.name = "b", .size = 2, .stride = 1, .dim = 1}},
        "axis 'b' (size 2, stride 1) isn't independent"},
       {{{.name = "a", .size = 4, .stride = 1, .dim = 0}, {.name = "b", .size = 3, .stride = 2, .dim = 1}},
-       "no multiple of 4"}};
+       "isn't a multiple of 4"}};
   for (const Unsound& unsound : cases)
     EXPECT_THAT(problem([&] { check_layout({unsound.axes}, {8, 8}, 12); }), HasSubstr(unsound.why));
   const TensorLayout sound{
@@ -247,9 +247,9 @@ TEST(Layout, RefusesHugeShapes) {
   EXPECT_THAT(said_of(Shape(65, 1)), HasSubstr("at most 64"));
 }
 
-// The rule: what the parts are when all positions go with all others. A layout that passes tiles the tensor;
-// one whose parts don't tile it doesn't pass.
-TEST(Layout, SoundLayoutsTileTheTensor) {
+// The parts tile the tensor if every combination of positions occurs equally often. A layout whose parts
+// don't tile it must not pass.
+TEST(Layout, AcceptsOnlyLayoutsThatTileTheTensor) {
   int sound = 0, unsound = 0;
   const Shape shape = {7, 6};
   for (int64_t world_size : {4, 6, 8, 12})
@@ -259,7 +259,7 @@ TEST(Layout, SoundLayoutsTileTheTensor) {
           for (int64_t stride_b = 1; stride_b <= 6; ++stride_b) {
             const TensorLayout layout{{{.name = "a", .size = size_a, .stride = stride_a, .dim = 0},
                                        {.name = "b", .size = size_b, .stride = stride_b, .dim = 1}}};
-            // How many ranks have each pair of positions; independent digits: all the same number.
+            // The number of ranks at each pair of positions: equal for independent digits.
             std::map<std::pair<int64_t, int64_t>, int64_t> ranks;
             for (int64_t rank = 0; rank < world_size; ++rank)
               ++ranks[{rank / stride_a % size_a, rank / stride_b % size_b}];

@@ -56,7 +56,7 @@ std::string with_digest(const std::string& rest) {
   return "{\"titan_checkpoint\":1,\"digest\":\"" + digest_of(rest) + "\",\n" + rest;
 }
 
-// The sample with the first `from` after the digest changed to `to`, and a matching digest.
+// The sample with the first `from` after the digest replaced by `to`, and a matching digest.
 std::string changed(const std::string& from, const std::string& to) {
   const std::string text = to_text(sample_manifest());
   std::string rest = text.substr(text.find('\n') + 1);
@@ -65,14 +65,14 @@ std::string changed(const std::string& from, const std::string& to) {
   return with_digest(rest.replace(at, from.size(), to));
 }
 
-TEST(Manifest, DigestsAreXxh3Of128Bits) {
+TEST(Manifest, DigestIsXxh3Of128Bits) {
   // The reference implementations: xxhsum -H128, Python's xxhash.xxh3_128_hexdigest.
   EXPECT_EQ(digest_of(""), "99aa06d3014798d86001c324468d497f");
   EXPECT_EQ(digest_of("a").size(), 32u);
   EXPECT_NE(digest_of("a"), digest_of("b"));
 }
 
-TEST(Manifest, FilesAreNamedByRank) {
+TEST(Manifest, NamesFilesByRank) {
   EXPECT_EQ(file_name(0), "rank_00000.safetensors");
   EXPECT_EQ(file_name(123), "rank_00123.safetensors");
   EXPECT_EQ(file_name(123456), "rank_123456.safetensors");
@@ -84,7 +84,7 @@ TEST(Manifest, RoundTrips) {
   const Manifest read = parse_manifest(text, "m");
   expect_equal(read, manifest);
   EXPECT_EQ(to_text(read), text);
-  // Equal layouts are one again.
+  // Equal layouts are one object again.
   EXPECT_EQ(read.table.tensors()[0].layout, read.table.tensors()[2].layout);
 }
 
@@ -124,7 +124,7 @@ TEST(Manifest, KeepsUtf8AndReplacesOtherBytes) {
   EXPECT_THAT(read.texts.at("dataloader"), StartsWith("\xef\xbf\xbd"));
 }
 
-TEST(Manifest, EveryFlippedBitIsFound) {
+TEST(Manifest, DetectsEveryFlippedBit) {
   const std::string text = to_text(sample_manifest());
   for (size_t i = 0; i < 8 * text.size(); ++i) {
     std::string flipped = text;
@@ -133,7 +133,7 @@ TEST(Manifest, EveryFlippedBitIsFound) {
   }
 }
 
-TEST(Manifest, EveryTruncationAndEveryAddedByteIsFound) {
+TEST(Manifest, DetectsEveryTruncationAndAddedByte) {
   const std::string text = to_text(sample_manifest());
   for (size_t length = 0; length < text.size(); ++length)
     ASSERT_NE(manifest_complaint(text.substr(0, length)), "") << length;
@@ -251,7 +251,7 @@ TEST(Manifest, RefusesDeepNestingAtOnce) {
   }
 }
 
-TEST(Manifest, CountsAreLimited) {
+TEST(Manifest, LimitsCounts) {
   const std::string text = to_text(sample_manifest());
   const auto many = [](const std::string& what, int count) {
     std::string list = what;
@@ -284,7 +284,7 @@ TEST(Manifest, RefusesToWriteWhatItCouldNotRead) {
   EXPECT_THAT(problem([](Manifest& m) { m.run_id = "me"; }), HasSubstr("run_id"));
   EXPECT_THAT(problem([](Manifest& m) { m.step = -1; }), HasSubstr("step -1"));
   EXPECT_THAT(problem([](Manifest& m) { m.texts["a\n"] = ""; }), HasSubstr("control characters"));
-  EXPECT_THAT(problem([](Manifest& m) { m.files.pop_back(); }), HasSubstr("3 files of a table for 4 ranks"));
+  EXPECT_THAT(problem([](Manifest& m) { m.files.pop_back(); }), HasSubstr("3 files and a table for 4 ranks"));
   EXPECT_THAT(problem([](Manifest& m) { m.files[2].header_digest = ""; }), HasSubstr("files[2]"));
   EXPECT_THAT(problem([](Manifest& m) {
                 for (FileRecord& file : m.files) file.num_bytes = int64_t{1} << 61;
@@ -314,7 +314,7 @@ TEST(Manifest, IsReadFromAFolder) {
   std::filesystem::remove(folder / kManifestName);
   std::ofstream(folder / kManifestName, std::ios::binary) << to_text(sample_manifest());
   expect_equal(read_manifest(folder.path()), sample_manifest());
-  // Sparse: it would be a terabyte to read.
+  // The file is sparse: reading it would take a terabyte of memory.
   std::filesystem::resize_file(folder / kManifestName, uintmax_t{1} << 40);
   EXPECT_THAT(problem(), HasSubstr("1099511627776 bytes; at most 100000000"));
 }
@@ -332,7 +332,7 @@ TEST(Manifest, ReadsThousandsOfRanksQuickly) {
                        .layout = layout});
   manifest.table = StateTable(std::move(tensors), 4096);
   manifest.files.assign(4096, {.num_bytes = 123'456'789'012, .header_digest = digest_of("x")});
-  const std::clock_t start = std::clock();  // of this process: others may have the cores
+  const std::clock_t start = std::clock();  // this process's time, because others may use the cores
   const std::string text = to_text(manifest);
   expect_equal(parse_manifest(text, "m"), manifest);
   EXPECT_LT(static_cast<double>(std::clock() - start) / CLOCKS_PER_SEC, 0.5);

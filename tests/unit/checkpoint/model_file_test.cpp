@@ -21,7 +21,7 @@ Parameter make_parameter(const std::string& name, const at::Tensor& values) {
   return parameter;
 }
 
-TEST(ModelFile, RoundTrip) {
+TEST(ModelFile, RoundTripsTheParameters) {
   TempFolder folder;
   std::vector<Parameter> saved = {make_parameter("a.weight", at::randn({3, 4})),
                                   make_parameter("b", at::randn({5}, at::kBFloat16))};
@@ -33,7 +33,7 @@ TEST(ModelFile, RoundTrip) {
   EXPECT_TRUE(at::equal(loaded[0].data.local, saved[1].data.local));
 }
 
-TEST(ModelFile, ExportDtype) {
+TEST(ModelFile, CastsToTheExportDtype) {
   TempFolder folder;
   at::Tensor values = at::randn({3, 4});
   save_model({make_parameter("w", values)}, folder / "model.safetensors", at::kBFloat16);
@@ -43,7 +43,7 @@ TEST(ModelFile, ExportDtype) {
   EXPECT_TRUE(at::equal(loaded[0].data.local, values.to(at::kBFloat16).to(at::kFloat)));
 }
 
-TEST(ModelFile, AllDifferencesAreListed) {
+TEST(ModelFile, ListsAllDifferences) {
   TempFolder folder;
   save_safetensors(folder / "m.safetensors",
                    {{"a", at::zeros({2})}, {"b", at::zeros({2, 3})}, {"extra", at::zeros({1})}});
@@ -58,7 +58,7 @@ TEST(ModelFile, AllDifferencesAreListed) {
   EXPECT_TRUE(at::equal(model[0].data.local.detach(), at::ones({2})));
 }
 
-TEST(ModelFile, DeferredParametersAreRefused) {
+TEST(ModelFile, RefusesDeferredParameters) {
   TempFolder folder;
   save_safetensors(folder / "m.safetensors", {{"w", at::zeros({2})}});
   std::vector<Parameter> model = {make_parameter("w", at::ones({2}))};

@@ -82,7 +82,7 @@ TEST(PeerGenerations, CountsOnlyFilesOfTheRightSize) {
   EXPECT_THAT(problems, ElementsAre(HasSubstr(kManifestName)));
 }
 
-// Two hosts of two ranks each, and a third one that has come without anything.
+// Two hosts of two ranks each, and a new third one that has no files.
 TEST(PeerGenerations, SendsEachFileOncePerPlace) {
   const PeerPlaces places({"a", "a", "b", "b", "c", "c"});
   const std::vector<std::vector<int>> holders = {{0, 1}, {0, 1}, {1}, {1}};

@@ -37,7 +37,7 @@ TEST(PeerPlaces, OnePlaceKeepsNoCopies) {
   }
 }
 
-// Whatever ranks the hosts have: a file's copy lies on another host, who sends and who receives agree, and
+// However the ranks are spread over hosts, a file's copy is on another host, sender and receiver agree, and
 // the ranks of a host share the work.
 TEST(PeerPlaces, PutCopiesOnTheNextPlace) {
   for (const char* hosts : {"ab", "aabb", "abab", "abc", "aaabbc", "abbbbcc", "aaaaaaab"}) {

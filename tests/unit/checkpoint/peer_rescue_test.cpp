@@ -1,4 +1,4 @@
-// How a launcher rescues states in memory when no rank is left.
+// A launcher saves states from memory when no rank is left.
 
 #include <unistd.h>
 
@@ -23,7 +23,7 @@ using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::SizeIs;
 
-/// A job's folder in memory, and its run's on disk.
+/// A job's folder in memory, and its run's folder on disk.
 class PeerRescue : public ::testing::Test {
  protected:
   PeerRescue() {
@@ -38,11 +38,11 @@ class PeerRescue : public ::testing::Test {
   std::vector<LeftState> end(const std::function<bool()>& gives_up = {}) const {
     return end_peer_folders(memory_.path(), "job", gives_up);
   }
-  /// The only one, which couldn't be saved.
+  /// Ends the job, expects one state that couldn't be saved, and returns the reason.
   std::string problem(const std::function<bool()>& gives_up = {}) const {
     const auto states = end(gives_up);
     EXPECT_THAT(states, SizeIs(1));
-    EXPECT_TRUE(fs::is_directory(states.front().memory)) << "it stays";
+    EXPECT_TRUE(fs::is_directory(states.front().memory)) << "the state is gone";
     EXPECT_FALSE(fs::exists(disk_ / "step-7"));
     for (const auto& entry : fs::directory_iterator(disk_))
       EXPECT_FALSE(entry.is_directory()) << entry.path() << " is left over";
@@ -76,7 +76,7 @@ TEST_F(PeerRescue, RemovesAGenerationThatTheDiskHas) {
 }
 
 // A pending folder, or one that lacks a file, was never a generation.
-TEST_F(PeerRescue, TakesTheNewestWholeGeneration) {
+TEST_F(PeerRescue, SavesTheNewestWholeGeneration) {
   save_checkpoint(peers_, titan::testing::small_checkpoint(7));
   const auto newer = save_checkpoint(peers_, titan::testing::small_checkpoint(8));
   fs::remove(newer / file_name(1));
@@ -95,15 +95,15 @@ TEST_F(PeerRescue, LeavesOtherJobsFoldersAlone) {
   EXPECT_TRUE(fs::exists(other / "step-7"));
 }
 
-TEST_F(PeerRescue, KeepsWhatItCannotSave) {
+TEST_F(PeerRescue, KeepsAStateThatItCannotSave) {
   const fs::path step = save_checkpoint(peers_, titan::testing::small_checkpoint(7));
-  EXPECT_THAT(problem([] { return true; }), HasSubstr("told to end at once"));
+  EXPECT_THAT(problem([] { return true; }), HasSubstr("the copy was stopped before it was complete"));
   {
     const FolderLock another_run(disk_);
     EXPECT_THAT(problem(), HasSubstr(disk_.string()));
   }
   std::ofstream(peers_ / ".disk") << (run_ / "away").string();
-  EXPECT_THAT(problem(), AllOf(HasSubstr("away"), HasSubstr("isn't there")));
+  EXPECT_THAT(problem(), AllOf(HasSubstr("away"), HasSubstr("doesn't exist")));
   std::ofstream(peers_ / ".disk") << disk_.string();
   std::fstream file(step / file_name(2), std::ios::in | std::ios::out | std::ios::binary);
   file.seekp(-1, std::ios::end);

@@ -1,4 +1,4 @@
-// Files that aren't what was written: none of their values is believed, and the message says what is wrong.
+// Files that were changed after writing: none of their values is used, and the message names the problem.
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -40,7 +40,7 @@ class DamagedRankFile : public ::testing::Test {
   void put(size_t position, char byte) const {
     ASSERT_EQ(::pwrite(fd_, &byte, 1, static_cast<off_t>(position)), 1);
   }
-  // Calls with one bit of the file the other way round.
+  // Calls `call` while one bit of the file is flipped.
   template <class Call>
   void with_flipped(size_t bit, const Call& call) const {
     put(bit / 8, static_cast<char>(bytes_[bit / 8] ^ (1 << (bit % 8))));
@@ -65,7 +65,7 @@ class DamagedRankFile : public ::testing::Test {
   int fd_ = -1;
 };
 
-TEST_F(DamagedRankFile, EveryBitOfTheHeaderCounts) {
+TEST_F(DamagedRankFile, DetectsEveryFlippedBitOfTheHeader) {
   for (size_t bit = 0; bit < 8 * header_size(bytes_); ++bit) {
     std::string message;
     with_flipped(bit, [&] { message = complaint([&] { open(); }); });
@@ -74,7 +74,7 @@ TEST_F(DamagedRankFile, EveryBitOfTheHeaderCounts) {
   open().verify();
 }
 
-TEST_F(DamagedRankFile, AThousandFlippedBitsOfTensors) {
+TEST_F(DamagedRankFile, DetectsFlippedBitsOfTensors) {
   std::mt19937_64 random(11);
   const size_t first = 8 * header_size(bytes_), bits = 8 * bytes_.size() - first;
   for (int trial = 0; trial < 1000; ++trial) {
@@ -94,7 +94,7 @@ TEST_F(DamagedRankFile, AThousandFlippedBitsOfTensors) {
   }
 }
 
-TEST_F(DamagedRankFile, OnlyTheDamagedTensorIsRefused) {
+TEST_F(DamagedRankFile, RefusesOnlyTheDamagedTensor) {
   const size_t position = static_cast<size_t>(open().entry("c.half").offset);
   with_flipped(8 * position, [&] {
     const RankFile file = open();
@@ -119,8 +119,8 @@ TEST_F(DamagedRankFile, VerifyNamesEveryDamagedTensorOnce) {
   EXPECT_EQ(std::count(message.begin(), message.end(), '\n'), 1) << message;
 }
 
-// A part is refused for damage of its own blocks only, and its damage isn't copied through the buffer.
-TEST_F(DamagedRankFile, PartsOfDamagedTensors) {
+// A part is refused only if its own blocks are damaged, and damaged bytes don't reach the target.
+TEST_F(DamagedRankFile, RefusesOnlyDamagedPartsOfATensor) {
   const size_t second_block = static_cast<size_t>(open().entry("b.large").offset + kBlockBytes);
   with_flipped(8 * second_block, [&] {
     const RankFile file = open();
@@ -132,7 +132,7 @@ TEST_F(DamagedRankFile, PartsOfDamagedTensors) {
   });
 }
 
-TEST_F(DamagedRankFile, CutsAndAdditions) {
+TEST_F(DamagedRankFile, RefusesTruncatedAndExtendedFiles) {
   const size_t header = header_size(bytes_);
   for (size_t size : {size_t{0}, size_t{1}, size_t{7}, size_t{8}, header - 1, header, header + 1,
                       bytes_.size() - 1, bytes_.size() + 1}) {
@@ -142,16 +142,16 @@ TEST_F(DamagedRankFile, CutsAndAdditions) {
     const std::string message = complaint([&] { open(); });
     EXPECT_SAYS(message, path_.string());
     EXPECT_SAYS(message, str("has ", size, " bytes; the checkpoint's manifest says ", bytes_.size()));
-    // Also where the manifest would say so.
+    // The same with a manifest that records this size.
     FileRecord record{static_cast<int64_t>(size), digest_of(changed.substr(0, header))};
     EXPECT_SAYS(complaint([&] { RankFile(path_, kIdentity, record); }), path_.string());
   }
 }
 
-TEST_F(DamagedRankFile, SwappedFilesAreIdentified) {
+TEST_F(DamagedRankFile, IdentifiesSwappedFiles) {
   const auto of_other = [&](FileIdentity other) {
     const WrittenFile written = write_rank_file(path_, other, pieces_);
-    // The manifest's record is of the right file; then of this one, in the wrong place.
+    // First with the manifest's record of the right file, then with a record of the wrong one.
     const std::string first = complaint([&] { open(); });
     const std::string second = complaint([&] { RankFile(path_, kIdentity, written.record); });
     EXPECT_SAYS(first, path_.string());
@@ -161,34 +161,34 @@ TEST_F(DamagedRankFile, SwappedFilesAreIdentified) {
   FileIdentity other = kIdentity;
   other.step = 400;
   auto messages = of_other(other);
-  EXPECT_SAYS(messages.first, "it is of step 400, not 500");
-  EXPECT_SAYS(messages.second, "it is of step 400, not 500");
+  EXPECT_SAYS(messages.first, "it belongs to step 400, not 500");
+  EXPECT_SAYS(messages.second, "it belongs to step 400, not 500");
   other = kIdentity;
-  other.step = 12345678;  // another size, too
+  other.step = 12345678;  // makes the file's size differ too
   messages = of_other(other);
-  EXPECT_SAYS(messages.first, "it is of step 12345678, not 500");
+  EXPECT_SAYS(messages.first, "it belongs to step 12345678, not 500");
   other = kIdentity;
   other.rank = 4;
   messages = of_other(other);
-  EXPECT_SAYS(messages.first, "it is of rank 4, not 3");
-  EXPECT_SAYS(messages.second, "it is of rank 4, not 3");
+  EXPECT_SAYS(messages.first, "it belongs to rank 4, not 3");
+  EXPECT_SAYS(messages.second, "it belongs to rank 4, not 3");
   other = kIdentity;
   other.run_id[0] = 'f';
   messages = of_other(other);
-  EXPECT_SAYS(messages.first, "it is of run 'f123");
-  EXPECT_SAYS(messages.second, "it is of run 'f123");
+  EXPECT_SAYS(messages.first, "it belongs to run 'f123");
+  EXPECT_SAYS(messages.second, "it belongs to run 'f123");
   other = kIdentity;
   other.world_size = 9;
-  EXPECT_SAYS(of_other(other).second, "one of 9 ranks, not of 8");
+  EXPECT_SAYS(of_other(other).second, "it was saved by 9 ranks, not by 8");
 }
 
-TEST_F(DamagedRankFile, AFileOfTheSamePlaceWithOtherTensorsIsRefused) {
+TEST_F(DamagedRankFile, RefusesAFileOfTheSameRankWithOtherTensors) {
   pieces_[3].data = sample(at::kByte, {77});
   write_rank_file(path_, kIdentity, pieces_);
   EXPECT_SAYS(complaint([&] { open(); }), "digest");
 }
 
-TEST_F(DamagedRankFile, FilesThatChangeWhileTheyAreOpen) {
+TEST_F(DamagedRankFile, ReportsFilesThatChangeWhileOpen) {
   const RankFile file = open();
   ASSERT_EQ(::ftruncate(fd_, static_cast<off_t>(bytes_.size() - 1)), 0);
   EXPECT_SAYS(complaint([&] { read_whole(file, "d.bytes"); }), "when it was opened");
@@ -208,7 +208,7 @@ TEST_F(DamagedRankFile, RefusesNonFiles) {
               "not a regular file");
 }
 
-// ---- headers that somebody made, with a manifest to match
+// ---- made-up headers, with a matching manifest
 
 class MadeUpHeader : public ::testing::Test {
  protected:
@@ -242,10 +242,10 @@ class MadeUpHeader : public ::testing::Test {
 
 TEST_F(MadeUpHeader, AcceptsAGoodHeader) { EXPECT_EQ(complaint_of(good_), ""); }
 
-TEST_F(MadeUpHeader, MissingAndUnknownKeys) {
+TEST_F(MadeUpHeader, RefusesMissingAndUnknownKeys) {
   for (const auto& [key, value] : good_) EXPECT_SAYS(complaint_of(without(key)), "no '" + key + "'");
   EXPECT_SAYS(complaint_of({}), "not a rank's file");
-  EXPECT_SAYS(complaint_of(with("v", "0:1 xxh3:")), "'v' is of no tensor");
+  EXPECT_SAYS(complaint_of(with("v", "0:1 xxh3:")), "'v' belongs to no tensor");
   EXPECT_SAYS(complaint_of(with("format", "titan rank file 2")), "this program reads 'titan rank file 1'");
 }
 
@@ -260,7 +260,7 @@ TEST_F(MadeUpHeader, RefusesBadBoxes) {
                           "5:7,0:3", "5:7,0:3,  ", ",5:7,0:3 ", "5:7,,0:3 ", "5-7,0:3 ", "5:,0:3 ", ":2,0:3 ",
                           "9223372036854775807:9223372036854775809,0:3 ", "5:7 0:3 "})
     EXPECT_SAYS(complaint_of(with("w", std::string(box) + "xxh3:0123456789abcdef")), "tensor 'w': ");
-  // As far out as can be.
+  // The largest possible offset.
   EXPECT_EQ(complaint_of(with("w", "9223372036854775805:9223372036854775807,0:3 xxh3:0123456789abcdef")), "");
 }
 
@@ -272,8 +272,8 @@ TEST_F(MadeUpHeader, RefusesBadChecksums) {
     EXPECT_SAYS(complaint_of(with("w", std::string("5:7,0:3 ") + checksums)), "tensor 'w': ");
 }
 
-// Whatever the parser makes of a changed header, it ends with an Error or with sound entries.
-TEST_F(MadeUpHeader, AnyChangedByteIsParsedWithoutHarm) {
+// For any changed header, the parser throws Error or returns valid entries.
+TEST_F(MadeUpHeader, ParsesAnyChangedByteWithoutHarm) {
   std::mt19937_64 random(3);
   const std::string good = titan::detail::make_safetensors_header({{"w", at::kFloat, {2, 3}}}, good_);
   int taken = 0;
@@ -292,8 +292,8 @@ TEST_F(MadeUpHeader, AnyChangedByteIsParsedWithoutHarm) {
     } catch (const Error&) {
     }
   }
-  EXPECT_GT(taken, 0);      // changed digits of a checksum
-  EXPECT_LT(taken, 20000);  // and the rest
+  EXPECT_GT(taken, 0);      // changed digits of a checksum are accepted
+  EXPECT_LT(taken, 20000);  // and others refused
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Writes that fail: the reason is said, and no file is left.
+// Writes that fail: the message names the reason, and no file is left.
 
 #include <sys/mount.h>
 #include <sys/resource.h>
@@ -23,7 +23,7 @@ namespace {
 
 using namespace testing;
 
-// To a local file, with these calls to the operating system.
+// Writes a local file with these calls to the operating system.
 WrittenFile write_with(const FileCalls& calls, const std::filesystem::path& path,
                        const FileIdentity& identity, std::span<const PieceToWrite> pieces,
                        const WriteOptions& options) {
@@ -43,7 +43,7 @@ std::vector<PieceToWrite> pieces_to_fail() {
 }
 
 struct Outcome {
-  std::string message;  // "": written
+  std::string message;  // empty: the write succeeded
   bool file_left = false;
 };
 
@@ -121,7 +121,7 @@ TEST_F(FailingWrite, ContinuesShortAndInterruptedWrites) {
 
 TEST_F(FailingWrite, ReportsAWriteOfZeroBytes) {
   const Outcome outcome = write({.pwritev = [](int, const iovec*, int, off_t) { return ssize_t{0}; }});
-  EXPECT_SAYS(outcome.message, "takes no bytes");
+  EXPECT_SAYS(outcome.message, "accepted no bytes");
   EXPECT_FALSE(outcome.file_left);
 }
 
@@ -129,7 +129,7 @@ TEST_F(FailingWrite, WorksWhereSpaceCannotBeReserved) {
   expect_written({.fallocate = [](int, int, off_t, off_t) { return fails_with(EOPNOTSUPP); }}, 2);
 }
 
-// After a short write, as a disk that fills up does it where space can't be reserved.
+// Fails after a short write, like a disk that fills up when space can't be reserved.
 TEST_F(FailingWrite, ReportsADiskThatFillsUp) {
   std::atomic<int> count{0};
   const Outcome outcome = write({.pwritev = [&](int fd, const iovec* parts, int, off_t offset) -> ssize_t {
@@ -140,7 +140,7 @@ TEST_F(FailingWrite, ReportsADiskThatFillsUp) {
   EXPECT_FALSE(outcome.file_left);
 }
 
-TEST_F(FailingWrite, AnExceptionFromProgressStopsTheWrite) {
+TEST_F(FailingWrite, StopsIfProgressThrows) {
   for (int threads : {1, 2, 4}) {
     std::atomic<int> chunks{0};
     const auto progress = [&](int64_t) {
@@ -164,7 +164,7 @@ TEST_F(FailingWrite, ReplacesAnOlderFileWithoutOverwritingIt) {
   EXPECT_EQ(read_raw(folder_ / "older"), "older");
 }
 
-TEST_F(FailingWrite, LimitOfFileSizes) {
+TEST_F(FailingWrite, ReportsTheFileSizeLimit) {
   const auto old_handler = std::signal(SIGXFSZ, SIG_IGN);
   rlimit old_limit = {};
   ::getrlimit(RLIMIT_FSIZE, &old_limit);
@@ -191,7 +191,7 @@ TEST_F(FailingWrite, ReportsAMissingFolder) {
   EXPECT_TRUE(std::filesystem::is_directory(path_));
 }
 
-// A file system in memory, of its own size.
+// A file system in memory, with a given size.
 class SmallDisk {
  public:
   explicit SmallDisk(int64_t num_bytes) {
@@ -211,7 +211,7 @@ class SmallDisk {
   bool mounted_ = false;
 };
 
-TEST_F(FailingWrite, FullDisks) {
+TEST_F(FailingWrite, ReportsAFullDiskBeforeWriting) {
   const int64_t needed = rank_file_bytes(kIdentity, pieces_);
   for (int percent : {10, 50, 99}) {
     for (bool can_reserve : {true, false}) {
@@ -225,7 +225,7 @@ TEST_F(FailingWrite, FullDisks) {
       });
       EXPECT_SAYS(message, str(needed, " bytes are needed, "));
       EXPECT_SAYS(message, " bytes are free: No space left on device (ENOSPC)");
-      EXPECT_EQ(chunks, 0) << "found before anything is written";
+      EXPECT_EQ(chunks, 0) << "the full disk was found only after writing";
       EXPECT_FALSE(std::filesystem::exists(disk / "f"));
     }
   }
@@ -233,7 +233,7 @@ TEST_F(FailingWrite, FullDisks) {
   EXPECT_EQ(complaint([&] { write_rank_file(disk / "f", kIdentity, pieces_); }), "");
 }
 
-// The space was there, and somebody else takes it while we write.
+// There is enough space at first, but another process takes it during the write.
 TEST_F(FailingWrite, ReportsADiskThatAnotherProcessFills) {
   const int64_t needed = rank_file_bytes(kIdentity, pieces_);
   const SmallDisk disk(needed + 100'000);
@@ -249,8 +249,8 @@ TEST_F(FailingWrite, ReportsADiskThatAnotherProcessFills) {
   EXPECT_FALSE(std::filesystem::exists(disk / "f"));
 }
 
-TEST_F(FailingWrite, ReadOnlyFolders) {
-  if (::geteuid() == 0) {  // whom a folder's mode doesn't stop
+TEST_F(FailingWrite, ReportsAReadOnlyFolder) {
+  if (::geteuid() == 0) {  // a folder's mode doesn't stop root
     const SmallDisk disk(1 << 20);
     if (!disk.mounted() || !disk.make_read_only()) GTEST_SKIP() << "no tmpfs can be mounted here";
     EXPECT_SAYS(complaint([&] { write_rank_file(disk / "f", kIdentity, pieces_); }), "EROFS");

@@ -50,7 +50,8 @@ struct Written {
     file = std::make_unique<RankFile>(folder / "f", kIdentity, written.record);
   }
 
-  // Reads `target_box` to `target`, which holds something else, and compares all of it, and the bytes read.
+  // Reads `target_box` into a `target` with other contents, and compares all of it and the number of bytes
+  // read.
   void check(const Box& target_box, at::Tensor target) const {
     const at::Tensor before = target.clone();
     const int64_t read_before = file->file().bytes_read();
@@ -74,8 +75,8 @@ at::Tensor filled(at::IntArrayRef shape, at::ScalarType dtype) {
   return at::full(shape, 77, at::dtype(dtype));
 }
 
-// All boxes within [0, limit) of each dimension, also empty ones and ones that miss the entry.
-TEST(RankFileParts, EveryBoxOfASmallTensor) {
+// All boxes within [0, limit) of each dimension, including empty ones and ones that miss the entry.
+TEST(RankFileParts, ReadsEveryBoxOfASmallTensor) {
   const Written written(box_at({1, 2}, {3, 4}), sample(at::kFloat, {3, 4}));
   for (int64_t r = 0; r < 5; ++r)
     for (int64_t rows = 0; r + rows <= 5; ++rows)
@@ -86,7 +87,7 @@ TEST(RankFileParts, EveryBoxOfASmallTensor) {
         }
 }
 
-TEST(RankFileParts, EveryBoxOfASmallCube) {
+TEST(RankFileParts, ReadsEveryBoxOfASmallCube) {
   const Written written(box_at({0, 1, 1}, {2, 2, 3}), sample(at::kBFloat16, {2, 2, 3}));
   std::vector<Box> ranges;
   for (int64_t begin = 0; begin < 4; ++begin)
@@ -100,13 +101,13 @@ TEST(RankFileParts, EveryBoxOfASmallCube) {
       }
 }
 
-TEST(RankFileParts, Scalars) {
+TEST(RankFileParts, ReadsScalars) {
   Written(box_at({}, {}), at::scalar_tensor(3.5)).check(box_at({}, {}), at::scalar_tensor(0.0));
 }
 
-// Tensors of many blocks: parts begin and end within blocks, at them, and read through the buffer and past
-// it.
-TEST(RankFileParts, RandomBoxesOfLargeTensors) {
+// Tensors of many blocks: parts begin and end within blocks and at their edges, and are read both through the
+// buffer and directly.
+TEST(RankFileParts, ReadsRandomBoxesOfLargeTensors) {
   std::mt19937_64 random(7);
   const auto draw = [&](int64_t limit) {
     return static_cast<int64_t>(random() % static_cast<uint64_t>(limit));
@@ -136,15 +137,15 @@ TEST(RankFileParts, RandomBoxesOfLargeTensors) {
   }
 }
 
-// The rows of a rank, of whole blocks: exactly their bytes.
-TEST(RankFileParts, RowsCostTheirOwnBytes) {
+// A rank's rows are whole blocks: exactly their bytes are read.
+TEST(RankFileParts, ReadsOnlyTheBytesOfItsRows) {
   const Written written(box_at({0, 0}, {64, 65536}), sample(at::kFloat, {64, 65536}));
   const int64_t before = written.file->file().bytes_read();
   written.check(box_at({16, 0}, {16, 65536}), filled({16, 65536}, at::kFloat));
   EXPECT_EQ(written.file->file().bytes_read() - before, 16 * 65536 * 4);
 }
 
-TEST(RankFileParts, NothingIsReadBetweenFarRuns) {
+TEST(RankFileParts, ReadsNothingBetweenDistantRuns) {
   const Written written(box_at({0, 0}, {4, 3 * 262144}), sample(at::kFloat, {4, 3 * 262144}));
   const int64_t before = written.file->file().bytes_read();
   written.check(box_at({0, 5}, {4, 10}), filled({4, 10}, at::kFloat));

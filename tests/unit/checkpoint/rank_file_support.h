@@ -66,7 +66,7 @@ std::string complaint(const Call& call) {
   }
 }
 
-/// How many bytes before the tensors.
+/// The number of bytes before the tensors.
 inline size_t header_size(const std::string& file) {
   uint64_t length = 0;
   std::memcpy(&length, file.data(), sizeof length);

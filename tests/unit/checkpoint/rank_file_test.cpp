@@ -21,8 +21,8 @@ namespace {
 using namespace testing;
 using titan::testing::TempFolder;
 
-// Every dtype, a scalar, empty ones, boxes within their tensors, one of several chunks, one that ends a byte
-// after a block, many small ones.
+// Every dtype, a scalar, empty tensors, boxes within their tensors, a tensor of several chunks, one that ends
+// a byte after a block, and many small ones.
 std::vector<PieceToWrite> all_kinds() {
   std::vector<PieceToWrite> pieces;
   pieces.push_back({"0 wide", box_at({7, 100}, {3, 5}), sample(at::kDouble, {3, 5})});
@@ -86,7 +86,7 @@ TEST(RankFile, IsWellFormedSafetensors) {
   EXPECT_EQ(file.metadata().at("empty"), "5:5,0:4 xxh3:");
 }
 
-TEST(RankFile, AFileWithoutTensors) {
+TEST(RankFile, RoundTripsAFileWithoutTensors) {
   const TempFolder folder;
   const WrittenFile written = write_rank_file(folder / "a.safetensors", kIdentity, {});
   const RankFile file(folder / "a.safetensors", kIdentity, written.record);
@@ -114,7 +114,7 @@ std::string hex_of(const at::Tensor& tensor) {
   return text;
 }
 
-TEST(RankFile, PythonsSafetensorsReadsIt) {
+TEST(RankFile, IsReadableByPythonsSafetensors) {
   const std::string python = std::string(TITAN_SOURCE_DIR) + "/.venv/bin/python";
   if (output_of(python + " -c 'import safetensors; print(1)' 2>/dev/null") != "1\n")
     GTEST_SKIP() << python << " has no safetensors";

@@ -141,7 +141,7 @@ TEST(Safetensors, ReadsUnalignedTensors) {
   EXPECT_TRUE(at::equal(tensor, at::tensor({1.5f, -2.0f})));
 }
 
-TEST(Safetensors, UnknownNameGivesTheNearest) {
+TEST(Safetensors, SuggestsNamesNearAnUnknownOne) {
   TempFolder folder;
   save_safetensors(folder / "a.safetensors", {{"norm.weight", at::ones({2})}});
   try {
@@ -174,7 +174,7 @@ TEST(Safetensors, RefusesBrokenHeaders) {
   EXPECT_REFUSED(R"({"a":3})", 0, "'a'");
   EXPECT_REFUSED(R"({"a":{"dtype":"F32","shape":[1]}})", 4, "needs dtype");
   EXPECT_REFUSED(R"({"a":{"dtype":"F33","shape":[1],"data_offsets":[0,4]}})", 4, "unknown dtype 'F33'");
-  // Before the rest is read: in front of text that would be no JSON.
+  // Refused before the rest is read: text that isn't JSON follows.
   EXPECT_REFUSED(R"({"a":{},?})", 4, "tensor 'a': needs dtype, shape and data_offsets");
   EXPECT_REFUSED(R"({"a":{"dtype":"F32","shape":[1]},?})", 4, "needs dtype, shape and data_offsets");
   EXPECT_REFUSED(R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4],"x":1}})", 4, "unknown key 'x'");
@@ -238,7 +238,7 @@ TEST(Safetensors, RefusesBadLengths) {
     write_raw(folder / "f.safetensors", bytes);
     try {
       SafetensorsFile file(folder / "f.safetensors");
-      FAIL() << "taken";
+      FAIL() << "accepted";
     } catch (const Error& error) {
       EXPECT_NE(std::string(error.what()).find(words), std::string::npos) << error.what();
     }
@@ -248,7 +248,7 @@ TEST(Safetensors, RefusesBadLengths) {
   refused(std::string("\x03\0\0\0\0\0\0\0{}", 10), "truncated");
 }
 
-TEST(Safetensors, DeepNestingEndsAtOnce) {
+TEST(Safetensors, RefusesDeepNestingAtOnce) {
   std::string deep = R"({"a":)" + std::string(1'000'000, '[') + std::string(1'000'000, ']') + "}";
   EXPECT_REFUSED(deep, 0, "must be described by an object");
   std::string objects;
@@ -300,7 +300,7 @@ TEST(Safetensors, WriterRefusesWhatTheReaderWould) {
   EXPECT_FALSE(std::filesystem::exists(folder / "a.safetensors"));
 }
 
-TEST(Safetensors, AFailedWriteLeavesTheOldFile) {
+TEST(Safetensors, KeepsTheOldFileAfterAFailedWrite) {
   TempFolder folder;
   auto path = folder / "a.safetensors";
   save_safetensors(path, {{"a", at::zeros({4})}});

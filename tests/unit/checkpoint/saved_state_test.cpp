@@ -58,7 +58,7 @@ TEST(SavedState, OpensOnlyTheFilesItNeeds) {
   const fs::path step = save_checkpoint(folder.path(), small_checkpoint());
   for (int64_t rank : {0, 2, 3}) fs::remove(step / file_name(rank));
   const SavedState state(step);
-  // Rows of the first half, columns of the second: rank 1's.
+  // Rows of the first half and columns of the second: rank 1 has them.
   at::Tensor target = at::zeros({10, 20});
   state.read("model.embedding", Box{{5, 700}, {10, 20}}, target);
   EXPECT_TRUE(
@@ -78,17 +78,17 @@ TEST(SavedState, ErrorsNameTheProblem) {
   EXPECT_THAT(message_of([&] {
                 state.read("model.norm", Box{{0}, {7}}, at::zeros({7}, at::kDouble));
               }),
-              HasSubstr("'model.norm' is of Float, not Double"));
+              HasSubstr("'model.norm' has dtype Float, not Double"));
   EXPECT_THAT(message_of([&] {
                 state.read("model.norm", Box{{0}, {7}}, at::zeros({6}));
               }),
               HasSubstr("can't be read into a tensor of shape [6]"));
   fs::rename(step / file_name(0), folder / "elsewhere");
   fs::create_symlink(folder / "elsewhere", step / file_name(0));
-  EXPECT_THAT(message_of([&] { SavedState(step).read("model.norm"); }), HasSubstr("no regular file"));
+  EXPECT_THAT(message_of([&] { SavedState(step).read("model.norm"); }), HasSubstr("isn't a regular file"));
 }
 
-// A writer's bug: each file is as it was written, but the manifest has other pieces in mind.
+// As after a writer's bug: the files are undamaged, but the manifest describes other pieces.
 TEST(SavedState, RefusesHeadersThatContradictTheManifest) {
   const TempFolder folder;
   const CheckpointToSave save = small_checkpoint();
@@ -100,7 +100,7 @@ TEST(SavedState, RefusesHeadersThatContradictTheManifest) {
   manifest.table = table_of(other);
   const SavedState state(step, manifest);
   EXPECT_THAT(message_of([&] { state.read("model.norm"); }),
-              HasSubstr("its header's part of tensor 'model.norm' is [0:"));
+              HasSubstr("in its header, tensor 'model.norm' covers [0:"));
   EXPECT_TRUE(at::equal(state.read("model.embedding"), data_of(save, "model.embedding")));
 }
 
@@ -139,7 +139,7 @@ TEST(OpenFiles, KeepsTheMostRecentlyUsedFilesOpen) {
   EXPECT_TRUE(use(1));
   {
     const auto first = files.use(manifest, 0), second = files.use(manifest, 1);
-    EXPECT_TRUE(use(3));  // these two are in use, and stay
+    EXPECT_TRUE(use(3));  // these two stay open, because they are in use
     EXPECT_EQ(first->file().path(), step / file_name(0));
   }
   fs::remove(step / file_name(2));

@@ -27,10 +27,9 @@ std::string problem(std::vector<StateTensor> tensors, int64_t world_size) {
   return "";
 }
 
-// --- random tables
-// -------------------------------------------------------------------------------------------
+// ---- random tables
 
-// Elements of the last dim, which no axis cuts: enough for parts of several MiB with few rows to look at.
+// Elements of the last dim, which no axis splits: enough for parts of several MiB with only a few rows.
 constexpr int64_t kLong = 100'000;
 
 class RandomTable {
@@ -110,7 +109,7 @@ int64_t overlap(const Box& a, const Box& b) {
   return numel;
 }
 
-// Disjoint, inside, and as many elements as the tensor: then each element is in exactly one of them.
+// The boxes are disjoint, inside the tensor, and have as many elements: so each element is in exactly one.
 void expect_tiles(const std::vector<Source>& pieces, const Shape& shape) {
   const Box whole{Shape(shape.size(), 0), shape};
   int64_t numel = 0;
@@ -150,13 +149,13 @@ TEST(StateTable, WritesEachElementOnceAndFindsIt) {
         ASSERT_NO_FATAL_FAILURE(expect_sources(table, i, pieces, random.box_in(tensor.shape)));
       const auto& axes = tensor.layout->axes;
       staged += std::any_of(axes.begin(), axes.end(), [](const LayoutAxis& axis) { return axis.only >= 0; });
-      // More pieces than parts: copies share it out.
+      // More pieces than parts: the copies share the writing.
       int64_t parts = 1;
       for (const LayoutAxis& axis : axes) parts *= axis.only < 0 ? axis.size : 1;
       shared_out += static_cast<int64_t>(pieces.size()) > parts;
     }
   }
-  // The tables were what they are for.
+  // The tables covered the cases that they are meant for.
   EXPECT_GT(shared_out, 100);
   EXPECT_GT(staged, 100);
 }
@@ -174,8 +173,7 @@ TEST(StateTable, OnlyRanksThatHoldATensorWriteIt) {
   }
 }
 
-// --- balance
-// -------------------------------------------------------------------------------------------------
+// ---- balance
 
 // A model of 16 layers with AdamW's state; 0.4 GB.
 std::vector<StateTensor> model(
@@ -216,7 +214,7 @@ Bytes bytes_over_ranks(const StateTable& table) {
 
 constexpr int64_t kMiB = int64_t{1} << 20;
 
-// Copies of a layout's parts differ by at most one piece, which is of less than 2 MiB.
+// Copies of a layout's parts differ by at most one piece, which has less than 2 MiB.
 void expect_balanced(const StateTable& table, int64_t num_layouts_of_a_rank) {
   const Bytes bytes = bytes_over_ranks(table);
   EXPECT_GT(bytes.least, 0);
@@ -251,7 +249,7 @@ TEST(StateTable, BalancesCopiesWithinAStage) {
   std::vector<std::shared_ptr<const TensorLayout>> stages;
   for (int64_t stage = 0; stage < 4; ++stage)
     stages.push_back(layout({{.name = "pp", .size = 4, .stride = 4, .only = stage}}));
-  // Interleaved: the layers go round the stages.
+  // Interleaved: the layers are dealt to the stages in turn.
   expect_balanced(
       StateTable(model([&](int64_t layer, bool) { return stages[static_cast<size_t>(layer % 4)]; }), 16), 1);
 }
@@ -264,7 +262,7 @@ TEST(StateTable, SpreadsSmallTensorsOverTheRanks) {
   for (int64_t rank = 0; rank < 8; ++rank) EXPECT_EQ(table.pieces_of(rank).size(), 8u) << rank;
 }
 
-// 33 rows for 32 copies: pieces of two rows, 17 of them, and no copy with an empty one.
+// 33 rows for 32 copies make 17 pieces of two rows, and no empty pieces.
 TEST(StateTable, PiecesHaveAboutOneMiB) {
   const auto pieces = [](const Shape& shape, int64_t copies) {
     return all_pieces(
@@ -285,8 +283,7 @@ TEST(StateTable, PiecesHaveAboutOneMiB) {
   EXPECT_EQ(pieces({0, 5}, 4), 0u);
 }
 
-// --- names, order, refusals
-// ----------------------------------------------------------------------------------
+// ---- names, order, refusals
 
 TEST(StateTable, IsInFileOrderAndFindsByName) {
   const auto whole = layout({});
@@ -333,7 +330,7 @@ TEST(StateTable, RefusesInvalidTables) {
   EXPECT_THAT(problem({bad}, 2), HasSubstr("tensor 'a': it has no layout"));
 }
 
-// Each is as large as a tensor may be: whoever adds them up would overflow.
+// Each tensor has the largest allowed size: their sum would overflow.
 TEST(StateTable, LimitsTheTotalSize) {
   std::vector<StateTensor> tensors;
   for (const char* name : {"a", "b", "c", "d", "e", "f", "g", "h"})
@@ -359,7 +356,7 @@ TEST(StateTable, RefusesUnknownTensorsAndBoxes) {
   EXPECT_EQ(table.sources_of(0, {{4, 0}, {0, 2}}).size(), 0u);
 }
 
-// A million ranks: whoever looks for a few rows doesn't go through all of them.
+// With a million ranks, a search for a few rows must not visit all of them.
 TEST(StateTable, SearchesOnlyIntersectingParts) {
   constexpr int64_t kRanks = 1'000'000;
   const StateTable table({{.name = "a",

@@ -1,4 +1,4 @@
-// Steps appear, are replaced and go, with a kill before every system call of each.
+// Committing, replacing and removing steps, with a kill before every system call.
 
 #include <fcntl.h>
 #include <gmock/gmock.h>
@@ -26,7 +26,7 @@ int calls_until_kill = kNever;
 bool can_exchange = true;
 int renames_until_failure = kNever;
 int failing_renames = 1;
-std::vector<std::string>* record = nullptr;  // what was done, as "sync /a"
+std::vector<std::string>* record = nullptr;  // the calls made, as "sync /a"
 
 void note(const std::string& what, const std::string& path) {
   if (record) record->push_back(what + " " + path);
@@ -36,7 +36,7 @@ std::string path_of(int descriptor) {
   return std::filesystem::read_symlink("/proc/self/fd/" + std::to_string(descriptor)).string();
 }
 
-// In place of each call that changes a folder. The process is gone before the call.
+// Called before each system call that changes a folder. Ends the process if it is to be killed here.
 void before_call() {
   if (calls_until_kill == 0) _exit(kKilled);
   if (calls_until_kill > 0) --calls_until_kill;
@@ -50,7 +50,7 @@ int call(long number, Arguments... arguments) {
 
 }  // namespace
 
-// In place of the C library's, also for the library under test.
+// Replaces the C library's functions, for the library under test too.
 #define TITAN_INTERPOSED extern "C" __attribute__((visibility("default")))
 TITAN_INTERPOSED int fsync(int descriptor) {
   if (record) note("sync", path_of(descriptor));
@@ -131,7 +131,7 @@ class ExchangeOrNot : public ::testing::TestWithParam<bool> {
   void TearDown() override { can_exchange = true; }
 };
 
-TEST_P(ExchangeOrNot, AStepAppearsAndIsReplaced) {
+TEST_P(ExchangeOrNot, CommitsAndReplacesAStep) {
   const TempFolder folder;
   write_pending(folder.path(), of(kOld));
   EXPECT_THAT(list_steps(folder.path()), ElementsAre());
@@ -152,8 +152,8 @@ TEST_P(ExchangeOrNot, ReplacesALeftoverOfTheSameName) {
   EXPECT_EQ(owner_of(folder / "step-7"), kNew);
 }
 
-// The old or the new step is there at every moment, or comes back.
-TEST_P(ExchangeOrNot, KilledWhileReplacing) {
+// At every moment the old or the new step exists, or the next run restores it.
+TEST_P(ExchangeOrNot, KillWhileReplacingLosesNoStep) {
   int kills = 0, steps_not_there = 0;
   std::set<std::string> owners;
   for (bool killed = true; killed; ++kills) {
@@ -173,12 +173,12 @@ TEST_P(ExchangeOrNot, KilledWhileReplacing) {
     EXPECT_THAT(numbers(list_steps(folder.path())), ElementsAre(7));
     owners.insert(owner_of(folder / "step-7"));
   }
-  EXPECT_GE(kills, 7);  // or the calls weren't counted
+  EXPECT_GE(kills, 7);  // fewer: the calls weren't counted
   EXPECT_EQ(steps_not_there, GetParam() ? 0 : 1);
   EXPECT_THAT(owners, ElementsAre(kOld, kNew));
 }
 
-TEST_P(ExchangeOrNot, KilledWhileANewStepAppears) {
+TEST_P(ExchangeOrNot, KillWhileCommittingLeavesNoPartialStep) {
   std::set<size_t> counts;
   bool killed = true;
   for (int kills = 0; killed; ++kills) {
@@ -198,7 +198,7 @@ TEST_P(ExchangeOrNot, KilledWhileANewStepAppears) {
 }
 
 // Leftovers of a kill, cleaned by runs that are killed too.
-TEST_P(ExchangeOrNot, KilledWhileCleaning) {
+TEST_P(ExchangeOrNot, KillWhileCleaningLosesNoStep) {
   int kills = 0;
   for (bool killed = true; killed; ++kills) {
     const TempFolder folder;
@@ -247,7 +247,7 @@ TEST_P(ExchangeOrNot, SyncsBeforeRemoving) {
 INSTANTIATE_TEST_SUITE_P(StepCommit, ExchangeOrNot, ::testing::Bool(),
                          [](const auto& param) { return param.param ? "Exchange" : "TwoRenames"; });
 
-TEST(StepCommit, AFailedRenameRestoresTheOldStep) {
+TEST(StepCommit, RestoresTheOldStepAfterAFailedRename) {
   const TempFolder folder;
   save_checkpoint(folder.path(), of(kOld));
   write_pending(folder.path(), of(kNew));
@@ -255,14 +255,14 @@ TEST(StepCommit, AFailedRenameRestoresTheOldStep) {
   renames_until_failure = 1;
   EXPECT_THROW(commit_step(folder.path(), 7, kNew), Error);
   can_exchange = true;
-  EXPECT_EQ(renames_until_failure, kNever);  // it was reached
+  EXPECT_EQ(renames_until_failure, kNever);  // the failure happened
   EXPECT_EQ(owner_of(folder / "step-7"), kOld);
   commit_step(folder.path(), 7, kNew);
   EXPECT_EQ(owner_of(folder / "step-7"), kNew);
 }
 
-// Not even a server that is away for seconds loses the old step, nor does what was pending then.
-TEST(StepCommit, TheNextRunRestoresTheOldStep) {
+// Undoing the first rename fails too, as when a server is unavailable for seconds.
+TEST(StepCommit, NextRunRestoresTheOldStep) {
   const TempFolder folder;
   save_checkpoint(folder.path(), of(kOld));
   write_pending(folder.path(), of(kNew));
@@ -272,13 +272,13 @@ TEST(StepCommit, TheNextRunRestoresTheOldStep) {
   EXPECT_THROW(commit_step(folder.path(), 7, kNew), Error);
   can_exchange = true;
   EXPECT_THAT(list_steps(folder.path()), ElementsAre());
-  fs::remove_all(pending_path(folder.path(), 7, kNew));  // as whoever failed to commit does
+  fs::remove_all(pending_path(folder.path(), 7, kNew));  // as the run does after a failed commit
   clean(folder.path());
   EXPECT_EQ(owner_of(folder / "step-7"), kOld);
   EXPECT_THAT(list_leftovers(folder.path()), ElementsAre());
 }
 
-// The mirror of it: a step that was pruned half doesn't come back because another is pending.
+// Conversely, a half-removed step isn't restored just because another one is pending.
 TEST(StepCommit, NeverRestoresAHalfRemovedStep) {
   const TempFolder folder;
   fs::rename(save_checkpoint(folder.path(), of(kOld)), folder / str(".step-7.", kNew, ".old"));
@@ -293,7 +293,7 @@ void write_model_alone(const fs::path& step) {
   std::ofstream(step / "model.safetensors") << "a model";
 }
 
-// A model that was exported is somebody's result; a state is what a run goes on from.
+// An exported model is a user's result, and a run resumes from a state: neither may be lost.
 TEST_P(ExchangeOrNot, KeepsAStepOfAnotherKind) {
   const TempFolder folder;
   write_model_alone(folder / "step-7");
@@ -316,7 +316,7 @@ TEST_P(ExchangeOrNot, KeepsAStepOfAnotherKind) {
   EXPECT_THAT(list_leftovers(folder.path()), ElementsAre());
 }
 
-TEST_P(ExchangeOrNot, AKillKeepsAStepOfAnotherKind) {
+TEST_P(ExchangeOrNot, KillKeepsAStepOfAnotherKind) {
   int kills = 0;
   for (bool killed = true; killed; ++kills) {
     const TempFolder folder;
@@ -337,14 +337,14 @@ TEST_P(ExchangeOrNot, AKillKeepsAStepOfAnotherKind) {
   EXPECT_GE(kills, 5);
 }
 
-TEST(StepCommit, WithoutAPendingFolderNothingChanges) {
+TEST(StepCommit, ChangesNothingWithoutAPendingFolder) {
   const TempFolder folder;
   save_checkpoint(folder.path(), of(kOld));
   EXPECT_THROW(commit_step(folder.path(), 7, kNew), Error);
   EXPECT_EQ(owner_of(folder / "step-7"), kOld);
 }
 
-TEST(StepCommit, KilledWhileRemoving) {
+TEST(StepCommit, KillWhileRemovingLeavesNoPartialStep) {
   int kills = 0;
   for (bool killed = true; killed; ++kills) {
     const TempFolder folder;
@@ -358,7 +358,7 @@ TEST(StepCommit, KilledWhileRemoving) {
              }).status == kKilled;
     for (const StepEntry& step : list_steps(folder.path())) EXPECT_EQ(owner_of(step.path), kOld);
     clean(folder.path());
-    // Gone, or still whole; what is half empty never comes back.
+    // The step is gone or still whole; a half-removed one is never restored.
     for (const StepEntry& step : list_steps(folder.path())) EXPECT_EQ(owner_of(step.path), kOld);
     EXPECT_THAT(list_leftovers(folder.path()), ElementsAre());
   }
@@ -383,7 +383,7 @@ TEST(StepCommit, CleansNothingWithoutTheLock) {
   EXPECT_THAT(list_leftovers(folder.path()), ElementsAre());
 }
 
-// A step is of no use in a folder whose own name was lost.
+// A step is useless if its folder's own name was lost.
 TEST(StepCommit, SyncsTheParentFolders) {
   const TempFolder folder;
   std::vector<std::string> calls;
@@ -394,7 +394,7 @@ TEST(StepCommit, SyncsTheParentFolders) {
               ElementsAre(str("sync ", (folder / "outputs").string()), str("sync ", folder.path().string())));
 }
 
-TEST(StepCommit, CleaningTouchesNothingElse) {
+TEST(StepCommit, CleaningRemovesOnlyLeftovers) {
   const TempFolder folder, elsewhere;
   std::ofstream(elsewhere / "kept") << "kept";
   fs::create_directory_symlink(elsewhere.path(), folder / ".step-3.ab.tmp");

@@ -35,7 +35,7 @@ std::vector<int64_t> step_numbers(const std::vector<StepEntry>& steps) {
 
 void write_text(const fs::path& path, const std::string& text) { std::ofstream(path) << text; }
 
-TEST(StepFolder, NamesOfFolders) {
+TEST(StepFolder, NamesFolders) {
   EXPECT_EQ(step_path("a", 500), "a/step-500");
   EXPECT_EQ(pending_path("a", 510, "ab12"), "a/.step-510.ab12.tmp");
 }
@@ -73,10 +73,11 @@ TEST(StepFolder, IgnoresLinks) {
   const auto steps = list_steps(folder.path());
   ASSERT_THAT(step_numbers(steps), ElementsAre(6));
   EXPECT_FALSE(steps[0].has_manifest);
-  EXPECT_THAT(quick_problems(folder / "step-6"), ElementsAre(HasSubstr("manifest.json is no regular file")));
+  EXPECT_THAT(quick_problems(folder / "step-6"),
+              ElementsAre(HasSubstr("manifest.json isn't a regular file")));
 }
 
-TEST(StepFolder, AMissingFolderHasNoSteps) {
+TEST(StepFolder, FindsNoStepsInAMissingFolder) {
   const TempFolder folder;
   EXPECT_THAT(list_steps(folder / "none"), ElementsAre());
   EXPECT_THAT(list_leftovers(folder / "none"), ElementsAre());
@@ -85,7 +86,7 @@ TEST(StepFolder, AMissingFolderHasNoSteps) {
   EXPECT_THAT(problems, ElementsAre());
 }
 
-TEST(StepFolder, AnUnreadableFolderIsAnError) {
+TEST(StepFolder, RefusesAnUnreadableFolder) {
   const TempFolder folder;
   fs::permissions(folder.path(), fs::perms(0755));
   fs::create_directory(folder / "steps");
@@ -136,7 +137,7 @@ TEST(StepFolder, FindsProblemsWithoutReadingTensors) {
   fs::rename(step / "rank_00001.safetensors", folder / "kept");
   EXPECT_THAT(quick_problems(step), ElementsAre(HasSubstr("rank_00001.safetensors is missing")));
   fs::create_symlink(folder / "kept", step / "rank_00001.safetensors");
-  EXPECT_THAT(quick_problems(step), ElementsAre(HasSubstr("rank_00001.safetensors is no regular file")));
+  EXPECT_THAT(quick_problems(step), ElementsAre(HasSubstr("rank_00001.safetensors isn't a regular file")));
   fs::remove(step / "rank_00001.safetensors");
   fs::rename(folder / "kept", step / "rank_00001.safetensors");
   const auto size = fs::file_size(step / "rank_00000.safetensors");
@@ -149,12 +150,12 @@ TEST(StepFolder, FindsProblemsWithoutReadingTensors) {
   EXPECT_THAT(quick_problems(step), ElementsAre(HasSubstr("manifest.json is missing")));
 }
 
-TEST(StepFolder, AStepUnderAnotherStepsNameIsAProblem) {
+TEST(StepFolder, ReportsAStepUnderAnotherStepsName) {
   const TempFolder folder;
   const fs::path step = save_checkpoint(folder.path(), tiny(20));
   fs::rename(step, folder / "step-30");
   EXPECT_THAT(quick_problems(folder / "step-30"),
-              ElementsAre(HasSubstr("is of step 20, but its folder is named for step 30")));
+              ElementsAre(HasSubstr("belongs to step 20, but its folder is named for step 30")));
   fs::rename(folder / "step-30", folder / "best");
   EXPECT_THAT(quick_problems(folder / "best"), ElementsAre());
 }

@@ -10,7 +10,7 @@
 namespace titan::checkpoint::detail {
 namespace {
 
-// Every start within a line, every end within one, and nothing around it.
+// For every start and end within a cache line, copies the range and nothing around it.
 TEST(StreamingCopy, CopiesExactlyTheRange) {
   constexpr size_t line = 64, most = 4 * line;
   std::vector<char> source(most + line);

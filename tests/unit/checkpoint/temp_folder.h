@@ -1,6 +1,6 @@
 #pragma once
 
-// A folder that is gone when the test is over.
+// A folder that is removed when the test ends.
 
 #include <cstdlib>
 #include <filesystem>

@@ -1,4 +1,4 @@
-// Damage of every kind, at random: each is found, and the file and what is in it named.
+// Random damage of every kind is found, and the report names the file and its contents.
 
 #include "titan/checkpoint/step_folder.h"
 
@@ -46,7 +46,7 @@ int64_t header_bytes(const std::string& file) {
   return static_cast<int64_t>(sizeof length + length);
 }
 
-TEST(Verify, AWholeCheckpoint) {
+TEST(Verify, AcceptsAnUndamagedCheckpoint) {
   const TempFolder folder;
   const CheckpointToSave save = small_checkpoint(5);
   const fs::path step = save_checkpoint(folder.path(), save);
@@ -69,7 +69,7 @@ TEST(Verify, AWholeCheckpoint) {
   EXPECT_GT(calls, 4);
 }
 
-// Pages of it that are in memory; what only a mapping of it shows isn't read in by being asked for.
+// The file's pages that are in memory. Asking through a mapping doesn't read any in.
 int64_t pages_in_memory(const fs::path& path) {
   const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
   const size_t num_bytes = fs::file_size(path), page = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
@@ -82,7 +82,7 @@ int64_t pages_in_memory(const fs::path& path) {
   return std::ranges::count_if(pages, [](unsigned char flags) { return (flags & 1) != 0; });
 }
 
-// Whoever verifies a large checkpoint beside a run doesn't drive the run's own pages from memory.
+// Verifying a large checkpoint beside a run must not push the run's own pages out of memory.
 TEST(Verify, LeavesNoPageOfTheFilesInMemory) {
   const TempFolder folder;
   struct statfs system = {};
@@ -98,7 +98,7 @@ TEST(Verify, LeavesNoPageOfTheFilesInMemory) {
   const auto pages = [&] {
     return pages_in_memory(step / file_name(0)) + pages_in_memory(step / file_name(1));
   };
-  ASSERT_GT(pages(), 0) << "nothing of what was just written is in memory, so that nothing could be left";
+  ASSERT_GT(pages(), 0) << "none of the pages just written is in memory, so the test proves nothing";
   EXPECT_THAT(lines(verify_step(step)), ElementsAre());
   EXPECT_EQ(pages(), 0);
 }
@@ -139,13 +139,14 @@ TEST(Verify, ReportsAMissingFolder) {
   EXPECT_THAT(lines(verify_step(folder.path())), ElementsAre(HasSubstr("manifest.json: is missing")));
 }
 
-TEST(Verify, AStepUnderAnotherStepsName) {
+TEST(Verify, ReportsAStepUnderAnotherStepsName) {
   const TempFolder folder;
   fs::rename(save_checkpoint(folder.path(), small_checkpoint(5)), folder / "step-6");
-  EXPECT_THAT(lines(verify_step(folder / "step-6")), ElementsAre(HasSubstr("manifest.json: is of step 5")));
+  EXPECT_THAT(lines(verify_step(folder / "step-6")),
+              ElementsAre(HasSubstr("manifest.json: belongs to step 5")));
 }
 
-// Headers that a writer got wrong: as they were written, but not the manifest's.
+// Headers that a writer got wrong: undamaged, but different from the manifest.
 TEST(Verify, ComparesHeadersWithTheManifest) {
   const TempFolder folder;
   CheckpointToSave save = small_checkpoint(5);
@@ -158,14 +159,13 @@ TEST(Verify, ComparesHeadersWithTheManifest) {
   manifest.table = table_of(save);
   replace_bytes(step / kManifestName, to_text(manifest));
   const std::vector<std::string> found = lines(verify_step(step));
-  EXPECT_THAT(found,
-              ::testing::Contains(HasSubstr("tensor 'model.embedding': the header's part of it is [0:")));
+  EXPECT_THAT(found, ::testing::Contains(HasSubstr("tensor 'model.embedding': in the header it covers [0:")));
   EXPECT_THAT(found, ::testing::Contains(HasSubstr("tensor 'model.renamed': is missing from the file")));
   EXPECT_THAT(found, ::testing::Contains(HasSubstr(
-                         "tensor 'model.norm': is in the file, but by the manifest it has no part")));
+                         "tensor 'model.norm': is in the file, but the manifest puts no part of it")));
 }
 
-// Two steps of a run and the first of another one; each trial damages step-1, and it is repaired afterwards.
+// Two steps of a run and the first of another one. Each trial damages step-1 and repairs it afterwards.
 class RandomDamage : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -192,7 +192,7 @@ class RandomDamage : public ::testing::Test {
   std::string any_rank_file() { return file_name(static_cast<int64_t>(below(4))); }
   bool is_manifest(const std::string& name) const { return name == kManifestName; }
 
-  /// The tensor and block of a byte of a rank's file; no tensor: its header's.
+  /// The tensor and block of a byte of a rank's file; no tensor for a byte of the header.
   std::pair<std::string, int64_t> place_of(const std::string& name, int64_t position) const {
     const RankFile& file = headers_[static_cast<size_t>(name[9] - '0')];
     for (const std::string& tensor : file.names()) {
@@ -203,7 +203,7 @@ class RandomDamage : public ::testing::Test {
     return {"", 0};
   }
 
-  // Headers and manifest are small, and would be hit once in a thousand.
+  // Picks a header half of the time: it is small, and would otherwise be hit once in a thousand trials.
   size_t any_position(const std::string& name) {
     const std::string& bytes = files_[name];
     const bool in_header = !is_manifest(name) && below(2) == 0;
@@ -218,7 +218,7 @@ class RandomDamage : public ::testing::Test {
     return choice < edges.size() ? edges[choice] : below(bytes.size());
   }
 
-  // One line of this file, and of this tensor's block.
+  // Expects one line, about this file and this tensor's block.
   void expect_found(const std::string& name, const std::string& tensor = "", int64_t block = 0) {
     const VerifyReport report = verify_step(step_);
     ASSERT_EQ(report.damages.size(), 1u) << ::testing::PrintToString(lines(report));
@@ -230,7 +230,7 @@ class RandomDamage : public ::testing::Test {
     mend(name);
   }
 
-  // A line for each of these files.
+  // Expects a line for each of these files.
   void expect_each_found(const std::vector<std::string>& names) {
     const VerifyReport report = verify_step(step_);
     std::vector<fs::path> expected, found;
@@ -254,7 +254,7 @@ class RandomDamage : public ::testing::Test {
   std::mt19937_64 random_{20260221};
 };
 
-TEST_F(RandomDamage, FlippedBits) {
+TEST_F(RandomDamage, FindsFlippedBits) {
   int in_tensors = 0, in_headers = 0, in_manifests = 0;
   for (int trial = 0; trial < kTrials / 2; ++trial) {
     const std::string name = any_name();
@@ -272,7 +272,7 @@ TEST_F(RandomDamage, FlippedBits) {
   EXPECT_THAT(lines(verify_step(step_)), ElementsAre());
 }
 
-TEST_F(RandomDamage, TruncatedAndExtendedFiles) {
+TEST_F(RandomDamage, FindsTruncatedAndExtendedFiles) {
   for (int trial = 0; trial < kTrials / 4; ++trial) {
     const std::string name = any_name();
     const size_t size = files_[name].size();
@@ -284,7 +284,7 @@ TEST_F(RandomDamage, TruncatedAndExtendedFiles) {
   EXPECT_THAT(lines(verify_step(step_)), ElementsAre());
 }
 
-TEST_F(RandomDamage, OverwrittenParts) {
+TEST_F(RandomDamage, FindsOverwrittenParts) {
   for (int trial = 0; trial < kTrials / 10; ++trial) {
     const std::string name = any_rank_file();
     const auto start = static_cast<size_t>(header_bytes(files_[name]));
@@ -293,7 +293,8 @@ TEST_F(RandomDamage, OverwrittenParts) {
     std::string damaged = files_[name];
     std::generate_n(damaged.begin() + static_cast<std::ptrdiff_t>(begin), length,
                     [&] { return static_cast<char>(random_()); });
-    damaged[begin] = static_cast<char>(files_[name][begin] + 1);  // or one random byte may be the right one
+    damaged[begin] =
+        static_cast<char>(files_[name][begin] + 1);  // otherwise a single random byte may be the original one
     replace_bytes(step_ / name, damaged);
     const VerifyReport report = verify_step(step_);
     ASSERT_FALSE(report.damages.empty()) << trial;
@@ -303,7 +304,7 @@ TEST_F(RandomDamage, OverwrittenParts) {
   }
 }
 
-TEST_F(RandomDamage, SwappedMixedAndRemovedFiles) {
+TEST_F(RandomDamage, FindsSwappedMixedAndRemovedFiles) {
   const auto copy = [&](const fs::path& from, const std::string& name) {
     fs::remove(step_ / name);
     fs::copy_file(from, step_ / name);
@@ -314,25 +315,25 @@ TEST_F(RandomDamage, SwappedMixedAndRemovedFiles) {
     std::string other = any_rank_file();
     while (other == name) other = any_rank_file();
     switch (below(7)) {
-      case 0:  // between ranks
+      case 0:  // two ranks' files swapped
         fs::rename(step_ / name, step_ / "held");
         fs::rename(step_ / other, step_ / name);
         fs::rename(step_ / "held", step_ / other);
         expect_each_found({std::min(name, other), std::max(name, other)});
         break;
-      case 1:  // between steps
+      case 1:  // another step's file
         copy(folder_ / "step-2" / name, name);
         expect_found(name);
         break;
-      case 2:  // of another run
+      case 2:  // another run's file
         copy(folder_ / "other/step-1" / name, name);
         expect_found(name);
         break;
-      case 3:  // another step's manifest: which of the two the folder is, its name says
+      case 3:  // another step's manifest, which contradicts the folder's name
         copy(folder_ / "step-2" / kManifestName, kManifestName);
         expect_each_found({kManifestName, file_name(0), file_name(1), file_name(2), file_name(3)});
         break;
-      case 4:  // another run's
+      case 4:  // another run's manifest
         copy(folder_ / "other/step-1" / kManifestName, kManifestName);
         expect_each_found({file_name(0), file_name(1), file_name(2), file_name(3)});
         break;
@@ -342,7 +343,7 @@ TEST_F(RandomDamage, SwappedMixedAndRemovedFiles) {
         expect_found(removed);
         break;
       }
-      default:  // the right bytes by a link
+      default:  // a link to the right bytes
         fs::rename(step_ / name, folder_ / "moved");
         fs::create_symlink(folder_ / "moved", step_ / name);
         expect_found(name);

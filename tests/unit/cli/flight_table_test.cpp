@@ -35,7 +35,8 @@ class FlightTable : public ::testing::Test {
     files_.push_back(file);
   }
 
-  /// Adds a call to the rank that was added last. It began at 98 s and took `took_ms`; kWaits: it still waits.
+  /// Adds a call to the rank that was added last. It began at 98 s and took `took_ms`; kWaits: it still
+  /// waits.
   dist::FlightCall& add_call(int64_t sequence, int64_t took_ms) {
     dist::FlightCall call;
     call.record = call.sequence = sequence;

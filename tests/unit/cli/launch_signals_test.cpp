@@ -59,7 +59,8 @@ TEST(TakenSignals, IncludeHandledOnesAndOnesReadFromADescriptor) {
   EXPECT_FALSE(takes(999'999'999, SIGUSR2)) << "there is no such process";
 }
 
-// A shell blocks all signals while it starts a program. A signal that comes then ends the program as soon as it runs.
+// A shell blocks all signals while it starts a program. A signal that comes then ends the program as soon as
+// it runs.
 TEST(TakenSignals, AreNoneWhileAllSignalsAreBlocked) {
   sigset_t set, before;
   sigemptyset(&set);

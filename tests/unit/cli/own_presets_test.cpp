@@ -1,17 +1,20 @@
-// The configs that ship with LibTitan pass every check that needs no files, on the numbers of ranks that they are for.
+// The configs that ship with LibTitan pass every check that needs no files, on the numbers of ranks that they
+// are for.
 
 #include <gtest/gtest.h>
 
+#include "cli/commands.h"
 #include "titan/core/error.h"
-#include "unit/cli/load_preset.h"
+#include "unit/job/load_preset.h"
 
 namespace titan::cli {
 namespace {
 
 std::vector<std::string> problems_of(const std::string& preset, int world_size,
                                      std::vector<std::string> overrides = {}) {
+  register_builtin_models();
   try {
-    load_preset(preset, world_size, std::move(overrides));
+    train::load_preset(preset, world_size, std::move(overrides));
     return {};
   } catch (const ConfigError& error) {
     return error.problems();

@@ -58,7 +58,8 @@ TEST(SweepRunState, IgnoresStepsInTheFolderOfARunWithoutCheckpoints) {
   EXPECT_FALSE(is_finished(run.folder, false));
 }
 
-// The process exited with 0 before it logged anything. The previous process was killed, so its log doesn't show an end.
+// The process exited with 0 before it logged anything. The previous process was killed, so its log doesn't
+// show an end.
 TEST(SweepRunState, IsNotFinishedWhenStoppedDuringTheStart) {
   const LoggedRun run = run_of_100("false");
   run.log(0, kFirst, 1, {"step 60 step_start", "step 60 step_end"});

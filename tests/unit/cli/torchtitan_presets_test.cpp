@@ -1,4 +1,5 @@
-// TorchTitan's own Llama configs are accepted unchanged. A feature that does not exist here is refused with a remedy.
+// TorchTitan's own Llama configs are accepted unchanged. A feature that does not exist here is refused with a
+// remedy.
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,4 @@
-// Files that nobody wrote on purpose: whatever the bytes, a document or a ConfigError with a place, and
-// nothing else.
+// Damaged files: for any bytes, the result is a document or a ConfigError with a place.
 
 #include <gtest/gtest.h>
 
@@ -59,8 +58,8 @@ void try_many(std::string_view original, Read read) {
 TEST(Damaged, Toml) { try_many(kToml, read_toml); }
 TEST(Damaged, Json) { try_many(kJson, read_json); }
 
-// Every character after a number, also where toml++ assumes it to be impossible.
-TEST(Damaged, NumbersThatGoOnAsLetters) {
+// Every character after a number, including those that toml++ assumes to be impossible.
+TEST(Damaged, AnyCharacterAfterANumber) {
   for (const char* letter : {"\u00a1", "\u015a", "\u0416", "\u1681", "\u2030", "\ufefe", "\U00010400"})
     EXPECT_THROW(read_toml(std::string("x = 1.") + letter + "3", "f"), ConfigError) << letter;
 }

@@ -24,7 +24,7 @@ TEST(SettingDifferences, NamesBothValues) {
                           "training.seed: unset | 3", "training.steps: 10 | 20"));
 }
 
-TEST(SettingDifferences, PassesTablesOver) {
+TEST(SettingDifferences, SkipsTables) {
   EXPECT_THAT(setting_differences(kBefore, kNow, {"job", "model"}),
               ElementsAre("training.seed: unset | 3", "training.steps: 10 | 20"));
   EXPECT_THAT(setting_differences(kNow, kNow), ElementsAre());

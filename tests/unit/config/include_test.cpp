@@ -23,18 +23,18 @@ TEST(Include, LaterWinsAndPathsAreRelativeToTheIncludingFile) {
   EXPECT_EQ(result.origins.origin_of("training.seq_len"), "b.toml:2:1");
 }
 
-TEST(Include, ACycleIsAnErrorThatPrintsTheChain) {
+TEST(Include, CycleErrorPrintsTheChain) {
   ConfigFolder folder;
   folder.write("a.toml", "include = [\"sub/b.toml\"]\n");
   folder.write("sub/b.toml", "[training]\nsteps = 1\n");
   folder.write("sub/b.toml", "include = [\"../c.toml\"]\n");
   folder.write("c.toml", "include = [\"./sub/../a.toml\"]\n");
   EXPECT_EQ(load_sample({"a.toml", {}}).problems,
-            Problems{"c.toml:1:1: include = [\"./sub/../a.toml\"]: includes go round in a circle: "
+            Problems{"c.toml:1:1: include = [\"./sub/../a.toml\"]: circular include: "
                      "a.toml -> sub/b.toml -> c.toml -> a.toml"});
 }
 
-TEST(Include, AFileOfAnotherKindNamesWhoAskedForIt) {
+TEST(Include, WrongFileTypeErrorNamesTheIncludingFile) {
   ConfigFolder folder;
   folder.write("a.toml", "include = [\"base.yaml\"]\n");
   EXPECT_EQ(
@@ -42,7 +42,7 @@ TEST(Include, AFileOfAnotherKindNamesWhoAskedForIt) {
       Problems{"a.toml:1:1: include = [\"base.yaml\"]: base.yaml: a config file ends in .toml or .json"});
 }
 
-TEST(Include, TheSameFileTwiceIsNoCycle) {
+TEST(Include, AcceptsTheSameFileTwice) {
   ConfigFolder folder;
   folder.write("base.toml", "[training]\nsteps = 3\n");
   folder.write("b.toml", "include = [\"base.toml\"]\n");
@@ -50,7 +50,7 @@ TEST(Include, TheSameFileTwiceIsNoCycle) {
   EXPECT_EQ(load_sample({"a.toml", {}}).job.training.steps, 3);
 }
 
-TEST(Include, DoublingIncludesEnd) {
+TEST(Include, LimitsExponentialIncludes) {
   ConfigFolder folder;
   for (int i = 0; i < 30; ++i) {
     std::string next = "\"" + std::to_string(i + 1) + ".toml\"";
@@ -63,7 +63,7 @@ TEST(Include, DoublingIncludesEnd) {
   EXPECT_LT(problems.size(), 100u);
 }
 
-TEST(Include, ProblemsOfAllFilesTogether) {
+TEST(Include, ReportsProblemsOfAllFilesTogether) {
   ConfigFolder folder;
   folder.write("bad.toml", "[training\n");
   folder.write("base.toml", "[training]\nmax_norm = 0\nsteps = 0\n");

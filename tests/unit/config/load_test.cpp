@@ -57,10 +57,10 @@ void expect_the_values(const Result& result) {
 
 TEST(Load, Toml) { expect_the_values(load_text(kToml)); }
 
-TEST(Load, JsonIsTheSameTree) { expect_the_values(load_text(kJson, "a.json")); }
+TEST(Load, ReadsJsonLikeToml) { expect_the_values(load_text(kJson, "a.json")); }
 
-// As a saved state has it: no file is read, nor included.
-TEST(Load, TextInPlaceOfAFile) {
+// A saved state holds the config as text: no file is read or included.
+TEST(Load, ReadsTextInsteadOfAFile) {
   const auto load_toml = [](const std::string& toml) {
     return load_sample({.file = "a state", .overrides = {}, .toml = toml});
   };
@@ -72,21 +72,21 @@ TEST(Load, TextInPlaceOfAFile) {
             Problems{"a state:1:10: not TOML: Error while parsing table header: expected ']', saw '\\n'"});
 }
 
-TEST(Load, NothingGivenIsTheDefaults) {
+TEST(Load, KeepsDefaultsIfNothingIsGiven) {
   Result result = load_sample({});
   ASSERT_EQ(result.problems, Problems{});
   EXPECT_EQ(result.job.training, Training{});
   EXPECT_EQ(result.job.args().dim, 64);
 }
 
-TEST(Load, AFailureLeavesTheJobAlone) {
+TEST(Load, FailureLeavesTheJobUnchanged) {
   Job job;
   job.training.steps = 5;
   EXPECT_THROW(load(schema(), {{}, {"--training.steps", "6", "--training.seq_len", "0"}}, job), ConfigError);
   EXPECT_EQ(job.training.steps, 5);
 }
 
-TEST(Load, TheSchemasStructIsChecked) {
+TEST(Load, RefusesAnotherStruct) {
   Training not_a_job;
   EXPECT_THROW(load(schema(), {}, not_a_job), Error);
 }
@@ -107,7 +107,7 @@ TEST(Load, Infinity) {
             Problems{"a.toml:2:1: training.max_norm = nan: must be a float, not nan"});
 }
 
-TEST(Load, EveryProblemAtOnceInTheOrderOfTheFile) {
+TEST(Load, ReportsEveryProblemInFileOrder) {
   Result result = load_text(R"([training]
 steps = 0
 seq_len = 1.5
@@ -147,7 +147,7 @@ TEST(Load, JsonProblemsHaveLineAndColumn) {
                       "a.json:3:5: training.seq_len = null: must be an int, not null"}));
 }
 
-TEST(Load, UnknownKeysHaveTheNearestName) {
+TEST(Load, UnknownKeysSuggestTheNearestName) {
   Result result = load_text(R"(steps = 5
 [training]
 step = 1
@@ -169,7 +169,7 @@ warmth = 3
                 "a.toml:9:1: optimizer.\"a.b\" = 1: unknown key"}));
 }
 
-TEST(Load, AnUnknownTableIsReportedOnce) {
+TEST(Load, ReportsAnUnknownTableOnce) {
   Result result = load_text("[trainng]\nsteps = 5\nseq_len = 1\n[trainng.sub]\na = 1\n[float8]\n[zzz]\n");
   EXPECT_EQ(result.problems,
             (Problems{"a.toml:6:2: [float8]: unknown table; did you mean [quantize.linear.float8]?",
@@ -177,7 +177,7 @@ TEST(Load, AnUnknownTableIsReportedOnce) {
                       "a.toml:7:2: [zzz]: unknown table"}));
 }
 
-TEST(Load, ATableIsNoValueAndAValueNoTable) {
+TEST(Load, RefusesTablesForValuesAndValuesForTables) {
   EXPECT_EQ(load_text("training = 5\n").problems,
             Problems{"a.toml:1:1: training = 5: is a table of settings, not a value"});
   EXPECT_EQ(load_text("[training.steps]\nx = 1\n").problems,
@@ -186,7 +186,7 @@ TEST(Load, ATableIsNoValueAndAValueNoTable) {
             Problems{"a.toml:1:3: training = [<a table>]: is a table of settings, not a value"});
 }
 
-TEST(Load, RefusedKeysTakeTheirOneValue) {
+TEST(Load, RefusedKeysAcceptOneValue) {
   EXPECT_EQ(load_text("[training]\ngc_debug = false\n").problems, Problems{});
   EXPECT_EQ(load_text("[training]\ngc_debug = true\n[optimizer]\nmethod = \"x\"\n").problems,
             (Problems{"a.toml:2:1: training.gc_debug = true: not supported: there is no garbage collector; "
@@ -195,7 +195,7 @@ TEST(Load, RefusedKeysTakeTheirOneValue) {
                       "stay unset"}));
 }
 
-TEST(Load, ARefusalMayHoldOnlyWhereItsFeatureIsOn) {
+TEST(Load, RefusalsCanDependOnAFeature) {
   EXPECT_EQ(load_text("[validation]\nwhole_set = false\nsubset = 3\n").problems, Problems{});
   EXPECT_EQ(load_text("[validation]\nwhole_set = 3\n").problems,
             Problems{"a.toml:2:1: validation.whole_set = 3: must be a bool, not an int"});
@@ -206,13 +206,13 @@ TEST(Load, ARefusalMayHoldOnlyWhereItsFeatureIsOn) {
           "a.toml:2:1: validation.whole_set = false: not supported with enable: validation is by steps; "
           "only true is accepted",
           "a.toml:3:1: validation.subset = 3: not supported with enable: validation is by steps; "
-          "it has to stay unset"}));
+          "it must stay unset"}));
   EXPECT_EQ(load_text(refused, "a.toml", {"--validation.no_enable"}).problems, Problems{});
   EXPECT_EQ(load_text(refused, "a.toml", {"--validation.whole_set", "--validation.subset", "none"}).problems,
             Problems{});
 }
 
-TEST(Load, OnlyTheValueThatCountsIsJudged) {
+TEST(Load, ChecksOnlyTheEffectiveValue) {
   std::string file = "[training]\ngc_debug = true\nsteps = \"many\"\n";
   Result result =
       load_text(file, "a.toml", {"--training.no_gc_debug", "--training.steps=0", "--training.steps=3"});
@@ -220,7 +220,7 @@ TEST(Load, OnlyTheValueThatCountsIsJudged) {
   EXPECT_EQ(result.job.training.steps, 3);
 }
 
-TEST(Load, KeysWithoutEffectTakeAnyValueOfTheirKind) {
+TEST(Load, KeysWithoutEffectAcceptAnyValueOfTheirKind) {
   EXPECT_EQ(load_text("[optimizer]\nschedule = \"Interleaved1F1B\"\n").problems, Problems{});
   EXPECT_EQ(load_text("[optimizer]\nschedule = 1\n").problems,
             Problems{"a.toml:2:1: optimizer.schedule = 1: must be a string, not an int"});
@@ -233,11 +233,11 @@ TEST(Load, MappedKeysSetTheirTarget) {
   EXPECT_EQ(load_text("[optimizer]\nlearning_rate = -1\n").problems,
             Problems{"a.toml:2:1: optimizer.learning_rate = -1: must be at least 0"});
   EXPECT_EQ(load_text("[optimizer]\nlr = 1.0\nlearning_rate = 2.0\n").problems,
-            Problems{"a.toml:3:1: optimizer.learning_rate = 2.0: the same setting has another name, which is "
-                     "given too"});
+            Problems{"a.toml:3:1: optimizer.learning_rate = 2.0: this setting is also given under its "
+                     "other name"});
 }
 
-TEST(Load, ADynamicTableFollowsTheModel) {
+TEST(Load, DynamicTablesFollowTheModel) {
   EXPECT_EQ(load_text("[model.args]\ndim = 8\n").job.args().dim, 8);
   EXPECT_EQ(load_text("[model.args]\nwidth = 8\ndim = 0\n").problems,
             (Problems{"a.toml:2:1: model.args.width = 8: unknown key",
@@ -246,14 +246,14 @@ TEST(Load, ADynamicTableFollowsTheModel) {
             Problems{"a.toml:2:1: model.name = \"huge\": unknown model"});
 }
 
-TEST(Load, ADynamicTableIsNotJudgedWhileItsModelIsInDoubt) {
+TEST(Load, SkipsDynamicTablesWhileTheModelIsInDoubt) {
   EXPECT_EQ(load_text("[model]\nnam = \"large\"\n[model.args]\nanything = 8\n").problems,
             Problems{"a.toml:2:1: model.nam = \"large\": unknown key; did you mean 'model.name'?"});
   EXPECT_EQ(load_text("[modle]\nname = \"large\"\n[model.args]\nanything = 8\n").problems,
             Problems{"a.toml:1:2: [modle]: unknown table; did you mean [model]?"});
 }
 
-TEST(Load, DuplicateKeys) {
+TEST(Load, RefusesDuplicateKeys) {
   EXPECT_EQ(load_text("[training]\nsteps = 1\nsteps = 2\n").problems,
             Problems{"a.toml:3:9: not TOML: Error while parsing key-value pair: cannot redefine existing "
                      "integer 'steps'"});
@@ -261,7 +261,7 @@ TEST(Load, DuplicateKeys) {
             Problems{"a.json:1:27: training.steps: given twice in the same table"});
 }
 
-TEST(Load, BrokenFilesSayWhere) {
+TEST(Load, SyntaxErrorsHaveAPlace) {
   EXPECT_EQ(load_text("[training\n").problems,
             Problems{"a.toml:1:10: not TOML: Error while parsing table header: expected ']', saw '\\n'"});
   EXPECT_EQ(
@@ -275,7 +275,7 @@ TEST(Load, BrokenFilesSayWhere) {
             Problems{"a.json:1:11: not JSON: number overflow parsing '1e999'"});
 }
 
-TEST(Load, DepthIsLimited) {
+TEST(Load, LimitsDepth) {
   std::string nested;
   for (int i = 0; i < 100; ++i) nested += "{\"a\":";
   EXPECT_EQ(load_text(nested, "a.json").problems, Problems{"a.json:1:321: nested deeper than 64"});
@@ -292,7 +292,7 @@ TEST(Load, LongValuesAreCutInMessages) {
   EXPECT_LT(problem.size(), 200u);
 }
 
-TEST(Load, MissingAndForeignFiles) {
+TEST(Load, ReportsMissingFilesAndWrongFileTypes) {
   EXPECT_EQ(load_sample({"none.toml", {}}).problems,
             Problems{"cannot read none.toml: No such file or directory (ENOENT)"});
   EXPECT_EQ(load_sample({"a.yaml", {}}).problems, Problems{"a.yaml: a config file ends in .toml or .json"});

@@ -124,7 +124,7 @@ TEST(Print, Json) {
   EXPECT_NE(text.find("\"dataset_path\": null"), std::string::npos);
 }
 
-TEST(Print, AnotherStructIsRefused) { EXPECT_THROW(print_toml(schema(), Training{}), Error); }
+TEST(Print, RefusesAnotherStruct) { EXPECT_THROW(print_toml(schema(), Training{}), Error); }
 
 TEST(Help, OneEntryPerKeyGroupedByTable) {
   std::string text = help_text(schema(), 60);
@@ -160,7 +160,7 @@ TEST(Help, OneEntryPerKeyGroupedByTable) {
   EXPECT_LE(longest, 60u);
 }
 
-TEST(Markdown, ATablePerTable) {
+TEST(Markdown, WritesOneTablePerSection) {
   std::string text = markdown(schema());
   EXPECT_NE(
       text.find(
@@ -176,7 +176,7 @@ TEST(Markdown, ATablePerTable) {
   EXPECT_NE(text.find("## [quantize.linear.float8]"), std::string::npos);
 }
 
-TEST(KeyTable, SaysWhatBecomesOfEachKey) {
+TEST(KeyTable, SaysWhatHappensToEachKey) {
   EXPECT_EQ(key_table(schema(), {{"optimizer.lr", "8e-4"},
                                  {"optimizer.beta1", "0.8"},
                                  {"optimizer.learning_rate", "unset"},

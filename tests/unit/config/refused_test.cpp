@@ -1,4 +1,4 @@
-// Keys whose feature doesn't exist: what they hang on, and what they take while that is off.
+// Refused keys: the key that a refusal depends on, and the values allowed while that is off.
 
 #include <gtest/gtest.h>
 
@@ -57,7 +57,7 @@ Problems problems_of(std::vector<std::string> words) {
   }
 }
 
-TEST(Refused, CountsOnceItsKeyIsOn) {
+TEST(Refused, AppliesOnceItsKeyIsOn) {
   EXPECT_EQ(problems_of({"--checkpoint.mode", "async"}), Problems{});
   EXPECT_EQ(
       problems_of({"--checkpoint.mode", "async", "--checkpoint.enable"}),
@@ -66,7 +66,7 @@ TEST(Refused, CountsOnceItsKeyIsOn) {
   EXPECT_EQ(problems_of({"--checkpoint.mode", "sync", "--checkpoint.enable"}), Problems{});
 }
 
-TEST(Refused, MayHangOnAnotherTablesKeyOfAnyKind) {
+TEST(Refused, CanDependOnAKeyOfAnotherTable) {
   EXPECT_EQ(problems_of({"--checkpoint.stage", "2", "--checkpoint.enable"}), Problems{});
   EXPECT_EQ(problems_of({"--checkpoint.stage", "2", "--pipeline.degree", "1"}), Problems{});
   EXPECT_EQ(
@@ -75,7 +75,7 @@ TEST(Refused, MayHangOnAnotherTablesKeyOfAnyKind) {
                "accepted"});
 }
 
-TEST(Refused, WhatMeansNothingIsWrongAnywhere) {
+TEST(Refused, ChecksConstraintsOfUnusedKeys) {
   EXPECT_EQ(problems_of({"--checkpoint.mode", "asinc"}),
             Problems{"--checkpoint.mode = asinc: must be one of \"sync\", \"async\"; did you mean 'async'?"});
   EXPECT_EQ(problems_of({"--checkpoint.stage", "-1"}),
@@ -87,13 +87,13 @@ TEST(Refused, WhatMeansNothingIsWrongAnywhere) {
   EXPECT_EQ(problems_of({"--rate.gc_freq", "0"}), Problems{"--rate.gc_freq = 0: must be at least 1"});
 }
 
-TEST(Constraint, HalfOpenAndFinite) {
+TEST(Constraint, ChecksHalfOpenAndFiniteRanges) {
   EXPECT_EQ(problems_of({"--rate.beta", "0", "--rate.lr", "1e300"}), Problems{});
   EXPECT_EQ(problems_of({"--rate.beta", "1"}), Problems{"--rate.beta = 1: must be from 0 to below 1"});
   EXPECT_EQ(problems_of({"--rate.lr", "inf"}), Problems{"--rate.lr = inf: must be finite and at least 0"});
 }
 
-TEST(Refused, HangingOnNothingIsOurBug) {
+TEST(Refused, UnknownConditionIsAnInternalError) {
   auto wrong = Schema::of<Job>();
   wrong.add("checkpoint", &Job::checkpoint);  // without [pipeline]
   Job job;

@@ -62,7 +62,7 @@ struct Model {
   bool operator==(const Model&) const = default;
 };
 
-/// What the dynamic table [model.args] holds: its default depends on model.name.
+/// The dynamic table [model.args]. Its default depends on model.name.
 struct Args {
   int64_t dim = 64;
   bool tie = false;
@@ -147,7 +147,7 @@ inline Schema schema() {
   return schema;
 }
 
-/// A folder for config files, the current one while it lives: so messages hold plain names.
+/// A folder for config files. It is the current folder during its lifetime, so messages hold plain names.
 class ConfigFolder {
  public:
   ConfigFolder() : before_(std::filesystem::current_path()) {

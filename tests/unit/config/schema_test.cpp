@@ -36,7 +36,7 @@ struct SomeJob {
   Lost lost;
 };
 
-TEST(Schema, WrongDescriptionsAreOurBugs) {
+TEST(Schema, WrongDescriptionsAreInternalErrors) {
   auto schema = Schema::of<SomeJob>();
   EXPECT_THROW(schema.add("twice", &SomeJob::twice), InternalError);
   EXPECT_THROW(schema.add("wrong", &SomeJob::wrong), InternalError);

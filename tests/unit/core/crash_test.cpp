@@ -30,7 +30,7 @@ TEST(CrashDeathTest, ReportsTheFaultTheNoteAndABacktrace) {
       ".titan. was that a freed parameter.\n[^\n]+\\[0x");
 }
 
-TEST(CrashDeathTest, AnotherThreadsFaultIsReportedToo) {
+TEST(CrashDeathTest, ReportsFaultsOfOtherThreads) {
   testing::FLAGS_gtest_death_test_style = "threadsafe";
   EXPECT_EXIT(
       {
@@ -40,13 +40,13 @@ TEST(CrashDeathTest, AnotherThreadsFaultIsReportedToo) {
       testing::KilledBySignal(SIGSEGV), "at address 0x0000000000000010\n");
 }
 
-TEST(CrashDeathTest, TheNoteIsAboutMemoryOnly) {
+TEST(CrashDeathTest, OmitsTheNoteForAborts) {
   testing::FLAGS_gtest_death_test_style = "threadsafe";
   EXPECT_EXIT(abort_with_note(), testing::KilledBySignal(SIGABRT),
               "fatal signal SIGABRT .aborted.\n[^\\[]+\\[0x");
 }
 
-TEST(CrashDeathTest, TheNoteIsAboutNullPointersOnly) {
+TEST(CrashDeathTest, OmitsTheNoteForOtherAddresses) {
   testing::FLAGS_gtest_death_test_style = "threadsafe";
   EXPECT_EXIT(
       {
@@ -57,7 +57,7 @@ TEST(CrashDeathTest, TheNoteIsAboutNullPointersOnly) {
       testing::KilledBySignal(SIGSEGV), "at address 0x0000020000000000\n[^\n]+\\[0x");
 }
 
-TEST(CrashDeathTest, IsDeclined) {
+TEST(CrashDeathTest, DeclinedHandlerReportsNothing) {
   testing::FLAGS_gtest_death_test_style = "threadsafe";
   EXPECT_EXIT(
       {
@@ -68,7 +68,7 @@ TEST(CrashDeathTest, IsDeclined) {
       testing::KilledBySignal(SIGSEGV), "^$");
 }
 
-TEST(CrashDeathTest, ASignalSentFromOutsideEndsTheProcessOnce) {
+TEST(CrashDeathTest, ReportsASentSignalOnceAndEndsTheProcess) {
   testing::FLAGS_gtest_death_test_style = "threadsafe";
   EXPECT_EXIT(
       {

@@ -25,7 +25,7 @@ TEST(Error, CheckNamesThePlace) {
   }
 }
 
-TEST(Error, InternalAssertSaysItIsOurBugAndShowsTheCallers) {
+TEST(Error, InternalAssertReportsABugWithABacktrace) {
   try {
     TITAN_INTERNAL_ASSERT(2 < 1, "order of ", "shards");
     FAIL();
@@ -38,7 +38,7 @@ TEST(Error, InternalAssertSaysItIsOurBugAndShowsTheCallers) {
 
 TEST(Error, AssertNeedsNoMessage) { EXPECT_THROW(TITAN_INTERNAL_ASSERT(false), InternalError); }
 
-TEST(NearestNames, TyposSwapsAndCase) {
+TEST(NearestNames, FindsTyposSwapsAndCase) {
   Names known{"seq_len", "steps", "dataset", "AdamW", "Adam"};
   EXPECT_EQ(nearest_names("seq_lne", known), Names{"seq_len"});
   EXPECT_EQ(nearest_names("seq-len", known), Names{"seq_len"});
@@ -46,16 +46,16 @@ TEST(NearestNames, TyposSwapsAndCase) {
   EXPECT_EQ(nearest_names("datset", known), Names{"dataset"});
 }
 
-TEST(NearestNames, PartsOfANameAreNear) {
+TEST(NearestNames, FindsPartsOfNames) {
   EXPECT_EQ(nearest_names("batch_size", {"local_batch_size", "lr"}), Names{"local_batch_size"});
 }
 
-TEST(NearestNames, NothingNear) {
+TEST(NearestNames, ReturnsNothingIfNoneIsNear) {
   EXPECT_TRUE(nearest_names("flavor_of_the_day", {"lr", "steps"}).empty());
   EXPECT_TRUE(nearest_names("lr", {}).empty());
 }
 
-TEST(NearestNames, TheLimitCutsTheFarthest) {
+TEST(NearestNames, LimitDropsTheFarthest) {
   EXPECT_EQ(nearest_names("abc", {"abd", "abc", "abe"}, 2), (Names{"abc", "abd"}));
 }
 

@@ -41,7 +41,7 @@ std::string message_of(const std::function<void()>& action) {
   return "nothing was thrown";
 }
 
-/// Files of this process can't grow past `bytes` while it lives: what a full disk looks like, without one.
+/// Limits files of this process to `bytes` during its lifetime, which looks like a full disk.
 class SizeLimit {
  public:
   explicit SizeLimit(rlim_t bytes) {
@@ -81,7 +81,7 @@ TEST_F(FileTest, PiecesOfAnySizeKeepTheirOrder) {
   EXPECT_EQ(read_file(folder_ / "x"), expected);
 }
 
-TEST_F(FileTest, AThrowingWriterLeavesTheOldFile) {
+TEST_F(FileTest, KeepsTheOldFileIfTheWriterThrows) {
   write_file_atomic(folder_ / "x", "old");
   auto broken = [](const AppendBytes&) { throw std::runtime_error("mid-way"); };
   EXPECT_THROW(write_file_atomic(folder_ / "x", broken), std::runtime_error);
@@ -89,7 +89,7 @@ TEST_F(FileTest, AThrowingWriterLeavesTheOldFile) {
   EXPECT_EQ(entries(), 1u);
 }
 
-TEST_F(FileTest, AFullDiskNamesPathReasonAndBytes) {
+TEST_F(FileTest, FullDiskErrorNamesPathReasonAndBytes) {
   write_file_atomic(folder_ / "x", "old");
   std::string message;
   {
@@ -98,12 +98,12 @@ TEST_F(FileTest, AFullDiskNamesPathReasonAndBytes) {
   }
   EXPECT_EQ(message, str("cannot write ", (folder_ / "x").string(),
                          ": cannot reserve its space: File too large (EFBIG) after 0 bytes; 10000 bytes are "
-                         "needed, this process may write files of 4096 (ulimit -f)"));
+                         "needed, but files of this process are limited to 4096 (ulimit -f)"));
   EXPECT_EQ(read_file(folder_ / "x"), "old");
   EXPECT_EQ(entries(), 1u);
 }
 
-TEST_F(FileTest, AMissingFolderIsNamed) {
+TEST_F(FileTest, NamesAMissingFolder) {
   fs::path path = folder_ / "none" / "x";
   EXPECT_EQ(message_of([&] { write_file_atomic(path, "a"); }),
             str("cannot write ", path.string(),
@@ -112,7 +112,7 @@ TEST_F(FileTest, AMissingFolderIsNamed) {
             str("cannot read ", path.string(), ": No such file or directory (ENOENT)"));
 }
 
-TEST_F(FileTest, AFolderIsNotAFile) {
+TEST_F(FileTest, RefusesToReadAFolder) {
   std::string expected = str("cannot read ", folder_.string(), ": it is a folder, not a file");
   EXPECT_EQ(message_of([&] { read_file(folder_); }), expected);
   EXPECT_EQ(message_of([&] { MappedFile{folder_}; }), expected);

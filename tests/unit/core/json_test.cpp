@@ -10,7 +10,7 @@ using nlohmann::json;
 
 std::string nested(int depth) { return std::string(depth, '[') + std::string(depth, ']'); }
 
-TEST(ShallowJson, IsATreeOfAtMost64Levels) {
+TEST(ShallowJson, LimitsTreesTo64Levels) {
   EXPECT_EQ(parse_json(R"({"a":[1,"b",null]})"), json({{"a", {1, "b", nullptr}}}));
   EXPECT_EQ(parse_json("7"), json(7));
   EXPECT_EQ(parse_json(nested(64)).dump(), nested(64));

@@ -15,7 +15,7 @@ class LogTest : public testing::Test {
  protected:
   void TearDown() override { configure({}); }
 
-  /// What `action` writes to standard error.
+  /// The text that `action` writes to standard error.
   template <class Action>
   static std::string written_by(Action action) {
     testing::internal::CaptureStderr();
@@ -24,21 +24,21 @@ class LogTest : public testing::Test {
   }
 };
 
-TEST_F(LogTest, OneLineWithTimeLevelAndMessage) {
+TEST_F(LogTest, WritesOneLineWithTimeLevelAndMessage) {
   std::string line = written_by([] { info("a {} message"); });
   EXPECT_TRUE(testing::internal::RE::FullMatch(
       line, testing::internal::RE("\\[titan\\] [0-9-]+ [0-9:.]+ - info - a \\{\\} message\n")))
       << line;
 }
 
-TEST_F(LogTest, TheRankIsShownOnceThereAreSeveral) {
+TEST_F(LogTest, ShowsTheRankIfThereAreSeveral) {
   configure({.rank = 3, .world_size = 4});
   EXPECT_NE(written_by([] { warning("m"); }).find(" - [rank 3] warning - m\n"), std::string::npos);
   configure({.rank = 0, .world_size = 1});
   EXPECT_EQ(written_by([] { warning("m"); }).find("rank"), std::string::npos);
 }
 
-TEST_F(LogTest, LevelsBelowAreDropped) {
+TEST_F(LogTest, DropsLowerLevels) {
   EXPECT_EQ(written_by([] { debug("m"); }), "");
   configure({.level = Level::Error});
   EXPECT_EQ(written_by([] { warning("m"); }), "");
@@ -47,7 +47,7 @@ TEST_F(LogTest, LevelsBelowAreDropped) {
   EXPECT_NE(written_by([] { debug("m"); }), "");
 }
 
-TEST_F(LogTest, OnlyRankZeroSaysWhatAllWouldSay) {
+TEST_F(LogTest, InfoRank0LogsOnlyOnRank0) {
   configure({.rank = 1, .world_size = 2});
   EXPECT_EQ(written_by([] { info_rank0("m"), warning_rank0("m"); }), "");
   configure({.rank = 0, .world_size = 2});
@@ -78,7 +78,7 @@ TEST_F(LogTest, ThreadsDontMixTheirLines) {
   EXPECT_EQ(lines, 800u);
 }
 
-TEST_F(LogTest, AFullDiskUnderStandardErrorIsIgnored) {
+TEST_F(LogTest, IgnoresAFullDisk) {
   int saved = ::dup(STDERR_FILENO);
   int full = ::open("/dev/full", O_WRONLY | O_CLOEXEC);
   ASSERT_GE(full, 0);

@@ -5,8 +5,8 @@
 namespace titan {
 namespace {
 
-// Opcodes as pickletools.dis() lists them; that Python reads them is e2e.memory_snapshot's to show.
-TEST(Pickle, IsProtocolTwo) {
+// Opcodes as pickletools.dis() lists them. e2e.memory_snapshot checks that Python reads them.
+TEST(Pickle, WritesProtocolTwo) {
   PickleWriter pickle;
   pickle.begin_dict();
   pickle.text("sizes");
@@ -27,7 +27,7 @@ TEST(Pickle, LargeNumbersTakeEightBytes) {
   EXPECT_EQ(pickle.finish(), "\x80\x02\x8a\x08\0\0\0\0\0\1\0\0."s);
 }
 
-TEST(Pickle, ATextIsWrittenOnce) {
+TEST(Pickle, WritesRepeatedTextsOnce) {
   PickleWriter pickle;
   pickle.begin_list();
   for (int i = 0; i < 3; ++i) {

@@ -13,7 +13,7 @@ TEST(Process, TimeSinceStartGrowsWithTheClock) {
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   double after = seconds_since_process_start();
   EXPECT_GE(before, -0.02);  // the start time counts in ticks of 10 ms
-  EXPECT_LT(before, 3600);   // less than the tests before this one take: not since boot, not in ticks
+  EXPECT_LT(before, 3600);   // neither since boot nor in ticks: the tests before this one take less
   EXPECT_NEAR(after - before, 0.02, 0.5);
   EXPECT_GE(after - before, 0.02);
 }

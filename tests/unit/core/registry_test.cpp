@@ -14,14 +14,14 @@ TEST(Registry, FindsWhatWasAdded) {
   EXPECT_EQ(registry.names(), std::vector<std::string>{"llama3"});
 }
 
-TEST(Registry, ATakenNameIsRefused) {
+TEST(Registry, RefusesATakenName) {
   Registry<int> registry("model");
   registry.add("llama3", 3);
   EXPECT_THROW(registry.add("llama3", 4), Error);
   EXPECT_EQ(registry.get("llama3"), 3);
 }
 
-TEST(Registry, AnUnknownNameListsTheKnownAndTheNearest) {
+TEST(Registry, UnknownNameErrorListsKnownAndNearestNames) {
   Registry<int> registry("data source");
   registry.add("text", 1);
   registry.add("tokens", 2);

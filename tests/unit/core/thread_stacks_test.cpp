@@ -16,7 +16,7 @@ namespace {
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-/// Threads that wait for the end of the object, each after doing what it is given first.
+/// Threads that each call a function and then wait until this object is destroyed.
 class Waiting {
  public:
   ~Waiting() {
@@ -38,7 +38,7 @@ class Waiting {
       changed_.wait(lock, [this] { return ended_; });
     });
     while (num_waiting_ == before) std::this_thread::yield();
-    const std::lock_guard lock(mutex_);  // which the thread has until it waits
+    const std::lock_guard lock(mutex_);  // the thread holds it until it waits
   }
 
  private:
@@ -61,7 +61,7 @@ std::string joined(const std::vector<std::string>& lines) {
   return text;
 }
 
-TEST(ThreadStacks, TellWhereOtherThreadsAre) {
+TEST(ThreadStacks, ShowWhereOtherThreadsAre) {
   Waiting waiting;
   waiting.add("waits", [] {});
   const auto stacks = thread_stacks();
@@ -73,7 +73,7 @@ TEST(ThreadStacks, TellWhereOtherThreadsAre) {
   EXPECT_THAT(joined(other->frames), Not(HasSubstr("titan::thread_stacks")));
 }
 
-TEST(ThreadStacks, AThreadInASystemCallAnswers) {
+TEST(ThreadStacks, InterruptThreadsInSystemCalls) {
   int ends[2];
   ASSERT_EQ(pipe(ends), 0);
   std::atomic<bool> reading{false};
@@ -92,12 +92,12 @@ TEST(ThreadStacks, AThreadInASystemCallAnswers) {
   EXPECT_THAT(joined(other->frames), HasSubstr("read"));
   EXPECT_EQ(write(ends[1], "x", 1), 1);
   reader.join();
-  EXPECT_EQ(num_read, 1) << "the call goes on where it was";
+  EXPECT_EQ(num_read, 1) << "the interrupted call continues";
   close(ends[0]);
   close(ends[1]);
 }
 
-TEST(ThreadStacks, AThreadThatTakesNoSignalIsToldAsSuchAndNotWaitedFor) {
+TEST(ThreadStacks, ReportThreadsThatBlockTheSignal) {
   Waiting waiting;
   waiting.add("deaf", [] {
     sigset_t all;
@@ -114,7 +114,7 @@ TEST(ThreadStacks, AThreadThatTakesNoSignalIsToldAsSuchAndNotWaitedFor) {
   EXPECT_THAT(to_text({*deaf}), HasSubstr("it blocks the signal"));
 }
 
-TEST(ThreadStacks, EqualStacksAreWrittenOnce) {
+TEST(ThreadStacks, ShowEqualStacksOnce) {
   const std::string text = to_text({{1, "a", "running", {"main"}},
                                     {2, "b", "sleeping", {"wait", "run"}},
                                     {3, "c", "sleeping", {"wait", "run"}}});

@@ -7,16 +7,16 @@ namespace {
 
 const std::string kBad = "\xEF\xBF\xBD";
 
-TEST(Utf8, ValidTextIsKept) {
+TEST(Utf8, KeepsValidText) {
   std::string text = "plain ascii, é, 字, 😀, \xEF\xBF\xBF, \xF4\x8F\xBF\xBF";
   EXPECT_EQ(valid_utf8_prefix(text), text.size());
   EXPECT_EQ(replace_invalid_utf8(text), text);
   EXPECT_EQ(replace_invalid_utf8(""), "");
 }
 
-// Python: bytes.decode("utf-8", errors="replace"). One U+FFFD for each maximal part of an ill-formed
-// sequence.
-TEST(Utf8, DamageIsReplacedAsPythonDoes) {
+// The same as Python's bytes.decode("utf-8", errors="replace"): one U+FFFD for each maximal part of an
+// ill-formed sequence.
+TEST(Utf8, ReplacesDamageAsPythonDoes) {
   EXPECT_EQ(replace_invalid_utf8("a\xFFz"), "a" + kBad + "z");
   EXPECT_EQ(replace_invalid_utf8("\xC0\xAF"), kBad + kBad);                        // overlong
   EXPECT_EQ(replace_invalid_utf8("\xED\xA0\x80"), kBad + kBad + kBad);             // a surrogate

@@ -10,7 +10,7 @@
 
 namespace titan::data {
 
-/// Documents in memory, with a record of what was read and, if asked for, one document that can't be.
+/// Documents in memory, with a record of all reads and, on request, one document that can't be read.
 class FakeSource : public Source {
  public:
   explicit FakeSource(std::vector<std::string> documents) : documents_(std::move(documents)) {}

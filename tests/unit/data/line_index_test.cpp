@@ -35,7 +35,7 @@ TEST_F(LineIndexTest, IsBuiltOnce) {
   EXPECT_EQ(again[1].text_bytes, 5);
 }
 
-TEST_F(LineIndexTest, IsBuiltAgainWhenTheFilesChange) {
+TEST_F(LineIndexTest, IsRebuiltWhenTheFilesChange) {
   build();
   folder_.write("a.jsonl", "{\"text\": \"other\"}\n");
   LineIndex index = build();
@@ -43,7 +43,7 @@ TEST_F(LineIndexTest, IsBuiltAgainWhenTheFilesChange) {
   EXPECT_EQ(index.size(), 1);
 }
 
-TEST_F(LineIndexTest, DamageIsNoticed) {
+TEST_F(LineIndexTest, IsRebuiltWhenDamaged) {
   for (int damage = 0; damage < 3; ++damage) {
     build();
     fs::path file = kept();
@@ -60,7 +60,7 @@ TEST_F(LineIndexTest, DamageIsNoticed) {
   }
 }
 
-TEST_F(LineIndexTest, WithoutAFolderNothingIsKept) {
+TEST_F(LineIndexTest, KeepsNothingWithoutAFolder) {
   LineIndex index({.files = list_files((folder_.path() / "a.jsonl").string(), {}),
                    .text_field = "text",
                    .cache_folder = {}});

@@ -45,7 +45,7 @@ Tokens row_of(const at::Tensor& tensor, int64_t row) {
   return Tokens(data, data + tensor.size(1));
 }
 
-// The rows of a batch that count, and a check of its count.
+// The rows of a batch that have labels, after checking the batch's count.
 void collect(const Batch& batch, Rows& rows) {
   int64_t valid = 0;
   for (int64_t row = 0; row < batch.labels_BS.size(0); ++row) {
@@ -57,14 +57,14 @@ void collect(const Batch& batch, Rows& rows) {
   EXPECT_EQ(valid, batch.valid_tokens);
 }
 
-// One loader a rank, as the ranks of a run have them.
+// One loader per rank, like the ranks of a run.
 class Ranks {
  public:
   Ranks(const std::shared_ptr<const Feed>& feed, int64_t lanes, int64_t dp_size, int64_t local_batch) {
     for (int64_t r = 0; r < dp_size; ++r) loaders_.emplace_back(feed, shape(lanes, r, dp_size, local_batch));
   }
 
-  // The next step's rows of all ranks; none when all are at the end.
+  // The next step's rows of all ranks; none when all ranks are at the end.
   std::optional<Rows> next() {
     Rows rows;
     size_t ended = 0;
@@ -96,7 +96,7 @@ struct Layout {
   int64_t dp_size;
   int64_t local_batch;
 };
-// Even and uneven degrees, with and without accumulation, more ranks than lanes.
+// Even and uneven degrees, with and without gradient accumulation, and more ranks than lanes.
 constexpr Layout kLayouts[] = {{1, 8}, {1, 2}, {1, 3}, {2, 4}, {2, 1},
                                {3, 3}, {3, 1}, {4, 2}, {5, 2}, {11, 1}};
 
@@ -131,7 +131,7 @@ TEST(Loader, ResumesOnAnyLayout) {
   }
 }
 
-TEST(Loader, AnotherGlobalBatchIsDealtAnew) {
+TEST(Loader, RedealsForAnotherGlobalBatchSize) {
   auto feed = make_feed();
   Ranks before(feed, 8, 2, 4);
   for (int step = 0; step < 3; ++step) before.next();
@@ -176,7 +176,7 @@ TEST(Loader, ARankReadsOnlyItsLanes) {
   for (auto [document, begin] : reads) EXPECT_TRUE(document % 8 == 1 || document % 8 == 5) << document;
 }
 
-TEST(Loader, MicroBatchesOneByOne) {
+TEST(Loader, GivesMicroBatchesOneByOne) {
   auto feed = make_feed();
   DataLoader steps(feed, shape(8, 0, 2, 2)), single(feed, shape(8, 0, 2, 2));
   for (int step = 0; step < 4; ++step) {
@@ -195,7 +195,7 @@ TEST(Loader, MicroBatchesOneByOne) {
   EXPECT_THROW(single.next_step(), Error);
 }
 
-TEST(Loader, FiniteFeedsRunDryAndReadEachPieceOnce) {
+TEST(Loader, FiniteFeedEndsAfterReadingEachPieceOnce) {
   std::optional<Rows> all;
   for (auto [dp_size, local_batch] : kLayouts) {
     auto source = std::make_shared<FakeSource>(numbered_documents(30));
@@ -222,7 +222,7 @@ TEST(Loader, RestartsAtTheBeginning) {
   EXPECT_EQ(loader.state().steps, 1);
 }
 
-TEST(Loader, ErrorsComeWithTheStepThatNeedsWhatIsBroken) {
+TEST(Loader, ThrowsAtTheStepThatNeedsTheUnreadableDocument) {
   auto source =
       std::make_shared<FakeSource>(std::vector<std::string>(64, std::string(4 * (kLength + 1) - 2, 'x')));
   source->unreadable = 8;  // lane 0's third document: its steps 8 and later
@@ -236,7 +236,7 @@ TEST(Loader, ErrorsComeWithTheStepThatNeedsWhatIsBroken) {
               std::string::npos);
 }
 
-TEST(Loader, AHeldBatchIsNeverWrittenAndMemoryIsUsedAgain) {
+TEST(Loader, ReusesMemoryButNeverThatOfAHeldBatch) {
   DataLoader loader(make_feed(), shape(4));
   std::vector<Batch> held = loader.next_step().value();
   at::Tensor copy = held[0].input_BS.clone();
@@ -247,7 +247,7 @@ TEST(Loader, AHeldBatchIsNeverWrittenAndMemoryIsUsedAgain) {
   EXPECT_LE(buffers.size(), 8u);
 }
 
-TEST(Loader, StopsInTheMiddleOfThings) {
+TEST(Loader, DestructorStopsRunningWorkers) {
   auto feed = make_feed();
   for (int i = 0; i < 50; ++i) {
     DataLoader loader(feed, shape(8));
@@ -255,7 +255,7 @@ TEST(Loader, StopsInTheMiddleOfThings) {
   }
 }
 
-TEST(Loader, OtherDataAreRefusedByThePartThatDiffers) {
+TEST(Loader, RefusesOtherDataAndNamesTheDifference) {
   DataLoader one(make_feed(), shape(4));
   one.next_step();
   auto message_for = [&](const std::shared_ptr<PackedFeed>& feed) {
@@ -263,16 +263,16 @@ TEST(Loader, OtherDataAreRefusedByThePartThatDiffers) {
     return message_of<Error>([&] { other.load_state(one.state()); });
   };
   auto order = message_for(make_feed({.piece_bytes = 64, .seed = 4}));
-  EXPECT_NE(order.find("order was 'shuffled by 3', is 'shuffled by 4'."), order.npos) << order;
+  EXPECT_NE(order.find("order was 'shuffled by 3', is now 'shuffled by 4'."), order.npos) << order;
   EXPECT_EQ(order.find("source"), order.npos) << order;
   auto documents = std::make_shared<FakeSource>(numbered_documents(31));
   auto source = message_for(make_feed(documents, {.piece_bytes = 65, .seed = 3}));
-  EXPECT_NE(source.find("source was 'fake:30', is 'fake:31'; pieces was '64 bytes', is '65 bytes'."),
+  EXPECT_NE(source.find("source was 'fake:30', is now 'fake:31'; pieces was '64 bytes', is now '65 bytes'."),
             source.npos)
       << source;
 }
 
-TEST(Loader, StatesThatDoNotFitAreRefused) {
+TEST(Loader, RefusesStatesThatDoNotFit) {
   auto feed = make_feed();
   DataLoader half(feed, shape(4, 0, 2)), whole(feed, shape(4));
   EXPECT_NE(message_of<Error>([&] { whole.load_state(half.state()); }).find("lane 1"), std::string::npos);
@@ -284,14 +284,14 @@ TEST(Loader, StatesThatDoNotFitAreRefused) {
   state.lanes[2].position = 1'000'000;
   whole.load_state(state);
   EXPECT_NE(message_of<Error>([&] { whole.next_step(); }).find("lane 2"), std::string::npos);
-  DataLoader other(feed, shape(3));  // whose lanes are dealt anew
+  DataLoader other(feed, shape(3));  // needs the lanes to be dealt again
   EXPECT_NE(message_of<Error>([&] { other.load_state(state); }).find("lane 2"), std::string::npos);
   state.lanes[2] = {.lane = 2, .epoch = std::numeric_limits<int64_t>::max() / 8};
   EXPECT_NE(message_of<Error>([&] { other.load_state(state); }).find("lane 2"), std::string::npos);
 }
 
-// A checkpoint may be a stranger's.
-TEST(Loader, StatesOfAnotherFormAreRefused) {
+// A checkpoint may be untrusted.
+TEST(Loader, RefusesMalformedStates) {
   const auto text = [](const std::string& lanes, const std::string& steps = "3") {
     return R"({"steps":)" + steps + R"(,"num_lanes":1,"feed":"f","lanes":)" + lanes + "}";
   };
@@ -306,7 +306,7 @@ TEST(Loader, StatesOfAnotherFormAreRefused) {
   EXPECT_NE(message_of<Error>([&] { loader_state_from_json(text(deep)); }).find("deeper"), std::string::npos);
 }
 
-TEST(Loader, ImpossibleShapesAreRefused) {
+TEST(Loader, RefusesImpossibleShapes) {
   auto feed = make_feed();
   EXPECT_THROW(DataLoader(feed, shape(0)), ConfigError);
   EXPECT_THROW(DataLoader(feed, shape(4, 0, 1, 0)), ConfigError);
@@ -314,7 +314,7 @@ TEST(Loader, ImpossibleShapesAreRefused) {
   EXPECT_EQ(DataLoader(feed, shape(-1, 0, 3, 5)).num_lanes(), 15);
 }
 
-TEST(Loader, AStepThatIsTakenBackComesAgain) {
+TEST(Loader, RepeatsAStepThatIsTakenBack) {
   auto feed = make_feed();
   DataLoader loader(feed, shape(4)), plain(feed, shape(4));
   loader.next_step();
@@ -331,14 +331,14 @@ TEST(Loader, AStepThatIsTakenBackComesAgain) {
   }
 }
 
-TEST(Loader, ARankWithoutLanesTakesItsEmptyStepBackToo) {
+TEST(Loader, TakesBackTheEmptyStepOfARankWithoutLanes) {
   DataLoader loader(make_feed(), shape(2, 2, 3));
   loader.next_step();
   loader.take_back_step();
   EXPECT_EQ(loader.state().steps, 0);
 }
 
-/// Reading never returns until it is let go.
+/// Its reads don't return until let_go() is called.
 class HangingSource : public FakeSource {
  public:
   HangingSource() : FakeSource(numbered_documents(30)) {}
@@ -360,7 +360,7 @@ class HangingSource : public FakeSource {
   bool is_free_ = false;
 };
 
-TEST(Loader, TellsWhetherAStepIsThere) {
+TEST(Loader, WaitReportsWhetherAStepIsReady) {
   using std::chrono::milliseconds;
   auto source = std::make_shared<HangingSource>();
   DataLoader loader(make_feed(source), shape(4));
@@ -370,8 +370,8 @@ TEST(Loader, TellsWhetherAStepIsThere) {
   EXPECT_TRUE(loader.next_step());
 }
 
-// As a run does that is told to stop while its files don't answer.
-TEST(Loader, ReadingThatHangsCanBeAbandoned) {
+// As when a run is stopped while its file system doesn't answer.
+TEST(Loader, AbandonsReadingThatHangs) {
   auto source = std::make_shared<HangingSource>();
   {
     DataLoader loader(make_feed(source), shape(4));

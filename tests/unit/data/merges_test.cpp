@@ -19,7 +19,7 @@ MergeTable random_table(int num_merges, uint32_t seed) {
   return table;
 }
 
-// The definition: the leftmost pair of lowest rank, again and again.
+// The definition: repeatedly merges the leftmost pair of the lowest rank.
 std::vector<int32_t> merge_plainly(const MergeTable& table, std::vector<int32_t> ids) {
   for (;;) {
     size_t best = ids.size();
@@ -55,8 +55,8 @@ TEST(Merges, UnknownPairsNeverMerge) {
   EXPECT_EQ(MergeTable().find(0, 0).rank, Merge::kNever);
 }
 
-// Whatever was overwritten in between, what the cache gives is what was remembered for just this word.
-TEST(WordCache, NeverMistakesAWord) {
+// Whatever was overwritten in between, the cache returns only ids that were remembered for this very word.
+TEST(WordCache, NeverConfusesTwoWords) {
   WordCache cache;
   std::map<std::string, std::vector<int32_t>> known;
   std::mt19937 random(3);

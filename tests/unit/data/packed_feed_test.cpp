@@ -51,7 +51,7 @@ Tokens documents_tokens(const std::vector<std::string>& documents) {
   return stream;
 }
 
-// The tokens that went into a sample: the inputs and the last label.
+// The tokens of a sample: the inputs and the last label.
 Tokens tokens_of(const Sample& sample) {
   if (sample.valid == 0) return {};
   Tokens tokens(sample.input.begin(), sample.input.begin() + sample.valid);
@@ -75,7 +75,7 @@ TEST(PackedFeed, PacksDocumentsWithoutOverlap) {
   EXPECT_EQ(stream, expected);
 }
 
-TEST(PackedFeed, EveryEpochDealsEveryPieceOnceInAnOrderOfItsOwn) {
+TEST(PackedFeed, DealsEveryPieceOncePerEpochInANewOrder) {
   auto feed = feed_of(numbered_documents(40), {.seed = 5});
   auto order_of = [&](int64_t epoch) {
     std::vector<std::vector<int32_t>> pieces(40);
@@ -90,7 +90,7 @@ TEST(PackedFeed, EveryEpochDealsEveryPieceOnceInAnOrderOfItsOwn) {
   EXPECT_EQ(std::unique(first.begin(), first.end()), first.end());
 }
 
-// One large file: its pieces, not the file, are dealt.
+// The pieces of a large file are dealt, not the file.
 TEST(PackedFeed, ASingleFileFeedsAllLanesEvenly) {
   std::string text(1 << 20, 'x');
   auto feed = feed_of({text}, {.piece_bytes = 4096, .repeat = false});
@@ -104,7 +104,7 @@ TEST(PackedFeed, ASingleFileFeedsAllLanesEvenly) {
   for (int64_t count : tokens) EXPECT_NEAR(count, (1 << 20) / 16, 300);
 }
 
-TEST(PackedFeed, OnlyTheLastPieceOfADocumentEndsIt) {
+TEST(PackedFeed, EndsADocumentOnlyAfterItsLastPiece) {
   auto feed = feed_of({std::string(100, 'x')}, {.piece_bytes = 64, .shuffle = false});
   auto first = piece_tokens(*feed, 0, 0), second = piece_tokens(*feed, 0, 1);
   EXPECT_EQ(first.front(), kBos);
@@ -113,8 +113,8 @@ TEST(PackedFeed, OnlyTheLastPieceOfADocumentEndsIt) {
   EXPECT_EQ(second.back(), kEos);
 }
 
-// A piece is tokenized block by block; the blocks' tokens are those of the whole.
-TEST(PackedFeed, BlocksDoNotShowInTheTokens) {
+// A piece is tokenized block by block. The tokens are the same as those of the whole text.
+TEST(PackedFeed, EncodingInBlocksDoesNotChangeTheTokens) {
   std::string lines, line = "int width = 0;\n  return width;\n\n";
   while (lines.size() < 200'000) lines += line + std::to_string(lines.size());
   auto tokenizer = build_tokenizer(TITAN_SOURCE_DIR "/assets/tokenizer");
@@ -165,10 +165,10 @@ TEST(PackedFeed, StatesContinueExactly) {
   }
 }
 
-TEST(PackedFeed, FiniteOnesGiveEveryTokenOnceAndThenNothing) {
+TEST(PackedFeed, FiniteFeedGivesEveryTokenOnce) {
   auto documents = numbered_documents(17);
   auto feed = feed_of(documents, {.shuffle = false, .repeat = false});
-  EXPECT_EQ(feed->num_steps(), std::nullopt);  // to know it would take reading them all
+  EXPECT_EQ(feed->num_steps(), std::nullopt);  // finding out would take reading all documents
   for (int64_t lanes : {1, 3, 5, 30}) {
     for (int64_t l = 0; l < lanes; ++l) {
       std::vector<std::string> own;
@@ -191,7 +191,7 @@ TEST(PackedFeed, FiniteOnesGiveEveryTokenOnceAndThenNothing) {
   }
 }
 
-TEST(PackedFeed, DealingAnewRepeatsNothing) {
+TEST(PackedFeed, RedealingRepeatsNothing) {
   constexpr int64_t kDocuments = 50;
   auto feed = feed_of(numbered_documents(kDocuments), {.shuffle = false});
   std::vector<LaneState> states;
@@ -214,7 +214,7 @@ TEST(PackedFeed, DealingAnewRepeatsNothing) {
   }
 }
 
-TEST(PackedFeed, DocumentsWithoutTokensAreAnError) {
+TEST(PackedFeed, RefusesDocumentsWithoutTokens) {
   class Silent : public ByteTokenizer {
     std::optional<int32_t> bos_id() const override { return std::nullopt; }
     std::optional<int32_t> eos_id() const override { return std::nullopt; }

@@ -48,16 +48,16 @@ TEST(Permutation, LooksRandom) {
   double mean_step = 0;
   for (int64_t k = 0; k + 1 < n; ++k)
     mean_step += std::abs(static_cast<double>(images[k + 1] - images[k])) / (n - 1);
-  EXPECT_NEAR(mean_step / n, 1.0 / 3, 0.01);  // of independent uniform numbers
+  EXPECT_NEAR(mean_step / n, 1.0 / 3, 0.01);  // as for independent uniform numbers
   // The first tenth of the order covers the whole range evenly.
   std::vector<int> counts(10);
   for (int64_t k = 0; k < n / 10; ++k) ++counts[images[k] * 10 / n];
   for (int count : counts) EXPECT_NEAR(count, n / 100, 60);
 }
 
-TEST(Permutation, OfNothingIsAnError) { EXPECT_THROW(Permutation(0, 0, 0), Error); }
+TEST(Permutation, RefusesAnEmptyRange) { EXPECT_THROW(Permutation(0, 0, 0), Error); }
 
-TEST(Pieces, PutTogetherAgainAreTheDocuments) {
+TEST(Pieces, JoinIntoTheDocuments) {
   std::vector<std::string> documents = {
       "short", std::string(100, 'a'), "", std::string(16, 'b'), std::string(17, 'c'), "end"};
   std::string mixed;
@@ -81,13 +81,13 @@ TEST(Pieces, PutTogetherAgainAreTheDocuments) {
   EXPECT_EQ(joined, documents);
 }
 
-TEST(Pieces, WithoutLongDocumentsArePlainlyTheDocuments) {
+TEST(Pieces, ShortDocumentsAreOnePieceEach) {
   PieceTable pieces(std::make_shared<FakeSource>(std::vector<std::string>(10, "abc")), 1000);
   ASSERT_EQ(pieces.size(), 10);
   for (int64_t i = 0; i < 10; ++i) EXPECT_EQ(pieces.at(i).document, i);
 }
 
-TEST(Pieces, OnlyWhatIsAskedForIsRead) {
+TEST(Pieces, ReadingOneReadsNothingElse) {
   auto source = std::make_shared<FakeSource>(std::vector<std::string>{std::string(1000, 'x')});
   PieceTable pieces(source, 100);
   std::string text;

@@ -25,21 +25,21 @@ TEST(Pattern, MatchesUnicodeClasses) {
   EXPECT_EQ(matches(R"([^\s\p{L}]+)", "a 12!b"), (Strings{"12!"}));
 }
 
-// Where the two dialects differ the translation has to decide as Oniguruma does.
-TEST(Pattern, SpaceIsUnicodesWhiteSpace) {
+// Where the two dialects differ, the translation must follow Oniguruma.
+TEST(Pattern, SpaceIsUnicodeWhiteSpace) {
   EXPECT_EQ(matches(R"(\s+)", "a\u00A0\u2003\u0085b\u180Ec"), (Strings{"\u00A0\u2003\u0085"}));
 }
 
-TEST(Pattern, WordsHoldMarksAndConnectors) {
+TEST(Pattern, WordsIncludeMarksAndConnectors) {
   EXPECT_EQ(matches(R"(\w+)", "e\u0301_\u203Fx y"), (Strings{"e\u0301_\u203Fx", "y"}));
 }
 
-TEST(Pattern, KnowsLettersYoungerThanTheInstalledLibrary) {
+TEST(Pattern, KnowsLettersNewerThanTheInstalledLibrary) {
   EXPECT_EQ(matches(R"(\p{L}+)", "\U00031350\U0002EBF0!"), (Strings{"\U00031350\U0002EBF0"}));
   EXPECT_EQ(matches(R"(\P{L}+)", "\U00031350!"), (Strings{"!"}));
 }
 
-TEST(Pattern, LiteralsAreNotPatterns) {
+TEST(Pattern, MatchesLiteralsAsText) {
   Pattern literal("a.b", Pattern::Kind::Literal);
   PatternScratch scratch;
   Match match;
@@ -47,18 +47,18 @@ TEST(Pattern, LiteralsAreNotPatterns) {
   EXPECT_EQ(match.begin, 4u);
 }
 
-TEST(Pattern, WhatWouldMeanSomethingElseIsRefused) {
+TEST(Pattern, RefusesSyntaxWithAnotherMeaning) {
   for (const char* pattern : {R"(\h)", R"(\bx)", R"([a[bc]])", R"([a-z&&[^b]])", R"([[:alpha:]])", R"([\S])",
                               R"(\p{Nonsense})", R"(\pL)", R"(\C)", R"(\c\\C)", "\\"})
     EXPECT_THROW(Pattern(pattern, Pattern::Kind::Regex), ConfigError) << pattern;
 }
 
-TEST(Pattern, BrokenOnesAreNamed) {
+TEST(Pattern, NamesBrokenPatterns) {
   auto message = message_of<ConfigError>([] { Pattern("(a", Pattern::Kind::Regex); });
   EXPECT_NE(message.find("(a"), message.npos) << message;
 }
 
-TEST(Pattern, HostileOnesEndInAnError) {
+TEST(Pattern, StopsHostilePatterns) {
   Pattern pattern("(x+x+)+[yz]", Pattern::Kind::Regex);
   PatternScratch scratch;
   Match match;

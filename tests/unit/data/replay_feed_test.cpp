@@ -41,7 +41,7 @@ class ReplayTest : public testing::Test {
   const Values labels_{1, 2, 3, -100, -100, -100, 7, 8, 9, 10, 11, 12};
 };
 
-TEST_F(ReplayTest, FilesOfAllVersionsAreRead) {
+TEST_F(ReplayTest, ReadsFilesOfAllVersions) {
   for (int version : {1, 2, 3}) {
     NpyArray array(folder_.write("x.npy", npy(header("(2, 3, 2)"), input_, version)));
     EXPECT_EQ(array.shape(), (std::array<int64_t, 3>{2, 3, 2}));
@@ -51,7 +51,7 @@ TEST_F(ReplayTest, FilesOfAllVersionsAreRead) {
   }
 }
 
-TEST_F(ReplayTest, OtherFilesAreRefused) {
+TEST_F(ReplayTest, RefusesOtherFiles) {
   EXPECT_NE(refusal(""), "");
   EXPECT_NE(refusal("\x93NUMPY\x01"), "");
   EXPECT_NE(refusal(std::string("\x93NUMPY\x01\x00\xFF\xFF{}", 12)), "");
@@ -104,8 +104,8 @@ TEST_F(ReplayTest, FiniteRecordingsEnd) {
   EXPECT_EQ(labels, (std::vector<int64_t>{-100, -100}));
 }
 
-// Places come from a checkpoint, which may be untrusted.
-TEST_F(ReplayTest, PlacesOutsideTheRecordingAreRefused) {
+// Positions come from a checkpoint, which may be untrusted.
+TEST_F(ReplayTest, RefusesPositionsOutsideTheRecording) {
   auto replay = feed(input_, labels_, 100, true);
   for (const LaneState& place :
        {LaneState{.lane = -1}, LaneState{.lane = 3}, LaneState{.lane = 0, .position = -1},
@@ -114,7 +114,7 @@ TEST_F(ReplayTest, PlacesOutsideTheRecordingAreRefused) {
     EXPECT_NE(message_of<Error>([&] { replay->open(place, 3); }).find("no such position"), std::string::npos);
 }
 
-TEST_F(ReplayTest, WhatDoesNotFitIsNamed) {
+TEST_F(ReplayTest, NamesWhatDoesNotMatchTheRecording) {
   auto replay = feed(input_, labels_);
   EXPECT_NO_THROW(replay->check_shape(3, 2));
   EXPECT_NE(message_of<ConfigError>([&] { replay->check_shape(4, 2); }).find("global_batch_size"),

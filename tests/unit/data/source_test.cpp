@@ -47,7 +47,7 @@ TEST_F(SourceTest, AFileIsADocument) {
   EXPECT_EQ(part, "world");
 }
 
-TEST_F(SourceTest, FoldersAreSearchedForExtensions) {
+TEST_F(SourceTest, SearchesFoldersForExtensions) {
   folder_.write("data/x/a.h", "1");
   folder_.write("data/b.hpp", "2");
   folder_.write("data/c.txt", "3");
@@ -60,7 +60,7 @@ TEST_F(SourceTest, FoldersAreSearchedForExtensions) {
   EXPECT_NE(refusal("text", data, {.extensions = {".cu"}}).find(".cu"), std::string::npos);
 }
 
-TEST_F(SourceTest, GlobsSelect) {
+TEST_F(SourceTest, SelectsFilesByGlob) {
   folder_.write("data/x/a1.txt", "1");
   folder_.write("data/x/y/a2.txt", "2");
   folder_.write("data/z/a3.md", "3");
@@ -71,7 +71,7 @@ TEST_F(SourceTest, GlobsSelect) {
   EXPECT_NE(refusal("text", data / "*.none").find("*.none"), std::string::npos);
 }
 
-TEST_F(SourceTest, ErrorsNameWhatIsMissing) {
+TEST_F(SourceTest, NamesMissingFilesAndKinds) {
   EXPECT_NE(refusal("text", folder_.path() / "nowhere").find("nowhere"), std::string::npos);
   EXPECT_NE(refusal("text", "").find("training.dataset_path"), std::string::npos);
   auto unknown = refusal("texts", "x");
@@ -79,7 +79,7 @@ TEST_F(SourceTest, ErrorsNameWhatIsMissing) {
   EXPECT_NE(unknown.find("did you mean 'text'"), std::string::npos) << unknown;
 }
 
-TEST_F(SourceTest, AnUnreadableFileIsNamedBeforeTraining) {
+TEST_F(SourceTest, NamesAnUnreadableFileBeforeTraining) {
   chmod(folder_.path().c_str(), 0755);
   chmod(folder_.write("secret.txt", "x").c_str(), 0);
   std::filesystem::create_symlink(folder_.path() / "gone", folder_.path() / "link.txt");
@@ -91,7 +91,7 @@ TEST_F(SourceTest, AnUnreadableFileIsNamedBeforeTraining) {
   EXPECT_NE(message.find("link.txt"), std::string::npos) << message;
 }
 
-TEST_F(SourceTest, AFileThatShrinksOrGoesIsNamed) {
+TEST_F(SourceTest, NamesAFileThatShrinksOrDisappears) {
   auto file = folder_.write("a.txt", "0123456789");
   auto source = build("text", file);
   folder_.write("a.txt", "01234");
@@ -101,7 +101,7 @@ TEST_F(SourceTest, AFileThatShrinksOrGoesIsNamed) {
   EXPECT_NE(message_of<Error>([&] { source->read(0, 0, 10, text); }).find("a.txt"), std::string::npos);
 }
 
-TEST_F(SourceTest, FingerprintsFollowContentsNotPlaces) {
+TEST_F(SourceTest, FingerprintsDependOnContentsNotPaths) {
   for (const char* copy : {"one", "two"})
     for (const char* name : {"a.txt", "b.txt"})
       folder_.write(std::string(copy) + "/" + name, std::string("text of ") + name);
@@ -113,7 +113,7 @@ TEST_F(SourceTest, FingerprintsFollowContentsNotPlaces) {
   EXPECT_NE(one, build("text", folder_.path() / "one")->fingerprint());
 }
 
-TEST_F(SourceTest, JsonLinesHaveADocumentALine) {
+TEST_F(SourceTest, ReadsOneDocumentPerLineOfJsonLines) {
   auto file = folder_.write(
       "a.jsonl", "{\"text\": \"one\"}\r\n\n  \n{\"id\": 7, \"text\": \"t\\u00fc\\n2\"}\n{\"text\": \"\"}");
   auto source = build("jsonl", file);
@@ -125,7 +125,7 @@ TEST_F(SourceTest, JsonLinesHaveADocumentALine) {
             (Texts{"x"}));
 }
 
-TEST_F(SourceTest, BrokenLinesStopOrAreSkipped) {
+TEST_F(SourceTest, StopsAtBrokenLinesOrSkipsThem) {
   auto file = folder_.write(
       "a.jsonl",
       "{\"text\": \"one\"}\n{\"text\": \n[1]\n{\"texts\": 1}\n{\"text\": 1}\n{\"text\": \"two\"}\n");
@@ -141,7 +141,7 @@ TEST_F(SourceTest, BrokenLinesStopOrAreSkipped) {
   EXPECT_NE(refusal("jsonl", hidden).find("d.jsonl:1: broken JSON: a NUL byte"), std::string::npos);
 }
 
-TEST_F(SourceTest, JsonLinesThatChangeUnderTheIndexAreNoticed) {
+TEST_F(SourceTest, DetectsJsonLinesThatChangeAfterIndexing) {
   auto file = folder_.write("a.jsonl", "{\"text\": \"one\"}\n{\"text\": \"two\"}\n");
   auto source = build("jsonl", file);
   folder_.write("a.jsonl", "{\"text\": \"one, longer\"}\n{\"text\": \"two\"}\n");
@@ -161,7 +161,7 @@ TEST_F(SourceTest, SyntheticTextIsSeededAndReadableInParts) {
   }
 }
 
-TEST_F(SourceTest, TheLoadedLibTorchHasHeaders) { EXPECT_GT(build("cpp_headers", "")->size(), 1000); }
+TEST_F(SourceTest, FindsTheHeadersOfTheLoadedLibTorch) { EXPECT_GT(build("cpp_headers", "")->size(), 1000); }
 
 TEST_F(SourceTest, UsersAddKinds) {
   source_kinds().add("of_a_test", [](const SourceRequest& request) -> std::shared_ptr<const Source> {

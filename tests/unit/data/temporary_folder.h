@@ -9,7 +9,7 @@
 
 namespace titan::data {
 
-/// A folder that is there for the length of a test.
+/// A folder that exists during a test.
 class TemporaryFolder {
  public:
   TemporaryFolder() {
@@ -22,7 +22,7 @@ class TemporaryFolder {
 
   const std::filesystem::path& path() const { return path_; }
 
-  /// Writes a file, its folders included, and returns its path.
+  /// Writes a file, makes the folders above it, and returns its path.
   std::filesystem::path write(const std::string& name, std::string_view contents) const {
     auto file = path_ / name;
     std::filesystem::create_directories(file.parent_path());

@@ -16,8 +16,8 @@ namespace {
 using Json = nlohmann::json;
 using Ids = std::vector<int32_t>;
 
-// All bytes, two merges, two added tokens: the least that counts as byte-level BPE. Ids of bytes are the
-// bytes.
+// All bytes, two merges, two added tokens: the least that counts as byte-level BPE. The id of a byte is its
+// value.
 Json small_tokenizer() {
   Json vocabulary;
   for (int byte = 0; byte < 256; ++byte) {
@@ -56,7 +56,7 @@ TEST_F(BpeTest, MergesByRank) {
   EXPECT_EQ(tokenizer.vocab_size(), 302);
 }
 
-TEST_F(BpeTest, MergesOfOlderFilesAreStrings) {
+TEST_F(BpeTest, ReadsMergesOfOlderFiles) {
   Json tree = small_tokenizer();
   tree["model"]["merges"] = Json::parse(R"(["b c", "a b", "a bc"])");
   EXPECT_EQ(build(tree).encode("abc"), (Ids{257}));
@@ -70,18 +70,18 @@ TEST_F(BpeTest, IgnoreMergesTakesWholeWords) {
   EXPECT_EQ(build(tree).encode("abc"), (Ids{257}));
 }
 
-TEST_F(BpeTest, AddedTokensAreCutOutLongestFirst) {
+TEST_F(BpeTest, CutsOutAddedTokensLongestFirst) {
   auto tokenizer = build(small_tokenizer());
   EXPECT_EQ(tokenizer.encode("ab<s>bc<s>><s"), (Ids{256, 300, 258, 301, '<', 's'}));
 }
 
-TEST_F(BpeTest, PrefixSpaces) {
+TEST_F(BpeTest, AddsPrefixSpaces) {
   Json tree = small_tokenizer();
   tree["pre_tokenizer"]["add_prefix_space"] = true;
   EXPECT_EQ(build(tree).encode("ab<s> b"), (Ids{' ', 256, 300, ' ', 'b'}));
 }
 
-TEST_F(BpeTest, DamagedTextBecomesTheReplacementCharacter) {
+TEST_F(BpeTest, ReplacesInvalidUtf8) {
   auto tokenizer = build(small_tokenizer());
   EXPECT_EQ(tokenizer.encode("a\xFF"), tokenizer.encode("a\uFFFD"));
   EXPECT_EQ(tokenizer.decode(Ids{0xE2, 0x82}), "\uFFFD");
@@ -106,7 +106,7 @@ TEST_F(BpeTest, SplitsBehaveAsNamed) {
   EXPECT_EQ(words("MergedWithNext", false), (Ids{256, 'c', 256}));
 }
 
-TEST_F(BpeTest, BosAndEosFromTheTemplateOrTheConfig) {
+TEST_F(BpeTest, TakesBosAndEosFromTheTemplateOrTheConfig) {
   Json tree = small_tokenizer();
   tree["post_processor"] = Json::parse(R"({"type": "TemplateProcessing",
     "single": [{"SpecialToken": {"id": "<s>"}}, {"Sequence": {"id": "A"}}]})");
@@ -119,7 +119,7 @@ TEST_F(BpeTest, BosAndEosFromTheTemplateOrTheConfig) {
   EXPECT_NE(refusal(tree).find("<nowhere>"), std::string::npos);
 }
 
-TEST_F(BpeTest, WhatIsNotUnderstoodIsNamed) {
+TEST_F(BpeTest, NamesUnsupportedParts) {
   auto with = [](const char* pointer, Json value) {
     Json tree = small_tokenizer();
     tree[Json::json_pointer(pointer)] = std::move(value);
@@ -164,7 +164,7 @@ TEST(RepositoryTokenizer, EqualsTheTokenizersPackage) {
   EXPECT_EQ(tokenizer->eos_id(), 2047);
 }
 
-TEST(RepositoryTokenizer, ThreadsShareIt) {
+TEST(RepositoryTokenizer, IsSharedByThreads) {
   auto tokenizer = build_tokenizer(TITAN_SOURCE_DIR "/assets/tokenizer");
   std::ifstream file(TITAN_SOURCE_DIR "/tests/unit/data/tokenizer_test.cpp");
   std::string text((std::istreambuf_iterator<char>(file)), {});

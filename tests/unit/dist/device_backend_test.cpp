@@ -1,4 +1,4 @@
-// Streams and events are no-ops on the CPU; the CUDA plugin stays shut without a GPU, but loads.
+// Streams and events are no-ops on the CPU. The CUDA plugin isn't opened without a GPU, but can be loaded.
 
 #include <dlfcn.h>
 #include <gmock/gmock.h>
@@ -12,7 +12,7 @@
 namespace titan::dist {
 namespace {
 
-TEST(Stream, OfTheCpuDoesNothing) {
+TEST(Stream, DoesNothingOnTheCpu) {
   const Stream current = Stream::current(at::kCPU), other = Stream::create(at::kCPU, Priority::High);
   EXPECT_FALSE(current.on_device());
   EXPECT_EQ(current, other);
@@ -27,7 +27,7 @@ TEST(Stream, OfTheCpuDoesNothing) {
   EXPECT_FALSE(Stream::create(at::kMeta).on_device());
 }
 
-TEST(Stream, OrdersWorkOfTheGpu) {
+TEST(Stream, OrdersWorkOnTheGpu) {
   if (!open_cuda_plugin()) GTEST_SKIP() << "no GPU is visible";
   const at::Device gpu(at::kCUDA, 0);
   const Stream main = Stream::current(gpu), side = Stream::create(gpu, Priority::High);
@@ -70,7 +70,7 @@ TEST(CudaPlugin, LoadsAndCountsDevices) {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-TEST(DeviceChoice, AGpuWithoutThePluginIsTold) {
+TEST(DeviceChoice, WarnsAboutAGpuWithoutThePlugin) {
   const std::string here = "/proc/self/exe", nowhere = "/nowhere/libtitan_cuda.so";
   EXPECT_THAT(missing_plugin_warning("auto", true, nowhere),
               AllOf(HasSubstr(nowhere), HasSubstr("nvcc"), HasSubstr("training.device = \"cpu\"")));

@@ -46,12 +46,12 @@ TEST(DeviceMesh, CoordinatesAndPositions) {
   EXPECT_EQ(mesh({"pp", "tp"}).rank(), 3);
 }
 
-TEST(DeviceMesh, MinusOneIsTheRest) {
+TEST(DeviceMesh, MinusOneTakesTheRest) {
   const auto mesh = DeviceMesh::create(fake_world(0, 12), {{"a", 2}, {"b", -1}, {"c", 3}});
   EXPECT_EQ(mesh.size("b"), 2);
 }
 
-TEST(DeviceMesh, WrongSizesAreErrorsOfTheUser) {
+TEST(DeviceMesh, WrongSizesAreConfigErrors) {
   const auto world = fake_world(0, 6);
   const auto problem = [&](std::vector<MeshAxis> axes) -> std::string {
     try {
@@ -81,7 +81,7 @@ TEST(DeviceMesh, FlattenCountsAdjacentAxes) {
   EXPECT_EQ(mesh({"dp_replicate", "fsdp"}).size(), 8);
   EXPECT_EQ(mesh({"dp_replicate", "fsdp"}).size("fsdp"), 4);
   EXPECT_EQ(mesh["cp"].size(), 2);
-  // Again is the same; another meaning of the name is refused.
+  // A repeated call returns the same mesh; another meaning of the name is refused.
   EXPECT_EQ(mesh.flatten({"dp_shard", "cp"}, "fsdp"), fsdp);
   EXPECT_THROW(mesh.flatten({"dp_shard", "tp"}, "fsdp"), Error);
 }

@@ -54,7 +54,7 @@ TEST(Environment, Torchrun) {
   EXPECT_FALSE(launch.serves_store);
 }
 
-TEST(Environment, HowOftenRanksMayBeStartedAgain) {
+TEST(Environment, ReadsMaxRestarts) {
   const std::map<std::string, std::string> rank = {
       {"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "head"}, {"MASTER_PORT", "1"}};
   const auto restarts = [&](std::map<std::string, std::string> more) {
@@ -62,10 +62,11 @@ TEST(Environment, HowOftenRanksMayBeStartedAgain) {
     return read(more).max_restarts;
   };
   EXPECT_EQ(restarts({{"TITAN_LAUNCH", "1"}, {"TITAN_MAX_RESTARTS", "3"}}), 3);
-  EXPECT_EQ(restarts({{"TITAN_LAUNCH", "1"}, {"TORCHELASTIC_MAX_RESTARTS", "3"}}), 0) << "another launcher's";
+  EXPECT_EQ(restarts({{"TITAN_LAUNCH", "1"}, {"TORCHELASTIC_MAX_RESTARTS", "3"}}), 0)
+      << "a variable of another launcher";
   EXPECT_EQ(restarts({{"TORCHELASTIC_RUN_ID", "x"}, {"TORCHELASTIC_MAX_RESTARTS", "2"}}), 2);
   EXPECT_EQ(restarts({{"TORCHELASTIC_RUN_ID", "x"}, {"TITAN_MAX_RESTARTS", "2"}}), 0);
-  EXPECT_EQ(restarts({{"TITAN_MAX_RESTARTS", "2"}}), 0) << "whoever launched, it wasn't titan";
+  EXPECT_EQ(restarts({{"TITAN_MAX_RESTARTS", "2"}}), 0) << "titan isn't the launcher";
 }
 
 TEST(Environment, TorchrunInsideATaskIgnoresTheTask) {
@@ -145,7 +146,7 @@ TEST(Environment, AnInteractiveStepIsOneRank) {
   EXPECT_EQ(launch.size, 1);
 }
 
-TEST(Environment, AStepThatIsNoNumber) {
+TEST(Environment, RefusesAStepThatIsNoNumber) {
   EXPECT_THAT(problem_of({{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "8"}, {"SLURM_STEP_ID", "one"}}),
               HasSubstr("SLURM_STEP_ID=one isn't a non-negative number"));
 }
@@ -162,7 +163,7 @@ TEST(Environment, OpenMpi) {
   EXPECT_GT(launch.store_port, 0);
 }
 
-TEST(Environment, OpenMpiOnSeveralHostsWantsAnAddress) {
+TEST(Environment, OpenMpiOnSeveralHostsNeedsAnAddress) {
   EXPECT_THAT(problem_of({{"OMPI_COMM_WORLD_RANK", "0"},
                           {"OMPI_COMM_WORLD_SIZE", "4"},
                           {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
@@ -170,7 +171,7 @@ TEST(Environment, OpenMpiOnSeveralHostsWantsAnAddress) {
               HasSubstr("MASTER_ADDR isn't set"));
 }
 
-TEST(Environment, DisagreementIsLoud) {
+TEST(Environment, RefusesContradictoryLaunchers) {
   const std::map<std::string, std::string> common = {
       {"MASTER_ADDR", "a"}, {"MASTER_PORT", "1"}, {"RANK", "0"}};
   auto sizes = common;
@@ -184,7 +185,7 @@ TEST(Environment, DisagreementIsLoud) {
   EXPECT_THAT(problem_of(mpi), HasSubstr("OMPI_COMM_WORLD_SIZE=8"));
 }
 
-TEST(Environment, MpirunInsideATaskSeesThatTask) {
+TEST(Environment, MpirunInsideATaskIgnoresItsRank) {
   EXPECT_EQ(read({{"OMPI_COMM_WORLD_RANK", "3"},
                   {"OMPI_COMM_WORLD_SIZE", "4"},
                   {"OMPI_COMM_WORLD_LOCAL_SIZE", "4"},
@@ -196,7 +197,7 @@ TEST(Environment, MpirunInsideATaskSeesThatTask) {
             3);
 }
 
-TEST(Environment, AllProblemsAtOnce) {
+TEST(Environment, ReportsAllProblemsAtOnce) {
   const std::string problem = problem_of({{"RANK", "two"}, {"WORLD_SIZE", "2"}});
   EXPECT_THAT(problem, HasSubstr("RANK=two isn't a non-negative number"));
   EXPECT_THAT(problem, HasSubstr("MASTER_ADDR"));
@@ -225,7 +226,7 @@ TEST(NodeList, SeveralBracketsMultiply) {
   EXPECT_EQ(parse_node_list("r[1-2]n[01,02]"), (Names{"r1n01", "r1n02", "r2n01", "r2n02"}));
 }
 
-TEST(NodeList, Damaged) {
+TEST(NodeList, RefusesDamagedLists) {
   for (const char* list : {"", "a,,b", "gpu[1-2", "gpu[]", "gpu[2-1]", "gpu[a-b]", "gpu[1-]"}) {
     EXPECT_THROW(parse_node_list(list), ConfigError) << list;
   }
@@ -249,7 +250,7 @@ JobIdentity identity_of(const Variables& variables) {
   });
 }
 
-TEST(JobIdentity, IsTheLaunchersThatStartsRanksAgain) {
+TEST(JobIdentity, ComesFromTheRestartingLauncher) {
   const Variables ranks = {
       {"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "here"}, {"MASTER_PORT", "1234"}};
   Variables titan = ranks;
@@ -266,7 +267,7 @@ TEST(JobIdentity, IsTheLaunchersThatStartsRanksAgain) {
   EXPECT_EQ(identity_of(slurm).id, "slurm 99");
 }
 
-TEST(JobIdentity, ElseItSaysWhyNobodyStartsThemAgain) {
+TEST(JobIdentity, ExplainsWhyRanksAreNotRestarted) {
   const Variables ranks = {
       {"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "here"}, {"MASTER_PORT", "1234"}};
   const auto expect = [](const Variables& variables, const char* why) {
@@ -274,7 +275,7 @@ TEST(JobIdentity, ElseItSaysWhyNobodyStartsThemAgain) {
     EXPECT_EQ(job.id, "");
     EXPECT_THAT(job.problem, HasSubstr(why));
   };
-  expect({}, "nobody launched");
+  expect({}, "this rank has no launcher");
   expect(ranks, "launched by env");
   Variables titan = ranks;
   titan.insert({{"TITAN_LAUNCH", "1"}, {"TITAN_JOB_ID", "titan-7"}, {"TITAN_MAX_RESTARTS", "0"}});

@@ -1,5 +1,5 @@
-// That a call is recorded without memory: what the recorder costs doesn't grow with an allocator's mood, and
-// it may be used where memory is what is wrong.
+// Recording a call allocates nothing: its cost doesn't depend on the allocator, and it works when memory is
+// exhausted or damaged.
 
 #include <algorithm>
 #include <cstdlib>
@@ -34,7 +34,7 @@ void operator delete(void* memory, size_t /*bytes*/) noexcept { std::free(memory
 namespace titan::dist {
 namespace {
 
-// As collectives do it: filled in, begun, waited for, finished.
+// As collectives do it: fill in, start, wait, finish.
 void record_calls(FlightRecorder& recorder, const GroupRecord* group, const std::string& module, int count) {
   const std::vector<int64_t> in = {4096}, out = {2, 3, 4, 5, 6};
   const int64_t before = num_allocations;
@@ -54,19 +54,19 @@ void record_calls(FlightRecorder& recorder, const GroupRecord* group, const std:
   EXPECT_EQ(num_allocations, before) << count << " calls";
 }
 
-TEST(FlightRecorderMemory, ACallTakesNone) {
+TEST(FlightRecorderMemory, RecordingAllocatesNothing) {
   FlightRecorder recorder(64, /*least_slots=*/64);
   const GroupRecord* group = recorder.add_group("dp_shard", "", {0, 1});
   const int64_t before = num_allocations;
   const std::string module = "model.layers.31.feed_forward.with_a_name_that_is_longer_than_its_place";
-  ASSERT_GT(num_allocations, before) << "allocations are seen";
+  ASSERT_GT(num_allocations, before) << "allocations are counted";
   record_calls(recorder, group, module, 1000);  // the ring's first turn among many
   EXPECT_EQ(recorder.snapshot().size(), 64U);
   EXPECT_TRUE(module.ends_with(recorder.snapshot().back().module));
 }
 
-// What the watchdog asks at each of its looks.
-TEST(FlightRecorderMemory, ToAskWhichCallIsWaitedForTakesNone) {
+// The watchdog asks this at each check.
+TEST(FlightRecorderMemory, QueryingTheOpenCallAllocatesNothing) {
   FlightRecorder recorder(64, /*least_slots=*/64);
   recorder.wait(recorder.start({}));
   const int64_t before = num_allocations;

@@ -30,7 +30,7 @@ TEST(FlightRecorder, KeepsTheLastCalls) {
   EXPECT_EQ(recorder.num_calls(), 6U);
 }
 
-TEST(FlightRecorder, AGroupIsRecordedOnceAndStays) {
+TEST(FlightRecorder, RecordsEachGroupOnceAndKeepsIt) {
   FlightRecorder recorder(2);
   const GroupRecord* first = recorder.add_group("dp_shard", "", {0, 1});
   for (int i = 0; i < 100; ++i) recorder.add_group("dp_shard", std::to_string(i), {0, 1});
@@ -42,7 +42,7 @@ TEST(FlightRecorder, AGroupIsRecordedOnceAndStays) {
   EXPECT_EQ(count, 102);
 }
 
-TEST(FlightRecorder, NoEntriesRecordNothing) {
+TEST(FlightRecorder, RecordsNothingWithoutEntries) {
   FlightRecorder recorder(0);
   recorder.finish(recorder.start({}), CallState::Finished);
   EXPECT_EQ(recorder.num_calls(), 1U);
@@ -61,8 +61,8 @@ TEST(FlightRecorder, StatesOfACall) {
   EXPECT_GT(recorder.snapshot().back().end_ns, 0);
 }
 
-// What a device does is found out by asking, and never waited for.
-TEST(FlightRecorder, CallsOnADeviceFinishWhenTheyAreFoundDone) {
+// The recorder asks the device and never waits for it.
+TEST(FlightRecorder, SweepFinishesCompletedDeviceCalls) {
   FlightRecorder recorder(4);
   bool done = false;
   const uint64_t call = recorder.start({});
@@ -91,8 +91,8 @@ TEST(FlightRecorder, SizesOfManyDims) {
   EXPECT_EQ(sizes.dims, (std::array<int64_t, 4>{2 * 3 * 4, 5, 6, 7}));
 }
 
-// Whoever waits is asked by the watchdog, whatever the files are to have.
-TEST(FlightRecorder, TheCallThatIsWaitedForIsKnownWithoutEntries) {
+// The watchdog needs the open call even if no calls are kept for the files.
+TEST(FlightRecorder, KnowsTheOpenCallWithoutEntries) {
   FlightRecorder recorder(0);
   EXPECT_FALSE(recorder.open_call(true));
   CallRecord call;
@@ -107,7 +107,7 @@ TEST(FlightRecorder, TheCallThatIsWaitedForIsKnownWithoutEntries) {
   EXPECT_TRUE(recorder.snapshot().empty());
 }
 
-TEST(FlightRecorder, CallsBesideTheTrainingAreToldApart) {
+TEST(FlightRecorder, MarksBackgroundCalls) {
   FlightRecorder recorder(16);
   std::thread([&] {
     const BackgroundCalls background;
@@ -121,21 +121,20 @@ TEST(FlightRecorder, CallsBesideTheTrainingAreToldApart) {
   EXPECT_EQ(recorder.open_call(false)->number, 1U);
 }
 
-TEST(FlightRecorder, TheCallsOfADeviceThatFailedHaveFailed) {
+TEST(FlightRecorder, CallsOfAFailedDeviceFail) {
   FlightRecorder recorder(4);
   recorder.finish_when(recorder.start({}), []() -> bool { throw std::runtime_error("illegal access"); });
   bool done = false;
   recorder.finish_when(recorder.start({}), [&] { return done; });
   recorder.sweep();
   EXPECT_EQ(recorder.snapshot()[0].state, CallState::Failed);
-  EXPECT_EQ(recorder.snapshot()[1].state, CallState::Ordered) << "is asked again";
+  EXPECT_EQ(recorder.snapshot()[1].state, CallState::Ordered) << "the device is asked again";
   done = true;
   recorder.sweep();
   EXPECT_EQ(recorder.snapshot()[1].state, CallState::Finished);
 }
 
-// Without a thread that sweeps.
-TEST(FlightRecorder, NoneOfManyCallsOnADeviceIsForgotten) {
+TEST(FlightRecorder, SweepsManyDeviceCallsWithoutAThread) {
   FlightRecorder recorder(8000);
   for (int i = 0; i < 6000; ++i) recorder.finish_when(recorder.start({}), [] { return true; });
   recorder.sweep();
@@ -144,7 +143,7 @@ TEST(FlightRecorder, NoneOfManyCallsOnADeviceIsForgotten) {
   EXPECT_FALSE(recorder.open_call(true));
 }
 
-TEST(FlightRecorder, AnEndIsOfItsCall) {
+TEST(FlightRecorder, LateEndsDoNotMarkNewerCalls) {
   FlightRecorder recorder(4, /*least_slots=*/4);
   for (int i = 0; i < 9; ++i) recorder.start({});
   recorder.finish(8, CallState::Finished);
@@ -155,7 +154,7 @@ TEST(FlightRecorder, AnEndIsOfItsCall) {
   EXPECT_LT(call.end_ns - call.start_ns, int64_t{600} * 1'000'000'000);
 }
 
-// Readers get a call whole or not at all while others write over it.
+// A reader gets a whole call or none, even while it is overwritten.
 TEST(FlightRecorder, ReadersSeeWholeCalls) {
   FlightRecorder recorder(8, /*least_slots=*/8);
   std::atomic<bool> ends{false};
@@ -205,7 +204,7 @@ TEST(SideThread, SweepsCallsThatDevicesHaveFinished) {
   EXPECT_TRUE(ends_within(*recorder, 60s));
 }
 
-// Nobody waits for it for ever: not who records, nor who ends.
+// Neither a recording thread nor the end of the program waits for it forever.
 TEST(SideThread, AHangingDriverBlocksNobodyElse) {
   auto recorder = std::make_shared<FlightRecorder>(4);
   auto asked = std::make_shared<std::promise<void>>(), answer = std::make_shared<std::promise<void>>();

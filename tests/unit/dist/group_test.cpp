@@ -35,17 +35,17 @@ TEST(GroupOfOne, CallsAreLocal) {
   EXPECT_EQ(group->all_gather_text("abc", {"test"}), std::vector<std::string>{"abc"});
 }
 
-TEST(GroupOfOne, InPlaceAndParametersAreFine) {
+TEST(GroupOfOne, AcceptsInPlaceAndParameters) {
   const auto group = Group::alone("self", 0);
   at::Tensor parameter = at::ones({4}).requires_grad_();
   const auto version = parameter._version();
   group->all_gather(parameter, parameter, {"test"}).wait();
   group->all_gather(parameter, at::full({4}, 2.0), {"test"}).wait();
   EXPECT_EQ(parameter[0].item<double>(), 2.0);
-  EXPECT_EQ(parameter._version(), version) << "as with gloo, autograd isn't told";
+  EXPECT_EQ(parameter._version(), version) << "as with gloo, the version doesn't change";
 }
 
-TEST(FakeGroup, OwnDataStandsForTheOthers) {
+TEST(FakeGroup, UsesOwnDataForTheOthers) {
   const auto group = fake_world(2, 4).everyone();
   EXPECT_EQ(group->rank(), 2);
   at::Tensor out = at::zeros({8});
@@ -93,7 +93,7 @@ TEST(Group, CallsAreRecorded) {
   EXPECT_GE(call.end_ns, call.start_ns);
 }
 
-TEST(Group, WrongTensorsAreNamed) {
+TEST(Group, NamesWrongTensors) {
   const auto group = fake_world(0, 2).everyone();
   const auto message = [](auto&& call) -> std::string {
     try {
@@ -116,7 +116,7 @@ TEST(Group, WrongTensorsAreNamed) {
   EXPECT_THAT(message([&] { group->broadcast(in, 2, {"t"}).wait(); }), HasSubstr("broadcast from rank 2"));
 }
 
-TEST(Group, OfOthersIsRefused) {
+TEST(Group, RefusesCallsOfNonMembers) {
   const World world = fake_world(0, 4);
   const auto group = world.group({1, 3}, "others");
   EXPECT_FALSE(group->contains_me());

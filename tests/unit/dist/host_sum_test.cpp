@@ -21,7 +21,7 @@ at::Tensor reduce(const std::vector<at::Tensor>& parts, ReduceOp op) {
   return out;
 }
 
-TEST(Reducer, EveryTypeSumsAndCompares) {
+TEST(Reducer, SumsAndComparesEveryType) {
   for (const auto dtype :
        {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf, at::kLong, at::kInt, at::kShort, at::kChar}) {
     const at::Tensor a = at::arange(-50, 51).to(dtype), b = at::arange(50, -51, -1).to(dtype) + 3;
@@ -31,7 +31,7 @@ TEST(Reducer, EveryTypeSumsAndCompares) {
   }
 }
 
-TEST(Reducer, SixteenBitsAreRoundedOnce) {
+TEST(Reducer, RoundsSixteenBitsOnce) {
   for (const auto dtype : {at::kBFloat16, at::kHalf}) {
     at::manual_seed(1);
     std::vector<at::Tensor> parts;
@@ -58,7 +58,7 @@ TEST(Reducer, InfinitiesAndNansSurvive) {
   }
 }
 
-TEST(Reducer, RefusesWhatItCantAdd) {
+TEST(Reducer, RefusesOtherTypes) {
   EXPECT_FALSE(can_reduce(at::kComplexFloat));
   EXPECT_TRUE(can_reduce(at::kBool));
   EXPECT_THROW(make_reducer(at::kComplexFloat, ReduceOp::Sum), Error);

@@ -1,4 +1,4 @@
-// LibTorch doesn't ask for the names of hosts; others who do get them.
+// LibTorch gets addresses instead of host names; other callers get names.
 
 #include <arpa/inet.h>
 #include <dlfcn.h>
@@ -24,7 +24,7 @@ std::string library_of(const void* code) {
   return ::dladdr(code, &library) != 0 ? library.dli_fname : "";
 }
 
-TEST(PeerNames, LibTorchIsGivenAddresses) {
+TEST(PeerNames, LibTorchGetsAddresses) {
   const auto flags_of = [](auto* function, int flags) {
     return name_flags(reinterpret_cast<const void*>(function), flags);
   };
@@ -33,15 +33,15 @@ TEST(PeerNames, LibTorchIsGivenAddresses) {
   EXPECT_EQ(flags_of(&::getaddrinfo, NI_NAMEREQD), NI_NAMEREQD);
 }
 
-// Whoever asks comes to libtitan's first.
-TEST(PeerNames, StandsInFrontOfLibc) {
+// Every call reaches libtitan's getnameinfo first.
+TEST(PeerNames, PrecedesLibc) {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-  GTEST_SKIP() << "the sanitizer's own stands in front of it";
+  GTEST_SKIP() << "the sanitizer's getnameinfo precedes it";
 #endif
   EXPECT_THAT(library_of(::dlsym(RTLD_DEFAULT, "getnameinfo")), HasSubstr("libtitan"));
 }
 
-TEST(PeerNames, OthersHaveLibcsAnswer) {
+TEST(PeerNames, OtherCallersGetLibcsAnswer) {
   void* libc = ::dlopen("libc.so.6", RTLD_LAZY | RTLD_NOLOAD);
   ASSERT_NE(libc, nullptr);
   const auto libcs = reinterpret_cast<decltype(&::getnameinfo)>(::dlsym(libc, "getnameinfo"));

@@ -1,4 +1,4 @@
-// Block casts equal their composition of LibTorch's operations, and mean what MXFP8 says.
+// Block casts equal their composition of LibTorch's operations, and their values follow the MXFP8 format.
 
 #include "float8/cast.h"
 
@@ -87,7 +87,7 @@ INSTANTIATE_TEST_SUITE_P(All, BlockCastTest, ::testing::ValuesIn([] {
                                              form.transposed ? "_columns" : "_rows");
                          });
 
-// If one element isn't finite, the whole block is NaN, and no other block.
+// If one element isn't finite, its whole block is NaN, but no other block is.
 TEST(BlockCast, ABlockWithANanOrAnInfinityIsNan) {
   for (const double bad : {double{INFINITY}, -double{INFINITY}, double{NAN}})
     for (const BlockRounding rounding : {BlockRounding::Down, BlockRounding::Up}) {

@@ -13,7 +13,7 @@ namespace {
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
-// Treats all NaNs as equal: where two meet in a product, LibTorch's loops keep the sign of either.
+// Treats all NaNs as equal, because for a product of two NaNs LibTorch's loops keep the sign of either.
 at::Tensor bytes(const at::Tensor& tensor) {
   const at::Tensor is_nan = at::isnan(tensor.to(at::kFloat));
   return tensor.contiguous().view(at::kByte).masked_fill(is_nan, 0x7f);
@@ -27,7 +27,7 @@ struct Case {
 struct CastTest : ::testing::TestWithParam<Case> {
   at::ScalarType to = GetParam().to;
 
-  // Every kind of number: denormal, ordinary, past the range, not finite.
+  // Every kind of number: denormal, normal, out of range, not finite.
   at::Tensor matrix(bool finite) const {
     const at::Tensor exponents = at::randint(-140, 120, {GetParam().rows, GetParam().columns});
     at::Tensor x = at::randn(exponents.sizes()) * at::exp2(exponents.to(at::kFloat) * (finite ? 0.1 : 1));

@@ -1,4 +1,5 @@
-// Delayed scales equal a reference in Python (tests/data/golden/delayed_scaling.safetensors) and work in layers.
+// Delayed scales equal a reference in Python (tests/data/golden/delayed_scaling.safetensors) and work in
+// layers.
 
 #include "float8/products.h"
 
@@ -107,7 +108,7 @@ TEST(DelayedScales, TheFirstStepIsDynamic) {
   for (size_t i = 0; i < 3; ++i) EXPECT_TRUE(at::equal(results[i], results[i + 3])) << i;
 }
 
-// A magnitude that another rank saw makes this rank's scale in the next step.
+// A magnitude on another rank determines this rank's scale in the next step.
 TEST(DelayedScales, UseTheMagnitudesOfAllRanks) {
   Layer layer(delaying(true, false, false));
   layer.of().input(at::ones({2, 8}), true);
@@ -116,8 +117,7 @@ TEST(DelayedScales, UseTheMagnitudesOfAllRanks) {
   EXPECT_EQ(cast.scale.item<float>(), 448.0F / 7);
 }
 
-// Casts outside of training leave no trace.
-TEST(DelayedScales, ValidationIsNotRemembered) {
+TEST(DelayedScales, DoNotRecordValidation) {
   Layer layer(delaying(true, false, false));
   layer.of().input(at::ones({2, 8}), /*trains=*/true);
   layer.of().input(at::full({2, 8}, 100.0), /*trains=*/false);
@@ -126,7 +126,7 @@ TEST(DelayedScales, ValidationIsNotRemembered) {
 }
 
 // Otherwise ranks that share its matrices would have different scales in every step.
-TEST(DelayedScales, AFrozenLayersInputIsRemembered) {
+TEST(DelayedScales, RecordAFrozenLayersInput) {
   Layer layer(delaying(true, false, false));
   layer.linear->weight.set_requires_grad(false);
   {
@@ -152,7 +152,7 @@ TEST(DelayedScales, ContinueFromLoadedHistories) {
   EXPECT_FALSE(at::equal(before.linear(other), after.linear(other)));
 }
 
-TEST(DelayedScales, EachLayerHasItsOwn) {
+TEST(DelayedScales, AreSeparateForEachLayer) {
   const models::Llama3 model(
       models::Llama3Args{.dim = 32, .n_layers = 2, .n_heads = 4, .vocab_size = 64, .multiple_of = 16},
       deferred(at::kMeta, at::kFloat));

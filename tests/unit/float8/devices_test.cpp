@@ -1,6 +1,6 @@
-// Each device's kernels equal LibTorch's operations on the CPU to the bit (except for a NaN's sign and digits, which
-// depend on the processor), and the products of its Float8 units equal the emulation's within rounding. Runs on a
-// GPU where there is one.
+// Each device's kernels equal LibTorch's operations on the CPU bit for bit (except for a NaN's sign and
+// digits, which depend on the processor), and its hardware Float8 products equal the emulation within
+// rounding. Runs on a GPU if there is one.
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -26,8 +26,8 @@ struct Float8Device : ::testing::TestWithParam<const char*> {
     if (!device.is_cpu() && !dist::open_cuda_plugin()) GTEST_SKIP() << "no GPU is visible";
   }
 
-  // Every kind of number, on the CPU: denormal, ordinary, past the range, not finite. Sizes in and out of
-  // step with a warp, a vector load and a tile.
+  // Every kind of number, on the CPU: denormal, normal, out of range, not finite. Sizes that are and aren't
+  // multiples of a warp, a vector load and a tile.
   static std::vector<at::Tensor> matrices(at::ScalarType dtype) {
     std::vector<at::Tensor> result;
     for (const auto& [rows, columns] :
@@ -159,18 +159,18 @@ void expect_near_emulation(const char* recipe, Arithmetic arithmetic, at::Device
     EXPECT_LT(testing::relative_error(found[i], wanted[i]), 4e-3) << i;
 }
 
-TEST_P(RecipeOnGpu, UnitsAndEmulationEqualTheCpu) {
+TEST_P(RecipeOnGpu, HardwareAndEmulationEqualTheCpu) {
   dist::DeviceBackend* backend = dist::open_cuda_plugin();
   if (!backend) GTEST_SKIP() << "no GPU is visible";
   const at::Device device(at::kCUDA, 0);
   expect_near_emulation(GetParam(), Arithmetic::Emulated, device);
   if (backend->compute_capability(0) < first_capability(recipes().get(GetParam())))
-    GTEST_SKIP() << "this GPU has no units for it";
+    GTEST_SKIP() << "this GPU can't run the recipe";
   expect_near_emulation(GetParam(), Arithmetic::Hardware, device);
 }
 
-// Checks the comparison itself without a GPU: a CPU has a product with one scale for each matrix.
-TEST(RecipeOnCpu, ItsProductEqualsTheEmulation) {
+// Checks the comparison itself without a GPU: a CPU has a product with one scale per matrix.
+TEST(RecipeOnCpu, ProductEqualsTheEmulation) {
   expect_near_emulation("tensorwise", Arithmetic::Hardware, at::kCPU);
 }
 

@@ -34,7 +34,7 @@ struct Mxfp8Test : ::testing::TestWithParam<MxCase> {
   }
   at::Tensor expected(const std::string& name) const { return given(GetParam().recipe + "." + name); }
 
-  // Where a block isn't finite ours is NaN, whatever its data; of one with a NaN torchao's too.
+  // If a block isn't finite, our values are NaN, independent of the data. torchao's are NaN only for a NaN.
   void expect_cast(const ops::ScaledMatrix& ours, const std::string& name) const {
     const at::Tensor data = expected(name + ".data"), scale = expected(name + ".scale");
     const at::Tensor our_scale = ours.scale.view(at::kByte), infinite = our_scale.eq(255);
@@ -47,7 +47,8 @@ struct Mxfp8Test : ::testing::TestWithParam<MxCase> {
     if (GetParam().inputs != "infinity" && GetParam().inputs != "nan")
       EXPECT_FALSE(infinite.any().item<bool>()) << name;
   }
-  // Where theirs isn't finite, neither is ours. Ours may be NaN where an infinity became a number of theirs.
+  // If torchao's value isn't finite, ours isn't either. Ours may be NaN where torchao turned an infinity into
+  // a number.
   void expect_near(const at::Tensor& ours, const at::Tensor& theirs, const std::string& name) const {
     ASSERT_EQ(ours.sizes(), theirs.sizes());
     EXPECT_EQ(ours.scalar_type(), theirs.scalar_type());
@@ -125,7 +126,7 @@ struct FourRanks final : ops::RankParts {
   int index() const override { return 0; }
   int count() const override { return 4; }
   void all_gather(const at::Tensor& /*out*/, const at::Tensor& /*in*/, const char* /*phase*/) const override {
-    FAIL() << "blocks need nothing of other ranks";
+    FAIL() << "blocks need no data from other ranks";
   }
 };
 
@@ -135,9 +136,9 @@ TEST(Mxfp8, RefusesPartsThatCutBlocks) {
   EXPECT_NO_THROW(scaled->input(at::randn({8, 64}), true));
   try {
     scaled->input(at::randn({8, 48}), true);
-    FAIL() << "48 features are no whole blocks";
+    FAIL() << "48 features aren't whole blocks";
   } catch (const ConfigError& error) {
-    EXPECT_NE(error.problems().front().find("4 ranks leaves 48"), std::string::npos) << error.what();
+    EXPECT_NE(error.problems().front().find("4 ranks gives a rank 48"), std::string::npos) << error.what();
   }
 }
 

@@ -41,7 +41,7 @@ struct TorchaoTest : ::testing::TestWithParam<ProductCase> {
     return golden().contains(GetParam().inputs + "." + GetParam().recipe + "." + name);
   }
 
-  // torchao's columns lie as the matrix does.
+  // torchao stores columns as in the matrix.
   void expect_cast(const ScaledMatrix& ours, const std::string& name, bool down_columns) const {
     ASSERT_EQ(ours.defined(), has(name + ".data")) << name;
     if (!ours.defined()) return;
@@ -54,7 +54,7 @@ struct TorchaoTest : ::testing::TestWithParam<ProductCase> {
     EXPECT_TRUE(at::equal(ours.scale.contiguous().view(at::kInt), scale.contiguous().view(at::kInt))) << name;
     EXPECT_TRUE(at::equal(ours.data.contiguous().view(at::kByte), data)) << name;
   }
-  // Where one is not finite, so is the other.
+  // If one isn't finite, the other isn't either.
   void expect_near(const at::Tensor& ours, const at::Tensor& theirs, const std::string& name) const {
     ASSERT_EQ(ours.sizes(), theirs.sizes());
     EXPECT_EQ(ours.scalar_type(), theirs.scalar_type());
@@ -118,7 +118,7 @@ TEST_P(RecipeTest, ADeferredWeightGradientIsTheSame) {
   const auto sink = std::make_shared<LaterSink>();
   ops::linear(x, {weight, sink}, {}, scaled).backward(grad);
   ASSERT_EQ(sink->waiting.size(), 1u);
-  // It keeps one form of each matrix: the one that the product reads.
+  // It keeps one form of each matrix, the one that the product reads.
   for (const Operand* operand : {&sink->waiting[0].grad_output_NO, &sink->waiting[0].input_NI}) {
     EXPECT_FALSE(operand->along_rows.defined());
     EXPECT_NE(operand->values.defined(), operand->down_columns.defined());
@@ -157,8 +157,8 @@ TEST_P(RecipeTest, JointLayersEqualSeparateLayers) {
 INSTANTIATE_TEST_SUITE_P(All, RecipeTest, ::testing::Values("tensorwise", "rowwise", "rowwise_with_gw_hp"),
                          [](const auto& info) { return info.param; });
 
-// LibTorch's scaled product runs on a CPU with one scale for each matrix: "tensorwise" in bf16, and all recipes in
-// fp32, which scale vectors after it. 37 rows aren't a multiple of 16.
+// LibTorch's scaled product runs on a CPU with one scale per matrix: for "tensorwise" in bf16, and for all
+// recipes in fp32, which scale vectors after the product. 37 rows aren't a multiple of 16.
 TEST(Float8Products, TheHardwaresProductEqualsTheEmulation) {
   const std::vector<std::pair<const char*, at::ScalarType>> cases = {{"tensorwise", at::kBFloat16},
                                                                      {"tensorwise", at::kFloat},
@@ -202,7 +202,7 @@ TEST(Float8Products, KeepsOneByteForEachElementWhereTheRecipeAllows) {
   EXPECT_TRUE(high->kept(high->input(x, true)).values.is_same(x));
 }
 
-// One of two ranks that hold halves of a matrix: it receives the other's magnitudes.
+// One of two ranks with halves of a matrix; it receives the other rank's magnitudes.
 struct TwoParts final : ops::RankParts {
   explicit TwoParts(at::Tensor other) : other_(std::move(other)) {}
   int index() const override { return 0; }

@@ -16,7 +16,7 @@ using ::testing::Not;
 
 constexpr int64_t kSecond = 1'000'000'000;
 
-/// A record that a rank writes at second 100.
+/// Records that ranks write at second 100.
 class Records {
  public:
   FlightFile& rank(int rank, int world_size = 3) {
@@ -75,7 +75,7 @@ TEST(FlightReport, NamesARankThatIsElsewhere) {
   EXPECT_EQ(
       report.summary,
       "rank 1 (host node1) is missing from all_gather #812 of group 'fsdp' (fsdp::unshard layers.5), where "
-      "ranks 0, 2 wait for 19.0 s; it is at data of step 120 for 12.0 s, its last call was all_gather "
+      "ranks 0, 2 wait for 19.0 s; it is in data of step 120 for 12.0 s; its last call was all_gather "
       "#811 of group 'fsdp' (fsdp::unshard layers.5)");
 }
 
@@ -154,10 +154,10 @@ TEST(FlightReport, FindsThatAllRanksArePresent) {
   for (const int rank : {0, 1, 2}) records.call(rank, "fsdp", {0, 1, 2}, 5, FlightState::Waiting);
   const FlightReport report = records.report();
   EXPECT_EQ(report.verdict, FlightVerdict::AllThere);
-  EXPECT_THAT(report.summary, HasSubstr("all ranks have come to all_gather #5"));
+  EXPECT_THAT(report.summary, HasSubstr("all ranks have reached all_gather #5"));
 }
 
-// A rank is not at a prefetch that nothing waits for yet.
+// A rank isn't blocked in a prefetch that nothing waits for yet.
 TEST(FlightReport, IgnoresAPrefetchWithoutAWait) {
   Records records;
   records.call(0, "fsdp", {0, 1, 2}, 5, FlightState::Launched);
@@ -193,7 +193,7 @@ TEST(FlightReport, IgnoresAFailureThatTheRankSurvived) {
   FlightCall& failed = records.call(0, "probe", {0, 1}, 0, FlightState::Failed);
   failed.end_ns = failed.start_ns + 1;
   records.rank(1);
-  EXPECT_THAT(records.report().culprits, ElementsAre(1)) << "it ended the rank";
+  EXPECT_THAT(records.report().culprits, ElementsAre(1)) << "the failure ended the rank";
   records.call(0, "fsdp", {0, 1}, 0, FlightState::Finished);
   EXPECT_EQ(records.report().verdict, FlightVerdict::NoWait);
 }
@@ -207,7 +207,7 @@ TEST(FlightReport, DoesNotBlameALiveRankWithoutARecord) {
   EXPECT_EQ(report.verdict, FlightVerdict::Unknown);
   EXPECT_TRUE(report.culprits.empty());
   EXPECT_THAT(report.summary, AllOf(HasSubstr("ranks 0, 1 wait in all_gather #5 of group 'fsdp'"),
-                                    HasSubstr("whether rank 2 has come to it isn't known here: alive")));
+                                    HasSubstr("it is unknown whether rank 2 reached it: rank 2 is alive")));
 }
 
 TEST(FlightReport, ReportsAFolderThatCannotBeRead) {

@@ -37,7 +37,7 @@ class RecordsFolder : public ::testing::Test {
     const auto bytes = beats_->get("watchdog/1/beat/0");
     return {bytes.begin(), bytes.end()};
   }
-  bool beats_go_on() const {
+  bool beats_continue() const {
     const std::string before = sign();
     return comes([&] { return sign() != before; });
   }
@@ -64,7 +64,7 @@ TEST_F(RecordsFolder, RecoversFromAFolderError) {
   fs::create_directories(folder_ / kFlightRequest / "something");
   const Watchdog watchdog(world_, {.folder = folder_, .record_prefix = "rank_"});
   ASSERT_TRUE(comes([&] { return beats_->check({"watchdog/1/beat/0"}); }));
-  for (int i = 0; i < 3; ++i) EXPECT_TRUE(beats_go_on());
+  for (int i = 0; i < 3; ++i) EXPECT_TRUE(beats_continue());
   fs::remove_all(folder_ / kFlightRequest);
   request();
   EXPECT_TRUE(comes([&] { return fs::exists(record_); }));
@@ -80,7 +80,7 @@ TEST_F(RecordsFolder, DelaysNoBeatWhenItHangs) {
     request();
     ASSERT_TRUE(comes([&] { return !fs::exists(folder_ / kFlightRequest); }));
     std::this_thread::sleep_for(100ms);
-    for (int i = 0; i < 3; ++i) EXPECT_TRUE(beats_go_on());
+    for (int i = 0; i < 3; ++i) EXPECT_TRUE(beats_continue());
   }
   // Lets the thread continue.
   const int reader = open(pipe.c_str(), O_RDONLY | O_CLOEXEC);

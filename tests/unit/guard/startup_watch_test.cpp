@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kNoted = 42, kNotEnded = 99;
 
-/// A start in a process of its own.
+/// A start in a separate process.
 struct Start {
   const char* name;
   bool has_launcher = false;  ///< this process, which sends the signal, is the launcher
@@ -47,9 +47,9 @@ int code_of(int status) { return WIFEXITED(status) ? WEXITSTATUS(status) : 128 +
 TEST(StartupWatch, EndsALongStartWithTheExitCodeOfItsCause) {
   const auto code_of_agent = [](const StopCause& stop) { return stop.by_launcher ? 128 + stop.signal : 7; };
   const std::vector<Start> starts = {
-      {.name = "told by the launcher", .has_launcher = true, .on_end = code_of_agent, .expected_code = 143},
-      {.name = "told by another process", .on_end = code_of_agent, .expected_code = 7},
-      {.name = "told that a peer has failed",
+      {.name = "asked by the launcher", .has_launcher = true, .on_end = code_of_agent, .expected_code = 143},
+      {.name = "asked by another process", .on_end = code_of_agent, .expected_code = 7},
+      {.name = "asked because a peer has failed",
        .has_launcher = true,
        .note = kPeerHasFailed,
        .on_end = code_of_agent,

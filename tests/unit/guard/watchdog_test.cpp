@@ -93,7 +93,7 @@ TEST(WatchdogVerdict, NamesARankThatStallsOutsideACall) {
 TEST(WatchdogVerdict, NamesAComputingRankThatOthersWaitFor) {
   const auto verdict = judge({waiting(0, 5001), working(1)}, 2, kInterval);
   ASSERT_TRUE(verdict);
-  EXPECT_THAT(verdict->text, AllOf(HasSubstr("rank 1 of 2 (node, pid 101) doesn't come to what the others"),
+  EXPECT_THAT(verdict->text, AllOf(HasSubstr("rank 1 of 2 (node, pid 101) hasn't joined the call that"),
                                    HasSubstr("rank 0 waits in all_gather #3")));
 }
 
@@ -132,7 +132,7 @@ TEST(WatchdogVerdict, ExcusesARankUnderADebugger) {
   EXPECT_FALSE(judge({waiting(0, 5001), traced}, 2, kInterval));
 }
 
-TEST(WatchdogVerdict, NeitherExpectsNorExcusesByARankThatHasLeft) {
+TEST(WatchdogVerdict, NeitherBlamesNorWaitsForARankThatHasLeft) {
   RankView left = working(1);
   left.beat->state = RunState::Left;
   left.silent_ms = 100'000;
@@ -162,7 +162,7 @@ TEST(WatchdogVerdict, SaysThatARankComputesForever) {
   const auto verdict = judge({stuck}, 1, kInterval);
   ASSERT_TRUE(verdict);
   EXPECT_THAT(verdict->text,
-              HasSubstr("(limit 5 s, comm.train_timeout_seconds), though its processors work"));
+              HasSubstr("(limit 5 s, comm.train_timeout_seconds), although its CPUs are busy"));
 }
 
 TEST(WatchdogVerdict, NamesARankThatNeverBegan) {
@@ -281,7 +281,7 @@ TEST(Watchdog, CountsComputingAsProgress) {
 }
 
 /// The verdict on a thread that only computes.
-std::string compute_for_ever(const WatchdogOptions& options) {
+std::string compute_forever(const WatchdogOptions& options) {
   std::atomic<bool> ends{false};
   std::thread computes;
   const std::string verdict = hang(
@@ -299,13 +299,13 @@ std::string compute_for_ever(const WatchdogOptions& options) {
 }
 
 TEST(Watchdog, IgnoresAProcessorThatSpinsForAGpu) {
-  EXPECT_THAT(compute_for_ever({.limits = limits_of_work(500ms), .computing_is_progress = false}),
+  EXPECT_THAT(compute_forever({.limits = limits_of_work(500ms), .computing_is_progress = false}),
               HasSubstr("hangs in step 1"));
 }
 
 // After the longest limit.
 TEST(Watchdog, FindsAnEndlessLoopEventually) {
-  EXPECT_THAT(compute_for_ever({.limits = limits_of(500ms)}), HasSubstr("hangs in step 1"));
+  EXPECT_THAT(compute_forever({.limits = limits_of(500ms)}), HasSubstr("hangs in step 1"));
 }
 
 int64_t written_bytes() {
@@ -351,13 +351,14 @@ TEST(Watchdog, RemovesStacksOfAnEarlierStart) {
   EXPECT_FALSE(std::filesystem::exists(folder / "stacks_0.txt"));
 }
 
-// A reader that sees a phase must also see that it has begun. Otherwise its limit would apply to the previous phase's time.
-TEST(ProgressCell, ShowsAPhaseOnlyAfterItsBegin) {
+// A reader that sees a phase must also see that it has begun. Otherwise its limit would apply to the previous
+// phase's time.
+TEST(ProgressCell, ShowsAPhaseOnlyOnceItHasBegun) {
   ProgressCell cell;
   std::atomic<bool> ends{false};
   std::thread trains([&] {
     for (int64_t i = 1; !ends; ++i)
-      cell.tell(i % 2 ? ProgressKind::Compute : ProgressKind::Data, i % 2 ? "step" : "data", i);
+      cell.report(i % 2 ? ProgressKind::Compute : ProgressKind::Data, i % 2 ? "step" : "data", i);
   });
   for (int i = 0; i < 300'000; ++i) {
     const auto reading = cell.read();

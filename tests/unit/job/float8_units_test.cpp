@@ -31,7 +31,7 @@ std::string refusal(const char* recipe, const std::optional<Gpu>& gpu) {
   return "";
 }
 
-TEST(Float8Units, AreWhereTheCapabilitySaysSo) {
+TEST(Float8Units, FollowTheComputeCapability) {
   for (const UnitsCase& c : kUnitsCases)
     for (const int capability : kCapabilities) {
       SCOPED_TRACE(str(c.recipe, " on ", capability));
@@ -44,7 +44,7 @@ TEST(Float8Units, AreWhereTheCapabilitySaysSo) {
     }
 }
 
-TEST(Float8Units, ARefusalSaysWhatIsMissingWhereAndWhatToDo) {
+TEST(Float8Units, RefusalNamesUnitsDeviceAndRemedy) {
   for (const UnitsCase& c : kUnitsCases)
     for (const bool on_gpu : {true, false}) {
       const std::string text =
@@ -54,7 +54,7 @@ TEST(Float8Units, ARefusalSaysWhatIsMissingWhereAndWhatToDo) {
     }
 }
 
-TEST(Float8Units, AnEmulationTakesNone) {
+TEST(Float8Units, EmulationNeedsNone) {
   for (const UnitsCase& c : kUnitsCases) {
     const float8::Recipe recipe = float8::recipes().get(c.recipe);
     EXPECT_EQ(choose_arithmetic(recipe, std::nullopt, /*emulate=*/true, kSomeKeys),

@@ -84,7 +84,7 @@ TEST_F(JobConfigTest, ReadsTheChosenLossAndItsArguments) {
   EXPECT_EQ(problems_of({"--loss.args.epsilon", "0.1"}).size(), 1u) << "the cross-entropy has no arguments";
 }
 
-TEST_F(JobConfigTest, ChecksBetweenTablesComeTogether) {
+TEST_F(JobConfigTest, ReportsProblemsOfAllTablesTogether) {
   auto problems = problems_of({"--parallelism.data_parallel_shard_degree", "3", "--checkpoint.enable",
                                "--checkpoint.create_seed_checkpoint", "--model.args.vocab_size", "13"},
                               4);
@@ -112,7 +112,7 @@ TEST_F(JobConfigTest, HuggingFaceFoldersNeedAForm) {
   }
 }
 
-TEST_F(JobConfigTest, CheckpointSettingsThatDontGoTogether) {
+TEST_F(JobConfigTest, RefusesConflictingCheckpointSettings) {
   const auto problem_of = [&](const std::vector<std::string>& words, int world_size = 1) {
     std::vector<std::string> all = {"--checkpoint.enable"};
     all.insert(all.end(), words.begin(), words.end());
@@ -126,7 +126,7 @@ TEST_F(JobConfigTest, CheckpointSettingsThatDontGoTogether) {
       {{"--checkpoint.exclude_from_loading", "model"}, "can't be excluded"},
       {{"--checkpoint.exclude_from_loading", "optimizer,rng"}, "exclude lr_scheduler as well"},
       {{"--checkpoint.no_last_save_model_only", "--checkpoint.export_dtype", "bfloat16"},
-       "is of the model alone"},
+       "applies to the model alone"},
       {{"--checkpoint.create_seed_checkpoint", "--checkpoint.load_only"}, "which load_only forbids"},
       {{"--checkpoint.async_mode", "pinned"}, "async_with_pinned_mem"},
       {{"--checkpoint.on_failure", "ignore"}, "continue"},
@@ -152,7 +152,7 @@ TEST_F(JobConfigTest, ReshardSizeDividesTheShards) {
   EXPECT_TRUE(problems_of({"--parallelism.fsdp_reshard_after_forward", "2"}, 4).empty());
 }
 
-TEST_F(JobConfigTest, RotationIsForTheRing) {
+TEST_F(JobConfigTest, RotationNeedsRingAttention) {
   const std::vector<std::string> words = {"--parallelism.context_parallel_degree", "2",
                                           "--parallelism.context_parallel_rotate_method", "alltoall"};
   EXPECT_TRUE(problems_of(words, 2).empty());
@@ -196,7 +196,7 @@ TEST_F(JobConfigTest, RegisteredParallelismsReadTheirTable) {
   EXPECT_EQ(row_axes(chosen_parallelisms(load({}).parallelism)).size(), 1u);
 }
 
-TEST_F(JobConfigTest, ADegreeSetInACopyLeavesTheOriginal) {
+TEST_F(JobConfigTest, SettingADegreeInACopyKeepsTheOriginal) {
   register_duplex();
   const JobConfig config = load({"--parallelism.args.duplex.degree", "2"}, 2);
   ParallelismSettings changed = config.parallelism;
@@ -212,7 +212,7 @@ TEST_F(JobConfigTest, ADegreeSetInACopyLeavesTheOriginal) {
   EXPECT_EQ(degree_of(made_in_code), 4);
 }
 
-TEST_F(JobConfigTest, FilesAreLookedAtTogetherWithTheRest) {
+TEST_F(JobConfigTest, ReportsFileProblemsWithTheOthers) {
   auto problems = problems_of(
       {"--training.dataset", "c4", "--model.hf_assets_path", "no/such/folder", "--validation.enable",
        "--validation.dataset", "text", "--validation.seq_len", "8", "--training.seq_len", "8",
@@ -231,7 +231,7 @@ TEST_F(JobConfigTest, FilesAreLookedAtTogetherWithTheRest) {
   EXPECT_NE(all.find("no safetensors file at /no/weights"), std::string::npos) << all;
 }
 
-TEST_F(JobConfigTest, DataPathsHaveToBeThere) {
+TEST_F(JobConfigTest, DataPathsMustExist) {
   const std::vector<std::string> text = {"--model.hf_assets_path", "bytes", "--model.args.vocab_size", "258",
                                          "--training.dataset",     "text",  "--training.dataset_path"};
   auto problem_of = [&](const std::string& path) {
@@ -246,7 +246,7 @@ TEST_F(JobConfigTest, DataPathsHaveToBeThere) {
   ASSERT_EQ(problem_of(TITAN_SOURCE_DIR "/docs/*.nothing").size(), 1u);
 }
 
-TEST_F(JobConfigTest, TheTokenizerFitsTheModel) {
+TEST_F(JobConfigTest, TokenizerMustFitTheModel) {
   auto problems = problems_of({"--model.hf_assets_path", "bytes"}, 1, JobFiles::Check);
   ASSERT_EQ(problems.size(), 1u);
   EXPECT_NE(problems[0].find("--model.hf_assets_path = bytes: the tokenizer has 258 tokens"),
@@ -255,7 +255,7 @@ TEST_F(JobConfigTest, TheTokenizerFitsTheModel) {
 }
 
 // The recording: 20 steps of 4 sequences of 64 tokens; two ranks.
-TEST_F(JobConfigTest, RecordedBatchesFitTheJob) {
+TEST_F(JobConfigTest, RecordedBatchesMustFitTheJob) {
   const std::string folder = TITAN_SOURCE_DIR "/tests/data/parity/mini";
   auto check = [&](const char* steps, const char* batch, const char* seq_len, const std::string& path) {
     return problems_of({"--training.dataset", "tokens", "--training.dataset_path", path, "--training.steps",
@@ -269,7 +269,7 @@ TEST_F(JobConfigTest, RecordedBatchesFitTheJob) {
   EXPECT_NE(missing[0].find("there is no /no/recording/input.npy"), std::string::npos) << missing[0];
 }
 
-TEST_F(JobConfigTest, FeaturesThatDontExistAreRefused) {
+TEST_F(JobConfigTest, RefusesFeaturesThatDontExist) {
   for (auto words : std::vector<std::vector<std::string>>{{"--activation_checkpoint.debug"},
                                                           {"--compile.enable"},
                                                           {"--model.converters", "quantize.grouped_mm.mx"},
@@ -277,7 +277,7 @@ TEST_F(JobConfigTest, FeaturesThatDontExistAreRefused) {
     EXPECT_EQ(problems_of(words).size(), 1u) << words[0];
 }
 
-TEST_F(JobConfigTest, DegreesHaveToMakeUpTheRanks) {
+TEST_F(JobConfigTest, DegreesMustMultiplyToTheRanks) {
   const std::vector<std::string> words = {"--parallelism.tensor_parallel_degree", "2"};
   const auto problems = problems_of(words, 1);
   ASSERT_EQ(problems.size(), 1u);
@@ -285,7 +285,7 @@ TEST_F(JobConfigTest, DegreesHaveToMakeUpTheRanks) {
   EXPECT_TRUE(problems_of(words, 2).empty());
 }
 
-TEST_F(JobConfigTest, Float8IsCheckedBeforeAnythingStarts) {
+TEST_F(JobConfigTest, ChecksFloat8BeforeStarting) {
   const std::vector<std::string> on = {"--training.device", "cpu", "--model.converters",
                                        "quantize.linear.float8"};
   const auto problems = [&](std::vector<std::string> words) {
@@ -318,7 +318,7 @@ TEST_F(JobConfigTest, Float8IsCheckedBeforeAnythingStarts) {
   EXPECT_NE(mixed[0].find("Float8 and MX don't mix"), std::string::npos) << mixed[0];
 }
 
-TEST_F(JobConfigTest, Mxfp8IsCheckedBeforeAnythingStarts) {
+TEST_F(JobConfigTest, ChecksMxfp8BeforeStarting) {
   const auto problems = [&](std::vector<std::string> words) {
     const std::vector<std::string> on = {"--training.device", "cpu", "--model.converters",
                                          "quantize.linear.mx"};
@@ -347,7 +347,7 @@ TEST_F(JobConfigTest, PrintedConfigReadsBack) {
   EXPECT_EQ(config::print_toml(job_schema(), again), printed);
 }
 
-TEST_F(JobConfigTest, EveryKeyOfTorchTitanIsDescribed) {
+TEST_F(JobConfigTest, DescribesEveryTorchTitanKey) {
   EXPECT_GE(torchtitan_keys().size(), 150u);
   EXPECT_NO_THROW(config::key_table(job_schema(), torchtitan_keys()));
 }

@@ -8,12 +8,11 @@
 #include "titan/core/error.h"
 #include "titan/models/llama3.h"
 #include "titan/nn/containers.h"
+#include "unit/job/words.h"
 #include "unit/train/toy_model.h"
 
 namespace titan::train {
 namespace {
-
-using Words = std::vector<std::string>;
 
 class MemoryReportTest : public ::testing::Test {
  protected:
@@ -59,7 +58,7 @@ TEST_F(MemoryReportTest, OneRankHoldsTheWholeState) {
   EXPECT_GT(parameters, 0);
   EXPECT_EQ(owned(all, "gradients"), parameters);
   EXPECT_EQ(owned(all, "optimizer state"), 2 * parameters);
-  EXPECT_EQ(owned(all, "gathered parameters"), 0) << "fp32 on one rank: the shards are what computes";
+  EXPECT_EQ(owned(all, "gathered parameters"), 0) << "fp32 on one rank computes with the shards themselves";
   EXPECT_TRUE(std::is_sorted(all.owners.begin(), all.owners.end(),
                              [](const auto& a, const auto& b) { return a.bytes > b.bytes; }));
 }

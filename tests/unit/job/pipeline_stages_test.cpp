@@ -6,12 +6,11 @@
 #include "job/pipeline_stages.h"
 #include "titan/parallel/parameters.h"
 #include "unit/job/residual_family.h"
+#include "unit/job/words.h"
 #include "unit/train/toy_model.h"
 
 namespace titan::train {
 namespace {
-
-using Words = std::vector<std::string>;
 
 class PipelineStages : public ::testing::Test {
  protected:
@@ -67,11 +66,6 @@ class PipelineStages : public ::testing::Test {
 
 const Words kTwo = {"--parallelism.pipeline_parallel_degree", "2"};
 
-Words operator+(Words words, const Words& more) {
-  words.insert(words.end(), more.begin(), more.end());
-  return words;
-}
-
 TEST_F(PipelineStages, OneHoldsAllWithoutAPipeline) {
   const StagePlan plan = plan_stages(load({}, 1));
   EXPECT_EQ(plan.num_stages(), 1);
@@ -122,7 +116,7 @@ TEST_F(PipelineStages, FollowAScheduleInAFile) {
   EXPECT_NE(only_problem_of(words, 2).find("rank 1: 1B1 (or 1I1 and 1W1) is missing"), std::string::npos);
 }
 
-TEST_F(PipelineStages, TellWhichParametersTheyShare) {
+TEST_F(PipelineStages, NameTheParametersTheyShare) {
   const StagePlan plan = plan_stages(load(kTwo + Words{"--model.args.tied"}, 2));
   ASSERT_EQ(plan.shared.size(), 1u);
   EXPECT_EQ(plan.shared[0].name, "embedding.weight");
@@ -130,7 +124,7 @@ TEST_F(PipelineStages, TellWhichParametersTheyShare) {
   EXPECT_TRUE(plan_stages(load(kTwo, 2)).shared.empty());
 }
 
-TEST_F(PipelineStages, RefuseWhatDoesntFit) {
+TEST_F(PipelineStages, RefuseSettingsThatDontFit) {
   const auto expect = [&](const Words& words, const std::string& key, const std::string& what,
                           int world_size = 2) {
     const std::string problem = only_problem_of(kTwo + words, world_size);
@@ -166,7 +160,7 @@ TEST_F(PipelineStages, RefuseWhatDoesntFit) {
   expect({}, "data_parallel_shard_degree", "x pp 2 = 2 ranks, but the job has 3", 3);
 }
 
-TEST_F(PipelineStages, AreRefusedOfAModelThatNamesNoLayers) {
+TEST_F(PipelineStages, NeedAModelThatNamesItsLayers) {
   if (!model_specs().contains("whole bigram"))
     register_model<BigramArgs>("whole bigram", {.flavors = {{"small", {}}},
                                                 .sizes = [](const BigramArgs&) -> ModelSizes { return {}; },
@@ -182,7 +176,7 @@ TEST_F(PipelineStages, AreRefusedOfAModelThatNamesNoLayers) {
   EXPECT_THROW(model.hidden(at::zeros({1, 2}, at::kLong)), Error);
 }
 
-// What the trainer gets on each rank, here played one after the other: together they are the model.
+// The stages of each rank, built here one after the other: together they are the model.
 TEST_F(PipelineStages, AreBuiltWhereTheyBelong) {
   const JobConfig config = load(kTwo + Words{"--parallelism.pipeline_parallel_schedule", "ZBVZeroBubble"}, 2);
   const StagePlan plan = plan_stages(config);
@@ -205,7 +199,7 @@ TEST_F(PipelineStages, AreBuiltWhereTheyBelong) {
   EXPECT_EQ(all, expected);
 }
 
-TEST_F(PipelineStages, KnowWhatTravelsBetweenThem) {
+TEST_F(PipelineStages, KnowTheTensorsBetweenThem) {
   const JobConfig config = load(kTwo + Words{"--parallelism.pipeline_parallel_layers_per_stage", "4"}, 2);
   const dist::World world = dist::init({.backend = "fake", .fake_rank = 1, .fake_world_size = 2});
   const auto boundaries = stage_boundaries(config, plan_stages(config), world, 1, 8);
@@ -214,7 +208,7 @@ TEST_F(PipelineStages, KnowWhatTravelsBetweenThem) {
   EXPECT_EQ(boundaries[1], (TensorType{{1, 8, 12}, at::kDouble}));
 }
 
-TEST_F(PipelineStages, TheLastStagesFirstRankHasTheMetrics) {
+TEST_F(PipelineStages, FirstRankOfTheLastStageHasTheMetrics) {
   const ParallelDims dims{.dp_shard = 2, .tp = 2, .pp = 2};
   EXPECT_EQ(metrics_rank(dims, plan_stages(load(kTwo, 2))), 4);
   const StagePlan bent =
@@ -222,7 +216,7 @@ TEST_F(PipelineStages, TheLastStagesFirstRankHasTheMetrics) {
   EXPECT_EQ(metrics_rank(dims, bent), 0);
 }
 
-// Batches that are accumulated give 1F1B its micro-batches too; a file is for one batch.
+// 1F1B runs the micro-batches of all accumulated batches; a file schedules one batch.
 TEST_F(PipelineStages, CountMicroBatchesOfAWholeStep) {
   const Words one_row = kTwo + Words{"--training.local_batch_size", "1"};
   EXPECT_EQ(problems_of(one_row, 2).size(), 1u);

@@ -1,6 +1,6 @@
 #pragma once
 
-// The model of unit/nn/residual_model.h as a family: one that can be a pipeline's.
+// The model of unit/nn/residual_model.h as a model family that supports pipelines.
 
 #include "titan/train/model_spec.h"
 #include "unit/nn/residual_model.h"
@@ -29,7 +29,7 @@ class ResidualModel : public TrainableModel {
   nn::Residual model;
 };
 
-/// As "residual", once per process.
+/// Registers it as "residual", once per process.
 inline void register_residual() {
   if (model_specs().contains("residual")) return;
   register_model<nn::ResidualSizes>(

@@ -24,7 +24,7 @@ TEST(ParallelDims, ShardDegreeTakesWhatIsLeft) {
   }
 }
 
-TEST(ParallelDims, TheProductIsTheWorld) {
+TEST(ParallelDims, MustMultiplyToTheWorld) {
   for (auto settings : {degrees(1, 3), degrees(3, -1), degrees(16, -1), degrees(2, 8)}) {
     const auto problem = world_size_problem(resolve_parallel_dims(settings, 8), 8);
     ASSERT_TRUE(problem);
@@ -32,7 +32,7 @@ TEST(ParallelDims, TheProductIsTheWorld) {
   }
 }
 
-TEST(ParallelDims, DivisibilityOfHeadsAndSequence) {
+TEST(ParallelDims, CheckDivisibilityOfHeadsAndSequence) {
   std::vector<KeyedProblem> problems;
   const auto expect_one = [&](const std::string& key, const std::string& what) {
     ASSERT_EQ(problems.size(), 1u);
@@ -82,7 +82,7 @@ TEST(ParallelDims, LayOutTheRanks) {
   EXPECT_EQ(stage, (std::set<Ranks>{{0, 1, 2, 3}, {4, 5, 6, 7}}));
 }
 
-TEST(ParallelDims, ThePipelineTakesItsShareOfTheWorld) {
+TEST(ParallelDims, PipelineTakesItsShareOfTheWorld) {
   ParallelismSettings settings = degrees(1, -1);
   settings.pipeline_parallel_degree = 4;
   const ParallelDims dims = resolve_parallel_dims(settings, 8);

@@ -1,5 +1,5 @@
-// Whoever comes from TorchTitan finds every key; docs/torchtitan_keys.md, which `titan docs torchtitan-keys`
-// writes, says what became of each.
+// Every key of TorchTitan is known. docs/torchtitan_keys.md, which `titan docs torchtitan-keys` writes, says
+// what happens to each.
 
 #include <gtest/gtest.h>
 #include <set>
@@ -21,8 +21,8 @@ TEST(TorchTitanKeys, NoneIsListedTwice) {
   EXPECT_GT(names.size(), 140u);
 }
 
-TEST(TorchTitanKeys, DefaultsAreTheSameButForThese) {
-  // Data and tokenizer that ship with LibTitan; and what trades memory for time.
+TEST(TorchTitanKeys, DefaultsEqualTorchTitansExceptThese) {
+  // Data and tokenizer that ship with LibTitan, and settings that trade memory for time.
   std::set<std::string> differing{"model.hf_assets_path", "training.dataset", "validation.dataset",
                                   "activation_checkpoint.mode", "activation_checkpoint.early_stop"};
   for (const auto& key : torchtitan_keys()) {

@@ -1,4 +1,4 @@
-// Llama 3 cut into pipeline stages computes what the whole model does.
+// Llama 3 cut into pipeline stages computes the same as the whole model.
 
 #include <map>
 
@@ -40,8 +40,8 @@ std::vector<Llama3> build_stages(const Case& wanted) {
   return stages;
 }
 
-// Runs forward and backward through the stages, each with its own graph. Returns gradients by name, summed over
-// stages that share a parameter.
+// Runs forward and backward through the stages, each with its own graph. Returns gradients by name, summed
+// over stages that share a parameter.
 std::map<std::string, at::Tensor> run(const std::vector<Llama3>& stages, const at::Tensor& tokens,
                                       const at::Tensor& labels, at::Tensor& loss) {
   std::vector<at::Tensor> inputs = {tokens}, outputs;
@@ -63,7 +63,7 @@ std::map<std::string, at::Tensor> run(const std::vector<Llama3>& stages, const a
 
 class Llama3Stages : public ::testing::TestWithParam<Case> {};
 
-TEST_P(Llama3Stages, ComputeWhatTheWholeModelDoes) {
+TEST_P(Llama3Stages, EqualTheWholeModel) {
   const Llama3 whole(small_llama(GetParam().tied, 6), deferred(at::kCPU, at::kDouble));
   materialize(whole, 5);
   const at::Tensor tokens = at::randint(50, {2, 16}), labels = at::randint(50, {2, 16});
@@ -77,7 +77,7 @@ TEST_P(Llama3Stages, ComputeWhatTheWholeModelDoes) {
         << name;
 }
 
-// With 8 stages of 6 layers, the first and the last have no layer.
+// With 6 layers in 8 stages, the first and the last stage have no layer.
 INSTANTIATE_TEST_SUITE_P(All, Llama3Stages,
                          ::testing::Values(Case{false, 2, false}, Case{false, 3, true}, Case{false, 8, false},
                                            Case{true, 2, false}, Case{true, 8, true}),

@@ -174,7 +174,7 @@ TEST(LayerSequence, SplitsASequential) {
   EXPECT_TRUE(stack->is_last() && !stack->is_first());
 }
 
-// Fed from one to the next, the parts compute the same bits as the whole.
+// Run one after the other, the parts compute the same bits as the whole.
 TEST(LayerSequence, ConsecutivePartsEqualTheWhole) {
   for (const bool tied : {false, true}) {
     const ResidualSizes sizes{.tied = tied};

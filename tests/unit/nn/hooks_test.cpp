@@ -25,7 +25,7 @@ struct LoggingHook : CallHook {
   std::string name;
 };
 
-// Runs the inside twice, like a checkpoint that recomputes in its backward.
+// Runs the module twice, like a checkpoint that recomputes in its backward.
 struct RunTwice : CheckpointHook {
   explicit RunTwice(Log& log) : log(log) {}
   TensorList call(HookHost& /*host*/, const TensorList& inputs, Run run) override {

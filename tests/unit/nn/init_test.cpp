@@ -28,7 +28,7 @@ at::Tensor part(at::Tensor whole, const Box& box) {
 
 using PhiloxBlock = std::array<uint32_t, 4>;
 
-// The definition, for one counter, which all of the stream's kernels must agree with.
+// The definition for one counter, which all kernels must match.
 PhiloxBlock philox4x32_10(PhiloxBlock counter, std::array<uint32_t, 2> key) {
   for (int round = 0; round < kPhiloxRounds; ++round) {
     const uint64_t product0 = uint64_t{kPhiloxMul0} * counter[0],
@@ -89,7 +89,7 @@ std::vector<DrawLanes> lanes_here() {
 TEST(InverseNormal, GivesTheSameBitsInBlocks) {
   std::vector<double> p{0x1p-53, 1 - 0x1p-53, 1e-300, 1e-12, 1 - 1e-12, 0.5, 0.075, 0.925};
   for (double x = 1e-9; x < 1; x += 3.1e-4) p.push_back(x);
-  for (double x = 0.01; x > 1e-200; x *= 0.9) p.push_back(x);  // tails alone fill a block
+  for (double x = 0.01; x > 1e-200; x *= 0.9) p.push_back(x);  // fills a block with tails only
   for (const DrawLanes lanes : lanes_here())
     for (size_t count : {p.size(), size_t{1}, size_t{7}}) {
       std::vector<double> z(p.begin(), p.begin() + static_cast<std::ptrdiff_t>(count));
@@ -98,7 +98,7 @@ TEST(InverseNormal, GivesTheSameBitsInBlocks) {
     }
 }
 
-// Probabilities that all lie outside the center: lanes past the last element do too.
+// All probabilities are outside the center, including those in lanes past the last element.
 TEST(InverseNormal, WritesNothingAfterABlock) {
   const NormalDraw draw{.offset = 0.95, .scale = 0.05, .mean = 1, .std = 2, .low = 4.5, .high = 5};
   for (const DrawLanes lanes : lanes_here())
@@ -114,7 +114,7 @@ TEST(InverseNormal, WritesNothingAfterABlock) {
 TEST(RandomStream, GivesTheUniformsOfPhilox) {
   const uint64_t seed = 0x123456789abcdef0, name = 0xfedcba9876543210;
   for (uint64_t first :
-       {uint64_t{0}, (uint64_t{1} << 33) - 77, uint64_t{1} << 40}) {  // over the 32-bit border too
+       {uint64_t{0}, (uint64_t{1} << 33) - 77, uint64_t{1} << 40}) {  // also across the 32-bit boundary
     for (const DrawLanes lanes : lanes_here()) {
       std::vector<double> u(150);
       RandomStream(seed, name).uniforms(u.data(), 150, first, lanes);
@@ -165,8 +165,8 @@ TEST(Fill, DependsOnSeedAndName) {
       draw(normal, {16}, box, at::kFloat, 1, "a").equal(draw(normal, {16}, box, at::kFloat, 1, "b")));
 }
 
-// Pinned: a change here changes every run's initial weights. The values come from Philox and FNV-1a written
-// out in Python, through its statistics.NormalDist().inv_cdf.
+// A change of these values would change every run's initial weights. They were computed in Python, by Philox,
+// FNV-1a and statistics.NormalDist().inv_cdf.
 TEST(Fill, GivesThePinnedFirstValues) {
   const at::Tensor values =
       draw(Init::normal(0, 1), {4}, whole_box({4}), at::kDouble, 42, "tok_embeddings.weight");
@@ -194,7 +194,7 @@ TEST(Fill, CutsATruncatedNormalAtItsBounds) {
   EXPECT_LE(x.abs().max().item<double>(), 3 * std);
   EXPECT_GT(x.abs().max().item<double>(), 2.99 * std);
   EXPECT_NEAR(x.var().item<double>() / (std * std), 0.97333,
-              6e-3);  // of a normal cut at three standard deviations
+              6e-3);  // standard deviation of a normal cut at three standard deviations
 }
 
 TEST(Fill, EqualsThePlainNormalForFarBounds) {

@@ -35,7 +35,7 @@ std::vector<std::string> records(const std::string& file) {
   return found;
 }
 
-TEST(Crc32c, KnownValues) {
+TEST(Crc32c, MatchesKnownValues) {
   EXPECT_EQ(crc32c("123456789"), 0xE3069283u);            // the CRC catalogue's check value
   EXPECT_EQ(crc32c(std::string(32, '\0')), 0x8A9136AAu);  // RFC 3720, B.4
   EXPECT_EQ(crc32c(std::string(32, '\xff')), 0x62A8AB43u);

@@ -152,8 +152,8 @@ TEST(StructuredLog, DropsTheOlderHalfWhenFull) {
   ASSERT_EQ(files.size(), 2u);
   const Rows earlier = rows_of(files[0]), current = rows_of(files[1]);
   EXPECT_TRUE(files[0].string().ends_with(".earlier.jsonl"));
-  EXPECT_LT(fs::file_size(files[0]) + fs::file_size(files[1]),
-            kMost + 10'000u);  // exceeded by a flush's events
+  // A flush's events may exceed the limit.
+  EXPECT_LT(fs::file_size(files[0]) + fs::file_size(files[1]), kMost + 10'000u);
   EXPECT_TRUE(earlier.front().contains("environment"));
   EXPECT_TRUE(current.front().contains("environment"));
   EXPECT_EQ(current.back().at("value"), 999);
@@ -190,10 +190,10 @@ TEST(StructuredLog, WarnsOnceWhenItCannotBeWritten) {
     log.instant("tick");
     log.flush();
   }
-  const std::string told = ::testing::internal::GetCapturedStderr();
-  const size_t warning = told.find("the structured log has a gap");
-  EXPECT_NE(warning, std::string::npos) << told;
-  EXPECT_EQ(told.find("the structured log has a gap", warning + 1), std::string::npos) << told;
+  const std::string log = ::testing::internal::GetCapturedStderr();
+  const size_t warning = log.find("the structured log has a gap");
+  EXPECT_NE(warning, std::string::npos) << log;
+  EXPECT_EQ(log.find("the structured log has a gap", warning + 1), std::string::npos) << log;
   EXPECT_TRUE(fs::is_regular_file(folder.path() / "a_file"));
 }
 

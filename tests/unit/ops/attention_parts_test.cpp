@@ -1,4 +1,4 @@
-// Attention over keys that come in parts, forward and backward, against attention over all of them.
+// Compares attention over parts of the keys, forward and backward, with attention over all keys.
 
 #include "ops/attention.h"
 
@@ -16,7 +16,7 @@ namespace {
 using testing::MemoryMeter;
 using testing::tolerance_of;
 
-// Queries at the positions first_query .. of the keys' own sequence, in float64.
+// Queries are at positions first_query .. of the keys' sequence. In float64.
 at::Tensor reference(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, int64_t first_query) {
   const int64_t group = q.size(2) / k.size(2);
   const at::Tensor keys = k.repeat_interleave(group, 2).transpose(1, 2),
@@ -37,7 +37,7 @@ void PrintTo(const Sizes& s, std::ostream* out) {
        << " x " << s.size;
 }
 
-// The operators' kernels, or LibTorch's whatever the dtype (what a GPU would take).
+// The operators' kernels, or LibTorch's for any dtype, as on a GPU.
 enum class Kernels { Chosen, LibTorchs };
 
 // Attention over one part of the keys, forward and backward.
@@ -62,7 +62,7 @@ struct Part {
   int64_t first_key, num_keys;
 };
 
-// The keys before the diagonal in three uneven parts, and the rest; the rest comes first.
+// The keys from the diagonal on, then the keys before it in three uneven parts.
 std::vector<Part> parts_of(const Sizes& sizes) {
   std::vector<Part> parts = {{sizes.first_query, sizes.keys - sizes.first_query}};
   const int64_t before = sizes.first_query;
@@ -78,7 +78,7 @@ struct Inputs {
   at::Tensor q, k, v, grad;
 };
 
-// Slices of larger tensors, as a rank's chunks are: rows and batches aren't adjacent.
+// Slices of larger tensors, like a rank's chunks, so rows and batches aren't adjacent.
 Inputs random_inputs(const Sizes& sizes, at::ScalarType dtype, double spread) {
   const auto make = [&](int64_t rows, int64_t heads, double scale) {
     return (at::randn({2, rows + 3, heads, sizes.size}) * scale).to(dtype).narrow(1, 2, rows);
@@ -127,13 +127,13 @@ TEST_P(AttentionParts, EqualAttentionOverAllKeys) {
   expect_parts_equal_whole(GetParam(), 1, 3 * tolerance_of(std::get<0>(GetParam())));
 }
 
-// Scores differ a lot between parts, so that later parts outweigh earlier ones and vice versa.
+// Scores differ a lot between parts, so that later parts dominate earlier ones and vice versa.
 TEST_P(AttentionParts, EqualAttentionOverAllKeysWithLargeScores) {
   expect_parts_equal_whole(GetParam(), 8, 12 * tolerance_of(std::get<0>(GetParam())));
 }
 
-// A diagonal at the start, far after it, in the middle of a block, with keys after it that no query sees; one
-// query and one key; heads whose size is a multiple of no vector and no panel.
+// A diagonal at the start, far from it, in the middle of a block, or with keys after it that no query sees;
+// one query and one key; head sizes that aren't multiples of a vector or a panel.
 INSTANTIATE_TEST_SUITE_P(
     All, AttentionParts,
     ::testing::Combine(::testing::Values(at::kFloat, at::kDouble, at::kBFloat16),
@@ -142,7 +142,7 @@ INSTANTIATE_TEST_SUITE_P(
                                          Sizes{1, 1, 0, 2, 2, 6}, Sizes{50, 250, 101, 6, 2, 24},
                                          Sizes{97, 300, 203, 3, 3, 6}, Sizes{130, 260, 130, 2, 1, 80})));
 
-// A GPU's last resort, over several tiles, and with the log-sum-exp of more keys.
+// The fallback on a GPU, over several tiles, and with the log-sum-exp of more keys.
 TEST(TiledAttention, EqualsTheKernels) {
   at::manual_seed(4);
   for (const at::ScalarType dtype : {at::kFloat, at::kDouble, at::kBFloat16})
@@ -173,9 +173,9 @@ int64_t peak_of_tiles(int64_t length, bool causal) {
   return meter.peak();
 }
 
-// Tiles have 256 keys for any sequence: a few of them are a small part of the whole matrix of scores, and
+// Tiles have 256 keys for any sequence, so a few of them are a small part of the whole matrix of scores, and
 // grow only linearly with the sequence.
-TEST(TiledAttention, MakesNoMatrixOfAllScores) {
+TEST(TiledAttention, NeverStoresAllScores) {
   for (const bool causal : {false, true}) {
     const int64_t half = peak_of_tiles(2048, causal), whole = peak_of_tiles(4096, causal);
     EXPECT_LE(static_cast<double>(whole), 2.1 * static_cast<double>(half)) << causal;
@@ -184,7 +184,7 @@ TEST(TiledAttention, MakesNoMatrixOfAllScores) {
   }
 }
 
-// One call with a mask that is neither a diagonal nor none, and queries that outrun the keys.
+// One call with a mask that isn't causal but masks some keys, and more query positions than keys.
 TEST(AttentionPartsMask, CountsFromTheFirstQuery) {
   at::manual_seed(2);
   for (const int64_t first_query : {0, 1, 47, 48, 60, 149, 150, 1000}) {
@@ -197,7 +197,7 @@ TEST(AttentionPartsMask, CountsFromTheFirstQuery) {
   }
 }
 
-// Rows of a sum are views: what a rank's second chunk sees is added there.
+// Rows of a sum are views, to which the attention of a rank's second chunk is added.
 TEST(AttentionPartsMask, FillsRowsOfASumInPlace) {
   at::manual_seed(3);
   for (const at::ScalarType dtype : {at::kFloat, at::kDouble}) {

@@ -34,7 +34,7 @@ void PrintTo(const SquareSizes& sizes, std::ostream* out) {
   *out << sizes.length << " x " << sizes.heads << "/" << sizes.kv_heads << " x " << sizes.size;
 }
 
-// `spread` makes the scores larger, so that the running maximum moves from block to block.
+// `spread` makes the scores larger, so that the running maximum changes from block to block.
 void expect_equal_to_definition(at::ScalarType dtype, const SquareSizes& sizes, double spread,
                                 double tolerance) {
   const auto make = [&](int64_t heads, double scale) {
@@ -70,8 +70,8 @@ TEST_P(AttentionTest, EqualsItsDefinitionWithLargeScores) {
   expect_equal_to_definition(dtype(), sizes(), 8, 8 * tolerance_of(dtype()));
 }
 
-// One query, less than a block, whole blocks, several blocks and a rest; heads whose size is a multiple of no
-// vector and no panel.
+// One query, less than a block, whole blocks, several blocks and a rest; head sizes that aren't multiples of
+// a vector or a panel.
 INSTANTIATE_TEST_SUITE_P(
     All, AttentionTest,
     ::testing::Combine(::testing::Values(at::kFloat, at::kDouble, at::kBFloat16),
@@ -126,11 +126,11 @@ TEST(Attention, RefusesHeadsThatDontGroup) {
 
 }  // namespace
 
-// The node around LibTorch's attention kernels, here the CPU's, against our own attention.
+// Compares the node around LibTorch's attention kernels, here the CPU's, with our own attention.
 
 namespace {
 
-// Keeps everything, then hands it back.
+// Keeps all results, then hands them back.
 class KeepAll : public SavedOutputs {
  public:
   Action next(KeptKind kind, const at::Tensor& /*weight*/) override {

@@ -1,5 +1,5 @@
-// The products of attention's blocks, by both vector sizes on any processor: without AVX-512 the compiler
-// splits wide vectors.
+// The products of attention's blocks, with both vector sizes on any processor, because without AVX-512 the
+// compiler splits wide vectors.
 
 #include <gtest/gtest.h>
 

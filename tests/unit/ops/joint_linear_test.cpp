@@ -14,7 +14,8 @@ constexpr double kTolerance = 1e-12;
 
 at::Tensor drawn(at::IntArrayRef sizes) { return at::randn(sizes, at::kDouble).requires_grad_(); }
 
-// Plays both ranks of a sequence cut into two equal halves: a peer would send the same as this rank.
+// Simulates both ranks of a sequence cut into two equal halves, where a peer would send the same as this
+// rank.
 class TwinExchange final : public SequenceExchange {
  public:
   explicit TwinExchange(bool at_once = false) : at_once_(at_once) {}
@@ -75,7 +76,7 @@ struct JointCase {
     for (const at::Tensor& weight : weights) outputs.push_back(linear(input, weight, {}, products[0]));
     return outputs;
   }
-  // x's gradient, then the weights'; resets them.
+  // Returns x's gradient, then the weights' gradients, and resets them.
   std::vector<at::Tensor> take_gradients() {
     std::vector<at::Tensor> all{x.grad()};
     x.mutable_grad().reset();
@@ -137,8 +138,8 @@ TEST_P(JointLinears, GatherASequenceOnce) {
 
 INSTANTIATE_TEST_SUITE_P(LeavingOut, JointLinears, ::testing::Values(0, 1, 2, 3));
 
-// Both ranks' summands are equal here, and so are the halves' sums: each gets x W^T of one half plus that of
-// the other.
+// Both ranks' summands are equal here, and so are the halves' sums: each rank gets x W^T of one half plus
+// that of the other.
 TEST(ScatteredLinear, SumsPartsOfTheSequence) {
   const at::Tensor x = drawn({2, 6, 5}), weight = drawn({4, 5});
   const at::Tensor whole = linear(x, weight, {}, default_products());

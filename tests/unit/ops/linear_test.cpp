@@ -104,7 +104,7 @@ TEST_F(LinearTest, RecordsNothingWithoutGradients) {
 
 }  // namespace
 
-// A product after SwiGLU doesn't keep its output ([Note: recomputed outputs]).
+// A product after SwiGLU doesn't keep SwiGLU's output ([Note: recomputed outputs]).
 
 namespace {
 

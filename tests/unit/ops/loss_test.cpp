@@ -139,7 +139,7 @@ TEST(LinearCrossEntropy, RefusesWrongLabels) {
   EXPECT_THROW(linear_cross_entropy(c.hidden, c.weight, c.labels, options_for(1)), Error);
 }
 
-// ---- other losses (nn/loss.cpp's formulas), against PyTorch's operations in float64
+// ---- other losses (the formulas in nn/loss.cpp), compared with PyTorch's operations in float64
 
 struct LossCase {
   const char* name;
@@ -206,7 +206,7 @@ TEST_P(Losses, RefuseWrongLabels) {
   EXPECT_THROW(linear_cross_entropy(c.hidden, c.weight, c.labels, options), Error);
 }
 
-// Threads as ranks that each hold rows of the vocabulary.
+// Threads as ranks, each of which has some rows of the vocabulary.
 class ThreadParts final : public RankParts {
  public:
   struct Board {

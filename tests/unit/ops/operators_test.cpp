@@ -1,4 +1,4 @@
-// The meta kernels that PyTorch implements in Python, against the CPU's: sizes, dtypes and strides.
+// Compares the meta kernels that PyTorch implements in Python with the CPU's: sizes, dtypes and strides.
 
 #include <gtest/gtest.h>
 #include <vector>

@@ -103,7 +103,7 @@ TEST(Clip, LargeFloatsDoNotOverflow) {
   EXPECT_NEAR(clip_grad_norm(parameters).norm / 1e31, 1, 1e-6);
 }
 
-// The form that a GPU's host doesn't wait for returns the same numbers.
+// The form that doesn't wait for a GPU returns the same numbers.
 TEST(Clip, LaunchedNormEqualsTheBlockingOne) {
   at::manual_seed(2);
   const auto make = [](double scale) {
@@ -128,7 +128,7 @@ TEST(Clip, LaunchedNormEqualsTheBlockingOne) {
   }
 }
 
-// A pipeline stage may have no parameters; its rank computes the whole norm all the same.
+// A pipeline stage may have no parameters, but its rank still computes the whole norm.
 TEST(Clip, LaunchedWithoutParametersHasOneValueForEachRankOfThePipeline) {
   const dist::World world = dist::init({.backend = "fake", .fake_rank = 1, .fake_world_size = 3});
   const DeviceMesh pipeline = DeviceMesh::create(world, {{"pp", 3}});

@@ -1,4 +1,4 @@
-// Clipping and the optimizer's step on a GPU give what they give on the CPU.
+// Clipping and the optimizer's step give the same results on a GPU as on the CPU.
 
 #include <gtest/gtest.h>
 

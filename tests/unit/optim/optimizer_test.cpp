@@ -14,7 +14,7 @@ namespace {
 using testing::make_parameter;
 using testing::set_grad;
 
-// The papers' formulas on one number, in double.
+// The papers' formulas for one number, in double.
 struct ScalarAdam {
   OptimizerSettings settings;
   double value, exp_avg = 0, exp_avg_sq = 0;
@@ -282,7 +282,7 @@ TEST_F(RegisteredRule, ItsStateIsNamedAndShared) {
   EXPECT_EQ(state.at("step").local.item<float>(), 1);
 }
 
-TEST_F(RegisteredRule, OthersAreRefusedByName) {
+TEST_F(RegisteredRule, UnknownNamesListTheKnownRules) {
   try {
     Optimizer(parameters, {.name = "momentun"});
     FAIL();

@@ -163,7 +163,8 @@ TEST(Products, AreChosenByNameNotByShape) {
   EXPECT_EQ(backward_units(SelectiveOp{{"gate"}}), 11);
 }
 
-// The first forward decides which modules keep their products, in whatever order later forwards call them.
+// The first forward decides which modules keep their products, even if later forwards call them in another
+// order.
 TEST(Products, AreChosenByModule) {
   class TurningImpl : public nn::Module {
    public:
@@ -285,7 +286,7 @@ TEST(Wrapping, IsRefusedWhereItCannotWork) {
             std::string::npos);
   EXPECT_NE(message_of([&] {
               checkpoint_activations(model->layers[1], SelectiveOp{{"ffn_norm"}});
-            }).find("'layers.1.ffn_norm' is to be recomputed by name"),
+            }).find("'layers.1.ffn_norm' is listed in recompute_products"),
             std::string::npos);
 }
 

@@ -26,7 +26,7 @@ TEST(BudgetChoice, KeepsAllOrOnlyInputsAtBothEnds) {
   EXPECT_THROW(choose_levels(layers, 3.9e6), Error);
 }
 
-TEST(BudgetChoice, TakesWhatSavesMostTimeForItsBytes) {
+TEST(BudgetChoice, PrefersTheMostTimeSavedPerByte) {
   // Op: 1 s for 1 MB. None: 1 s more for 7 MB more.
   const std::vector<LayerCosts> layers(4, layer(1e6, 2e6, 9e6, 2, 1));
   EXPECT_EQ(choose_levels(layers, 8.1e6), Levels(4, Level::Op));
@@ -65,7 +65,7 @@ TEST(BudgetChoice, HandlesUnequalLayers) {
   EXPECT_EQ(choose_levels(layers, 6e6), (Levels{Level::Full, Level::None, Level::Full}));
 }
 
-// Compared with every combination, for sizes that no unit divides.
+// Compares with every combination, for sizes that aren't multiples of a common unit.
 TEST(BudgetChoice, FindsTheOptimum) {
   const std::vector<LayerCosts> layers{
       layer(1.01e6, 2.3e6, 7.7e6, 3.1, 1.3), layer(0.97e6, 2.9e6, 9.1e6, 2.2, 0.7),

@@ -1,6 +1,6 @@
 #pragma once
 
-// Meters for the tests of activation checkpointing, and a small Llama.
+// Measuring devices for the tests of activation checkpointing, and a small Llama.
 
 #include <functional>
 #include <map>
@@ -21,7 +21,7 @@
 
 namespace titan::testing {
 
-/// Plain products that record what they multiply.
+/// Plain products that record which weights they multiply.
 class CountingProducts : public ops::Products {
  public:
   at::Tensor forward(const ops::Operand& x, const ops::Operand& weight) const override {
@@ -85,7 +85,7 @@ inline StepResult result_of(const models::Llama3& model, at::Tensor loss) {
   return result;
 }
 
-/// `steps` forwards and backwards over fixed tokens; returns the result of the last one.
+/// Runs `steps` forwards and backwards over fixed tokens and returns the last one's result.
 inline StepResult run_steps(const models::Llama3& model, int steps = 1) {
   at::Tensor loss;
   for (int step = 0; step < steps; ++step) {
@@ -118,8 +118,8 @@ inline StepResult run_order(const models::Llama3& model, const std::string& orde
   return result_of(model, sum);
 }
 
-/// One after the other; all forwards first, with backwards in either order; 1F1B of two stages; the first
-/// micro-batch late.
+/// Orders: one after the other; all forwards first, with backwards in either order; 1F1B of two stages; the
+/// first micro-batch late.
 inline const std::vector<std::string> kOrders{"F0 B0 F1 B1 F2 B2", "F0 F1 F2 B0 B1 B2", "F0 F1 F2 B2 B1 B0",
                                               "F0 F1 B0 F2 B1 B2", "F0 F1 B1 F2 B2 B0"};
 

@@ -1,5 +1,5 @@
-// Steps beyond one forward and its backward: several forwards in flight, as in pipelines, several models and
-// threads, and steps that end in an exception.
+// Steps other than one forward and its backward: several forwards before a backward, as in pipelines, several
+// models and threads, and steps that end in an exception.
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -41,7 +41,7 @@ TEST_P(CheckpointSteps, ForwardsAndBackwardsMayTakeAnyOrder) {
   }
 }
 
-TEST_P(CheckpointSteps, AForwardWithoutABackwardLeavesNothing) {
+TEST_P(CheckpointSteps, AForwardWithoutABackwardKeepsNoMemory) {
   const models::Llama3 model = make();
   run_steps(model, 2);
   forget_gradients(model);
@@ -50,7 +50,7 @@ TEST_P(CheckpointSteps, AForwardWithoutABackwardLeavesNothing) {
   EXPECT_EQ(meter.bytes(), 0);
 }
 
-/// Counts down to a forward product that throws.
+/// Throws in a forward product, after a countdown.
 class FailingProducts : public CountingProducts {
  public:
   at::Tensor forward(const ops::Operand& x, const ops::Operand& weight) const override {
@@ -60,7 +60,7 @@ class FailingProducts : public CountingProducts {
   mutable int until_failure = 0;  // 0: none
 };
 
-TEST_P(CheckpointSteps, AnExceptionLeavesNothingForTheNextStep) {
+TEST_P(CheckpointSteps, TheStepAfterAnExceptionIsUnaffected) {
   const StepResult expected = run_steps(models::Llama3(small_llama(3)));
   models::Llama3 model = make();
   const auto products = std::make_shared<FailingProducts>();

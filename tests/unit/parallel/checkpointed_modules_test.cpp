@@ -1,4 +1,4 @@
-// What checkpointed modules can do, and the errors for what they cannot do.
+// Forwards that checkpointed modules may have, and errors for those that they may not have.
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -79,7 +79,7 @@ TEST(Modules, SupportABackwardOfTheInputAlone) {
   const at::Tensor x = at::linspace(-1, 1, 12).view({3, 4}).requires_grad_();
   const at::Tensor y = module(x).sum();
   EXPECT_TRUE(torch::autograd::grad({y}, {x}, {}, /*retain_graph=*/true)[0].equal(expected.x));
-  // The parameter has another value now, and the tensors of the first backward aren't reused.
+  // The parameter's value changes, so tensors of the first backward must not be reused.
   module->weight.data().mul_(0.5);
   const Lambda halved(two_layers);
   halved->weight.data().mul_(0.5);
@@ -139,12 +139,12 @@ at::Tensor keeping_a_norm(LambdaImpl& self, const at::Tensor& x) {
 
 TEST(Modules, CanKeepATensorWithItsGraph) {
   const Gradients expected = gradients_of(Lambda(keeping_a_norm));
-  MemoryMeter meter;  // measures allocations from here on
+  MemoryMeter meter;  // measures allocations from now on
   Lambda module = checkpointed(keeping_a_norm);
   const Gradients got = gradients_of(module);
   EXPECT_TRUE(got.x.equal(expected.x));
   EXPECT_TRUE(got.weight.equal(expected.weight));
-  // The graph is now the recompute's, which kept only its own input.
+  // The graph is now that of the recompute, which kept only its own input.
   EXPECT_NE(
       message_of([&] { module->kept.backward(); }).find("detach() tensors that a checkpointed module keeps"),
       std::string::npos);
@@ -153,7 +153,7 @@ TEST(Modules, CanKeepATensorWithItsGraph) {
   EXPECT_GE(meter.bytes(), before - (scalar + input));
 }
 
-// Products a, b and c: a and c are kept. The module asks for the slope between them.
+// Has products a, b and c, where a and c are kept. Between them it computes a slope by a backward.
 class SlopedImpl : public nn::Module {
  public:
   SlopedImpl() {
@@ -285,7 +285,7 @@ TEST(Errors, InARecomputePropagateOutOfTheBackward) {
   EXPECT_TRUE(at::GradMode::is_enabled());
   y.backward();  // the third run doesn't
   EXPECT_TRUE(x.grad().defined());
-  // This thread keeps no state of the checkpoint.
+  // The checkpoint leaves no state on this thread.
   MemoryMeter meter;
   { const at::Tensor z = at::ones({4}).requires_grad_().exp(); }
   EXPECT_EQ(meter.bytes(), 0);
@@ -352,7 +352,7 @@ TEST(Errors, ReportProductsInAnotherOrder) {
             std::string::npos);
 }
 
-// LibTorch doesn't check saved tensors where hooks pack them.
+// LibTorch doesn't check saved tensors if hooks pack them.
 TEST(Errors, ReportWritesToSavedTensors) {
   const auto body = [](LambdaImpl& self, const at::Tensor& x) {
     const at::Tensor y = at::linear(x, self.weight).exp();
@@ -363,7 +363,7 @@ TEST(Errors, ReportWritesToSavedTensors) {
   for (const bool early_stop : {true, false})
     EXPECT_NE(message_of([&] {
                 gradients_of(checkpointed(body, {.early_stop = early_stop}));
-              }).find("'layers.7' saves for its backward, Float [3, 4], was written to"),
+              }).find("'layers.7' saves for its backward, Float [3, 4], was modified in place"),
               std::string::npos);
 }
 
@@ -372,7 +372,7 @@ TEST(Errors, ReportWritesToInputs) {
   const Lambda writing = checkpointed(
       [](LambdaImpl& self, const at::Tensor& input) { return at::linear(input.mul_(2), self.weight).exp(); });
   const auto message = [&] { return message_of([&] { writing(x * 1); }); };
-  EXPECT_NE(message().find("input 0 of 'layers.7' was written to"), std::string::npos);
+  EXPECT_NE(message().find("input 0 of 'layers.7' was modified in place"), std::string::npos);
   MemoryMeter meter;
   message();
   EXPECT_EQ(meter.bytes(), 0) << "the input and its graph own each other";
@@ -381,7 +381,7 @@ TEST(Errors, ReportWritesToInputs) {
   const at::Tensor input = x * 1;
   const at::Tensor y = reading(input).sum();
   input.mul_(2);
-  EXPECT_NE(message_of([&] { y.backward(); }).find("input 0 of 'layers.7' was written to"),
+  EXPECT_NE(message_of([&] { y.backward(); }).find("input 0 of 'layers.7' was modified in place"),
             std::string::npos);
 }
 
@@ -423,7 +423,7 @@ TEST(Errors, ReportWritesToKeptResults) {
   nn::Ref<WritingImpl> module(std::make_shared<WritingImpl>());
   checkpoint_activations(module, SelectiveOp{});
   const at::Tensor y = module(at::ones({2, 4}).requires_grad_()).sum();
-  EXPECT_NE(message_of([&] { y.backward(); }).find("was written to"), std::string::npos);
+  EXPECT_NE(message_of([&] { y.backward(); }).find("was modified in place"), std::string::npos);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// The tokens that a rank holds and the pairs that its blocks cover, for any number of ranks; and the sizes of
-// a model under context parallelism, without data.
+// The tokens on each rank and the pairs that its blocks cover, for any number of ranks; and the sizes of a
+// model with context parallelism, without data.
 
 #include "titan/parallel/context_parallel.h"
 
@@ -25,7 +25,7 @@ class SequenceLayoutTest : public ::testing::TestWithParam<Case> {
   int64_t length() const { return rank_length() * num_ranks(); }
   at::Tensor positions(int rank) const { return layout().positions(rank, rank_length(), at::kCPU); }
 
-  // Adds 1 at the positions of each query and key that meet in `block`.
+  // Adds 1 for each pair of a query and a key that `block` covers.
   static void count(at::Tensor& met, const Block& block, const at::Tensor& queries, const at::Tensor& keys) {
     for (int64_t i = 0; i < block.num_rows; ++i)
       for (int64_t j = 0; j < std::min(block.num_keys, block.first_query + i + 1); ++j)
@@ -104,7 +104,7 @@ TEST(Scratch, SmallerTensorsOfAnyTypeReuseTheMemory) {
   EXPECT_NE(buffer.get({5, 6}, at::TensorOptions(at::kDouble)).data_ptr(), nullptr);
 }
 
-// One process plays one of 16 ranks, with sizes only: 131,072 tokens.
+// One process simulates one of 16 ranks, with sizes only, for 131,072 tokens.
 TEST(ContextParallelOnMeta, ComputesSizesOfALongSequence) {
   const auto world = dist::init({.backend = "fake", .fake_rank = 5, .fake_world_size = 16});
   const DeviceMesh mesh = DeviceMesh::create(world, {{"cp", 16}});

@@ -19,7 +19,7 @@ namespace {
 
 using testing::Message;
 
-// As SendReceiveExchange issues them.
+// A rank's messages, in the order in which SendReceiveExchange issues them.
 std::deque<Message> messages_of(int rank, int size) {
   std::deque<Message> messages;
   for (int round = 0; round < size; ++round) {
@@ -58,12 +58,12 @@ INSTANTIATE_TEST_SUITE_P(Sizes, ExchangeOrder, ::testing::Values(2, 3, 4, 5, 7, 
 
 }  // namespace
 
-// Overlapped products through memory that the ranks share, compared with plain products; every access to it
-// must be ordered. The ranks are threads.
+// Compares overlapped products through shared memory with plain products, and checks that all accesses to the
+// memory are ordered. The ranks are threads.
 
 namespace {
 
-using namespace titan::testing;  // NOLINT: these are the test's own words
+using namespace titan::testing;  // NOLINT: the test's own names
 
 std::shared_ptr<const PeerMemoryExchange> exchange_of(const std::shared_ptr<MeetingPlace>& place, int rank,
                                                       Queues queues) {
@@ -133,8 +133,8 @@ void backward_of_factor(const MlpTensors& mlp, const at::Tensor& output) {
   (output * mlp.factor).sum().backward();
 }
 
-// Bytes that a rank receives in a forward and a backward: x and the output's gradient in Float8 where one
-// cast serves all products with them, and summands in fp32.
+// Bytes that a rank receives in a forward and a backward: x and the output's gradient, in Float8 if one cast
+// serves all products with them, and summands in fp32.
 int64_t bytes_received(const MlpTensors& part, int ranks, bool gathered_in_bytes) {
   const int64_t each = part.x.numel() + part.factor.numel();
   return (ranks - 1) * each * ((gathered_in_bytes ? 1 : 4) + 4);
@@ -175,7 +175,7 @@ TEST_P(PeerMemoryExchangeTest, EqualsOneRankInFloat8) {
 
 // ---- sums
 
-// Scatters in sequence: only their order keeps their summands apart.
+// Scatters in sequence, whose summands are distinguished only by their order.
 TEST_P(PeerMemoryExchangeTest, SumsSixteenBitNumbersInFp32InRankOrder) {
   const auto [ranks, queues] = GetParam();
   constexpr int rounds = 3;
@@ -204,7 +204,7 @@ TEST_P(PeerMemoryExchangeTest, SumsSixteenBitNumbersInFp32InRankOrder) {
     }
 }
 
-// Some or all of the parts are not used.
+// Gathers may leave some or all parts unused.
 TEST_P(PeerMemoryExchangeTest, GathersMayEndEarly) {
   const auto [ranks, queues] = GetParam();
   const auto place = std::make_shared<MeetingPlace>(ranks);
@@ -319,11 +319,11 @@ TEST(ThreadPeerMemory, FindsWritesDuringAPeersRead) {
 
 TEST(ThreadPeerMemory, FindsTensorsFreedTooEarly) {
   const std::string problems = problems_of([](dist::SymmetricMemory& memory) {
-    memory.barrier();  // the queue is late after it
+    memory.barrier();  // delays the queue
     for (int i = 0; i < 8; ++i) memory.write(memory.rank(), 0, at::zeros({32}, at::kDouble));
     memory.wait(memory.now());
   });
-  EXPECT_NE(problems.find("goes before the queue"), std::string::npos) << problems;
+  EXPECT_NE(problems.find("is freed before the queue"), std::string::npos) << problems;
 }
 
 }  // namespace

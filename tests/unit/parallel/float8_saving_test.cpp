@@ -1,4 +1,4 @@
-// Memory that Float8 layers keep between forward and backward where they share an input, and their casts under
+// The memory that Float8 layers with a shared input keep between forward and backward, and their casts with
 // activation checkpointing.
 
 #include <ATen/ATen.h>
@@ -84,7 +84,7 @@ TEST(Float8Saving, AFilteredLayersInputIsKeptOnce) {
   }
 }
 
-TEST(Float8Saving, LayersWithScalesOfTheirOwnKeepTheInputOnce) {
+TEST(Float8Saving, LayersWithSeparateScalesKeepTheInputOnce) {
   EXPECT_EQ(saved_bytes(ThreeLayers("delayed")), 2 * kElements + 3 * kScale);
 }
 
@@ -126,7 +126,7 @@ TEST(Float8Saving, LayersTogetherEqualSeparateLayers) {
 
 // ---- casts under activation checkpointing
 
-// Casts on this thread, except those of shapes alone.
+// Counts casts on this thread, except those on the meta device.
 class CastCounter {
  public:
   CastCounter()
@@ -154,7 +154,7 @@ struct Casts {
   int forward = 0, backward = 0;
 };
 
-// Casts of one Llama block.
+// The number of casts in one Llama block.
 Casts casts_of(const std::string& recipe, const std::optional<LayersPolicy>& policy,
                bool with_gradients = true) {
   models::Llama3Args args = small_llama(1);
@@ -176,7 +176,8 @@ Casts casts_of(const std::string& recipe, const std::optional<LayersPolicy>& pol
   return casts;
 }
 
-// There is one cast of the input of wq, wk and wv, of wo, and of w1 and w3; w2's is recomputed.
+// One cast each for the input of wq, wk and wv, the input of wo, the input of w1 and w3, and the input of w2,
+// which is recomputed.
 constexpr int kInputs = 4, kWeights = 7, kKept = 3;
 
 TEST(Float8Checkpointing, AForwardCastsOnlyWhatItMultiplies) {
@@ -189,8 +190,8 @@ TEST(Float8Checkpointing, AForwardCastsOnlyWhatItMultiplies) {
   }
 }
 
-// A recompute casts what it multiplies and keeps: not the operands of w2, as it ends before that product, and
-// not the weights of kept products (wq, wv, w1).
+// A recompute casts the operands that it multiplies or keeps. It doesn't cast the operands of w2, because it
+// ends before that product, or the weights of kept products (wq, wv, w1).
 TEST(Float8Checkpointing, ARecomputeCastsOnlyWhatItMultiplies) {
   for (const char* recipe : {"tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8_cublas"}) {
     const int kept = std::string(recipe) != "rowwise_with_gw_hp" ? kKept : 0;

@@ -1,4 +1,4 @@
-// The crash message for a parameter that fully_shard has freed, and sharding under a pipeline schedule.
+// The crash message for a parameter that fully_shard has freed, and sharding driven by a pipeline schedule.
 
 #include <gtest/gtest.h>
 #include <csignal>
@@ -17,7 +17,7 @@
 namespace titan {
 namespace {
 
-// Like a user's own training loop, without the program's main().
+// Like a user's own training loop, without titan's main().
 nn::Linear used_layer() {
   const dist::World world = dist::init({.backend = "fake", .fake_rank = 0, .fake_world_size = 2});
   nn::Linear layer(8, 8);

@@ -1,5 +1,5 @@
-// The logic of offloading, with both memories on a CPU: what is moved, when its device memory is freed, and
-// when it is fetched. No GPU has run it.
+// The logic of offloading, with CPU memory on both sides: which tensors are moved, when their device memory
+// is freed, and when they are fetched. No GPU has run it.
 
 #include "parallel/activation_checkpoint/offload.h"
 
@@ -38,7 +38,7 @@ TEST(Offload, GivesTheSameBits) {
   }
 }
 
-// y = exp(exp(x)): two storages are saved, the first by one node alone, and each exp's output.
+// y = exp(exp(x)) * exp(x), for which autograd saves two storages.
 class TwiceImpl : public nn::Module {
  public:
   at::Tensor forward(const at::Tensor& x) {
@@ -122,9 +122,9 @@ TEST(Offload, SmallTensorsAndParametersStay) {
   const models::Llama3 moving(small_llama(1));
   const auto all = offload(layers_of(moving), 0, /*min_bytes=*/0);
   run_steps(moving);
-  // For each of 48 tokens: the inputs of both norms and their scales, queries, keys, values, attention and its
-  // sums, and the two halves of the feed-forward (as in KeptBytes with "none", plus the layer's input). No
-  // parameter.
+  // For each of 48 tokens: the inputs of both norms and their scales, queries, keys, values, attention and
+  // its sums, and the two halves of the feed-forward (as in KeptBytes with "none", plus the layer's input),
+  // but no parameters.
   EXPECT_EQ(all->stats.copied_bytes, 48 * 4 * ((2 * 33) + (32 + 2 * 16 + 32 + 4) + 32 + 2 * 96 + 32));
 }
 
@@ -140,7 +140,7 @@ TEST(Offload, ForwardsAndBackwardsMayTakeAnyOrder) {
   }
 }
 
-TEST(Offload, AForwardWithoutABackwardLeavesNothing) {
+TEST(Offload, AForwardWithoutABackwardKeepsNoMemory) {
   const models::Llama3 model(small_llama(3));
   const auto offloader = offload(layers_of(model), 1);
   loss_of(model);  // LibTorch's own first allocations
@@ -149,7 +149,7 @@ TEST(Offload, AForwardWithoutABackwardLeavesNothing) {
   EXPECT_EQ(meter.bytes(), 0);
 }
 
-// As LibTorch does without hooks, whether the tensor was moved or not.
+// LibTorch refuses them without hooks, too. The tensor may have been moved or not.
 TEST(Offload, RefusesWritesToSavedTensors) {
   for (const int64_t layers_kept : {0, 1}) {
     Lambda layer([](LambdaImpl& self, const at::Tensor& x) {
@@ -158,9 +158,10 @@ TEST(Offload, RefusesWritesToSavedTensors) {
     });
     layer->set_fqn("layers.7");
     offload({layer}, layers_kept, /*min_bytes=*/0);
-    EXPECT_NE(
-        message_of([&] { gradients_of(layer); }).find("'layers.7' saves for its backward was written to"),
-        std::string::npos)
+    EXPECT_NE(message_of([&] {
+                gradients_of(layer);
+              }).find("'layers.7' saves for its backward was modified in place"),
+              std::string::npos)
         << layers_kept;
   }
 }

@@ -1,6 +1,6 @@
 #pragma once
 
-// y = (tanh(x Up^T) * (x Gate^T)) Down^T, with its loss: whole, and rank r's part of it with overlapped
+// y = (tanh(x Up^T) * (x Gate^T)) Down^T and its loss, on one rank and as rank r's part with overlapped
 // products.
 
 #include <memory>
@@ -22,7 +22,7 @@ struct MlpTensors {
   std::vector<at::Tensor> leaves() const { return {x, up, gate, down}; }
 };
 
-/// Values of a sine, the same on every rank.
+/// Filled with values of a sine, the same on every rank.
 inline MlpTensors whole_mlp(int64_t sequence, const at::TensorOptions& options) {
   constexpr int64_t batch = 2, in = 5, hidden = 24, out = 7;
   double phase = 0;
@@ -57,7 +57,7 @@ inline MlpTensors part_of(const MlpTensors& whole, int rank, int count) {
 
 inline at::Tensor activation(const at::Tensor& up, const at::Tensor& gate) { return at::tanh(up) * gate; }
 
-/// Runs the three layers. In a rank's parts, up and gate are cut by columns, down by rows.
+/// Runs the three layers. For a rank's parts, up and gate are cut by columns, and down by rows.
 struct MlpProducts {
   std::shared_ptr<const ops::Products> up = ops::default_products();
   std::shared_ptr<const ops::Products> gate = up;
@@ -81,8 +81,7 @@ inline void backward(const MlpTensors& mlp, const at::Tensor& output) {
   (output.pow(2) * mlp.factor).sum().backward();
 }
 
-/// The part that rank `rank` should have: of the whole output (`which` 0) or of the gradient of leaf
-/// which - 1.
+/// Rank `rank`'s expected part of the whole output (`which` 0) or of the gradient of leaf which - 1.
 inline at::Tensor expected_part(const MlpTensors& whole, const at::Tensor& output, size_t which, int rank,
                                 int count) {
   constexpr int64_t dims[] = {1, 1, 0, 0, 1};

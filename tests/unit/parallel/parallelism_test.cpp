@@ -96,7 +96,7 @@ TEST(Parallelisms, OnlyContextParallelismIsInEveryMesh) {
   EXPECT_FALSE(parallelisms().get("context")->has_args_table());
 }
 
-TEST(Parallelisms, RefuseIncompleteOnesAndTakenNames) {
+TEST(Parallelisms, RefuseIncompleteKindsAndTakenNames) {
   int num_calls = 0;
   const auto error_of = [](const std::string& name, Kind kind) -> std::string {
     try {

@@ -23,7 +23,7 @@ std::string first_problem(const std::string& csv, const CheckOptions& options = 
   return first_problem(parse_schedule_csv(csv, "a.csv"), options);
 }
 
-TEST(PipelineCheck, AcceptsWhatRuns) {
+TEST(PipelineCheck, AcceptsSchedulesThatRun) {
   EXPECT_EQ(first_problem("0F0,0B0"), "no problem");
   EXPECT_EQ(first_problem("0F0,0I0,0W0"), "no problem");
   EXPECT_EQ(first_problem("0F0,0F1,0I1,0B0,0W1\n1F0,1F1,1B1,1I0,1W0"), "no problem");
@@ -42,10 +42,10 @@ TEST(PipelineCheck, RefusesMissingActions) {
 }
 
 TEST(PipelineCheck, RefusesDuplicateActions) {
-  EXPECT_EQ(first_problem("0F0,0F0,0B0"), "rank 0, action 1 (0F0): is there already, as action 0");
+  EXPECT_EQ(first_problem("0F0,0F0,0B0"), "rank 0, action 1 (0F0): duplicates action 0");
   EXPECT_THAT(first_problem("0F0,0B0,0I0,0W0"),
               AllOf(HasSubstr("rank 0, action 1 (0B0)"), HasSubstr("whole or split"),
-                    HasSubstr("0I0 too, as action 3")));
+                    HasSubstr("0I0 is there, too, as action 3")));
 }
 
 TEST(PipelineCheck, RefusesActionsInTheWrongPlace) {
@@ -57,7 +57,7 @@ TEST(PipelineCheck, RefusesActionsInTheWrongPlace) {
   schedule.ranks[0][0] = {Kind::Forward, 0, 2};
   EXPECT_EQ(first_problem(schedule), "rank 0, action 0 (0F2): there is no micro-batch 2; they are 0 to 1");
   schedule.ranks[0][0] = {static_cast<Kind>(77), 0, 0};
-  EXPECT_THAT(first_problem(schedule), HasSubstr("is of no known kind"));
+  EXPECT_THAT(first_problem(schedule), HasSubstr("has an unknown kind"));
 }
 
 TEST(PipelineCheck, RefusesWrongShapes) {
@@ -75,15 +75,15 @@ TEST(PipelineCheck, RefusesWrongShapes) {
   schedule.num_micro_batches = 0;
   EXPECT_THAT(first_problem(schedule), HasSubstr("1 or more stages and micro-batches"));
   schedule.ranks.clear();
-  EXPECT_EQ(first_problem(schedule), "there is no rank");
+  EXPECT_EQ(first_problem(schedule), "the schedule has no ranks");
   EXPECT_THROW(find_problems(good, {.channel_capacity = -1}), Error);
 }
 
 TEST(PipelineCheck, RefusesUselessMessages) {
   EXPECT_THAT(first_problem("0F0,0SEND_F0,1F0,1B0,0B0"), HasSubstr("stages 0 and 1 are both on rank 0"));
-  EXPECT_THAT(first_problem("0RECV_F0,0F0,0B0"), HasSubstr("the first stage has nobody"));
+  EXPECT_THAT(first_problem("0RECV_F0,0F0,0B0"), HasSubstr("the first stage has no neighbor"));
   EXPECT_THAT(first_problem("0F0,0B0\n1F0,1SEND_F0,1B0"),
-              HasSubstr("the last stage has nobody to exchange activations"));
+              HasSubstr("the last stage has no neighbor to exchange activations"));
 }
 
 TEST(PipelineCheck, ChecksTheOrderOnOneRank) {
@@ -98,10 +98,11 @@ TEST(PipelineCheck, ChecksTheOrderOnOneRank) {
 }
 
 TEST(PipelineCheck, RequiresReceivesInTheOrderOfSends) {
-  EXPECT_EQ(first_problem("0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
-                          "1RECV_F1,1RECV_F0,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1"),
-            "rank 1, action 0 (1RECV_F1): message 0 from rank 0 is 0SEND_F0; receives stand in the order of "
-            "the sends");
+  EXPECT_EQ(
+      first_problem("0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
+                    "1RECV_F1,1RECV_F0,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1"),
+      "rank 1, action 0 (1RECV_F1): message 0 from rank 0 is 0SEND_F0; receives must be in the order of "
+      "the sends");
 }
 
 TEST(PipelineCheck, NamesDeadlocks) {
@@ -131,7 +132,7 @@ TEST(PipelineCheck, ChecksParameterActions) {
   EXPECT_EQ(first_problem("0UNSHARD,0F0,0B0"), "rank 0: stage 0 is left gathered at the end");
   EXPECT_EQ(
       first_problem("0F0,0REDUCE_GRAD,0B0"),
-      "rank 0, action 1 (0REDUCE_GRAD): gradients have to be reduced after the stage's last backward, which "
+      "rank 0, action 1 (0REDUCE_GRAD): gradients must be reduced after the stage's last backward, which "
       "is action 2");
   EXPECT_EQ(first_problem("0F0,0B0,0REDUCE_GRAD,0REDUCE_GRAD"),
             "rank 0, action 3 (0REDUCE_GRAD): stage 0 is reduced already");
@@ -168,7 +169,7 @@ TEST(PipelineCheck, ErrorsNameTheSchedule) {
   EXPECT_EQ(find_problems(schedule).size(), 20u);
 }
 
-// A schedule of half a million actions, which a quadratic algorithm would check for hours.
+// With half a million actions, a quadratic algorithm would take hours.
 TEST(PipelineCheck, TakesLinearTime) {
   const auto start = std::chrono::steady_clock::now();
   const Schedule schedule =

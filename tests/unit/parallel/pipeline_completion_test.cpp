@@ -26,7 +26,7 @@ int count(const Schedule& schedule, Kind kind) {
   return number;
 }
 
-/// The number of compute actions between each receive and its use; and the receives that could be posted
+/// The number of compute actions between each receive and its use, except for receives that can't be posted
 /// earlier.
 std::vector<int> leads(const Schedule& schedule) {
   std::vector<int> result;
@@ -61,7 +61,7 @@ TEST(PipelineCompletion, RunsWhereSendsBlock) {
 TEST(PipelineCompletion, PostsReceivesOneActionAheadOfTheirUse) {
   for (const auto& one : pipeline_cases(5, 12))
     for (int lead : leads(with_communication(one.make()))) EXPECT_GE(lead, 1) << one.text();
-  // They are not posted earlier unless they must be: that takes one buffer more than is in use.
+  // They aren't posted earlier than necessary, because that would need another buffer.
   for (const char* name : {"GPipe", "1F1B", "Interleaved1F1B"}) {
     const int stages = default_num_stages(schedule_traits(name), 4);
     for (int lead : leads(with_communication(make_schedule(name, 4, stages, 8)))) EXPECT_EQ(lead, 1) << name;
@@ -134,12 +134,12 @@ TEST(PipelineCompletion, ReducesEachStageOnceAfterItsLastBackward) {
     const Schedule whole = with_parameter_actions(with_communication(one.make()));
     EXPECT_EQ(count(whole, Kind::Reduce), one.num_stages) << one.text();
   }
-  // Actions that a file has already stay.
+  // Actions that a file already has stay.
   const Schedule file = parse_schedule_csv("0F0,0B0,0REDUCE_GRAD", "a.csv");
   EXPECT_EQ(to_csv(with_parameter_actions(file)), "0UNSHARD,0F0,0B0,0REDUCE_GRAD,0RESHARD\n");
 }
 
-TEST(PipelineCompletion, RefusesWhatCannotRun) {
+TEST(PipelineCompletion, RefusesSchedulesThatCannotRun) {
   EXPECT_THROW(with_communication(parse_schedule_csv("0F0,0B0\n1F0\n", "a.csv")), ConfigError);
   EXPECT_THROW(with_communication(parse_schedule_csv("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n", "a.csv")),
                ConfigError);
@@ -188,7 +188,7 @@ TEST(PipelineBatches, StayWithinAChannel) {
       ::testing::ElementsAre("", "", ""));
 }
 
-TEST(PipelineBatches, LeaveOutWhatMayNotBeJoined) {
+TEST(PipelineBatches, LeaveOutMessagesThatMayNotJoin) {
   const auto first_two = [](const Action& one, const Action&) { return one.micro_batch == 0; };
   EXPECT_THAT(calls_of("0F0,0F1,0F2,0SEND_F0,0SEND_F1,0SEND_F2,0RECV_B0,0B0,0RECV_B1,0B1,0RECV_B2,0B2\n"
                        "1RECV_F0,1RECV_F1,1RECV_F2,1F0,1F1,1F2,1B0,1SEND_B0,1B1,1SEND_B1,1B2,1SEND_B2\n",
@@ -196,7 +196,7 @@ TEST(PipelineBatches, LeaveOutWhatMayNotBeJoined) {
               ::testing::ElementsAre("0SEND_F0+0SEND_F1", "1RECV_F0+1RECV_F1"));
 }
 
-// Each result is sent right after the action that computed it; no batch delays it.
+// Each result is sent right after the action that computed it, so no batch delays it.
 TEST(PipelineBatches, GeneratedSchedulesHaveNone) {
   for (const auto& one : pipeline_cases(5, 12))
     for (const std::vector<bool>& joined : joined_with_next(with_communication(one.make()), always))

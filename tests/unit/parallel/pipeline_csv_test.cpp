@@ -92,7 +92,7 @@ TEST(PipelineCsv, ErrorsNameLineAndColumn) {
     EXPECT_THAT(problem_of(empty), StartsWith("a.csv:1:1: no actions"));
 }
 
-// Damaged texts are read or refused; a schedule that was read can be checked.
+// Damaged texts are either refused, or read as a schedule that can be checked.
 TEST(PipelineCsv, ReadsOrRefusesDamagedTexts) {
   constexpr std::string_view kPieces = "0123456789FBIW,;()\r\n _SENDRCVUHAGOLP\"-x";
   const std::string text =

@@ -1,5 +1,5 @@
-// 10,000 schedules, most of them with an error: the checker accepts exactly those that run to their end in a
-// simple trial run.
+// Checks 10,000 schedules, most of them with an error: the checker must accept exactly those that run to
+// their end in a simple trial run.
 
 #include <gtest/gtest.h>
 
@@ -17,7 +17,7 @@ namespace {
 using Kind = Action::Kind;
 using Key = std::array<int, 3>;
 
-/// Runs the actions one by one, with sets and maps. Shares no code with the checker.
+/// Runs the actions one by one, using sets and maps. Shares no code with the checker.
 class Trial {
  public:
   Trial(const Schedule& schedule, const CheckOptions& options) : schedule_(schedule), options_(options) {
@@ -47,7 +47,7 @@ class Trial {
 
  private:
   struct Channel {
-    std::vector<Key> sent, posted;  // each message as its receive
+    std::vector<Key> sent, posted;  // each message is given by its receive
   };
 
   static Key key(Kind kind, int stage, int micro_batch) {
@@ -67,7 +67,7 @@ class Trial {
     return false;
   }
 
-  // False: not yet, or never (broken_).
+  // Returns false if the action can't run yet, or ever (broken_).
   bool take(int rank, const Action& action) {
     const auto [kind, stage, micro_batch] = action;
     if (static_cast<int>(kind) > 10 || !exists(stage) || rank_of(stage) != rank) return breaks();
@@ -194,7 +194,7 @@ class Mutator {
       case 6:
         action.kind = static_cast<Kind>(below(12));
         break;
-      default: {  // to anywhere, on any rank
+      default: {  // moves an action to any place on any rank
         const Action moved = action;
         actions.erase(actions.begin() + at);
         insert(schedule.ranks[below(2) == 0 ? below(schedule.num_ranks()) : rank_of(schedule, actions)],
@@ -216,7 +216,7 @@ class Mutator {
   std::mt19937& random_;
 };
 
-// As generated, with messages, with parameter actions, with both.
+// The schedule as generated, with messages, with parameter actions, or with both.
 Schedule form_of(const Schedule& plain, int form) {
   if (form == 0) return plain;
   if (form == 1) return with_communication(plain);
@@ -224,7 +224,7 @@ Schedule form_of(const Schedule& plain, int form) {
   return with_parameter_actions(with_communication(plain), 2);
 }
 
-TEST(PipelineFuzz, CheckerAcceptsExactlyWhatRuns) {
+TEST(PipelineFuzz, CheckerAcceptsExactlyTheSchedulesThatRun) {
   constexpr int kSchedules = 10000;
   const auto cases = titan::testing::pipeline_cases(4, 5);
   std::mt19937 random(20240607);
@@ -245,7 +245,7 @@ TEST(PipelineFuzz, CheckerAcceptsExactlyWhatRuns) {
     const auto problems = find_problems(mutated, options);
     ASSERT_EQ(problems.empty(), Trial(mutated, options).runs())
         << one.text() << ", schedule " << i << ": "
-        << (problems.empty() ? "accepted, and doesn't run" : to_string(problems.front(), mutated));
+        << (problems.empty() ? "accepted, but doesn't run" : to_string(problems.front(), mutated));
     (problems.empty() ? num_accepted : num_refused) += 1;
   }
   EXPECT_GT(num_accepted, kSchedules / 50);

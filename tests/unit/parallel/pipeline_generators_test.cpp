@@ -110,7 +110,7 @@ TEST(PipelineGenerators, TraitsMatchTheSchedules) {
         EXPECT_TRUE(action.kind == Action::Kind::Forward || action.kind == Action::Kind::Backward)
             << one.text();
   }
-  // Twice the micro-batches: the same activations, or more.
+  // Twice the micro-batches need the same activations, or more.
   for (const ScheduleTraits& traits : all_schedule_traits()) {
     const int stages = default_num_stages(traits, 4);
     CheckOptions limit{.max_live_activations = 16};
@@ -129,15 +129,16 @@ TEST(PipelineGenerators, NamesIgnoreCase) {
 }
 
 TEST(PipelineGenerators, RefusesWrongCountsAndNamesValidOnes) {
-  EXPECT_THAT(problem_of_making("GPipe", 4, 8, 8), HasSubstr("one stage a rank, 4 in all"));
+  EXPECT_THAT(problem_of_making("GPipe", 4, 8, 8), HasSubstr("one stage per rank, 4 in total"));
   EXPECT_THAT(problem_of_making("1F1B", 4, 4, 3),
               AllOf(HasSubstr("at least 4 micro-batches"), HasSubstr("not 3")));
-  EXPECT_THAT(problem_of_making("Interleaved1F1B", 4, 4, 8), HasSubstr("a multiple of 4 from 8 on"));
-  EXPECT_THAT(problem_of_making("LoopedBFS", 4, 10, 8), HasSubstr("a multiple of 4 from 8 on"));
+  EXPECT_THAT(problem_of_making("Interleaved1F1B", 4, 4, 8), HasSubstr("a multiple of 4, at least 8"));
+  EXPECT_THAT(problem_of_making("LoopedBFS", 4, 10, 8), HasSubstr("a multiple of 4, at least 8"));
   EXPECT_THAT(problem_of_making("Interleaved1F1B", 2, 4, 5),
               AllOf(HasSubstr("2 rounds"), HasSubstr("4 or 6 would do")));
   EXPECT_THAT(problem_of_making("InterleavedZeroBubble", 4, 8, 9), HasSubstr("8 or 10 would do"));
-  EXPECT_THAT(problem_of_making("ZBVZeroBubble", 4, 12, 8), HasSubstr("exactly two stages a rank, 8 in all"));
+  EXPECT_THAT(problem_of_making("ZBVZeroBubble", 4, 12, 8),
+              HasSubstr("exactly two stages per rank, 8 in total"));
   EXPECT_THAT(problem_of_making("DualPipeV", 4, 8, 7), HasSubstr("at least 8 micro-batches"));
   EXPECT_THAT(problem_of_making("GPipe", 0, 0, 8), HasSubstr("1 or more pipeline ranks"));
   EXPECT_THAT(problem_of_making("GPipe", 4, 4, 0), HasSubstr("1 or more micro-batches"));
@@ -176,7 +177,7 @@ TEST(PipelineGenerators, RepeatedSchedulesRunWithoutMoreActivations) {
     const Schedule thrice = repeat(once, 3);
     EXPECT_EQ(thrice.num_micro_batches, 12);
     EXPECT_TRUE(find_problems(thrice, {.max_live_activations = 8}).empty()) << traits.name;
-    // Completed first or repeated first: both run, and reduce once.
+    // Whether completed or repeated first, the schedule runs and reduces once.
     const Schedule complete = repeat(with_parameter_actions(with_communication(once)), 3);
     EXPECT_TRUE(find_problems(complete, {.channel_capacity = 0}).empty()) << traits.name;
     EXPECT_EQ(

@@ -37,7 +37,7 @@ Costs random_costs(std::mt19937& random, int num_stages) {
   return costs;
 }
 
-// (p-1) / (m+p-1), whatever F and B cost (Huang et al. 2019, section 2; Narayanan et al. 2021, section 2.2).
+// (p-1) / (m+p-1) for any cost of F and B (Huang et al. 2019, section 2; Narayanan et al. 2021, section 2.2).
 TEST(PipelineSimulation, BubbleOfGPipeAnd1F1B) {
   for (const char* name : {"GPipe", "1F1B"})
     for (int p = 1; p <= 8; ++p)
@@ -61,8 +61,8 @@ TEST(PipelineSimulation, BubbleOfInterleaved1F1BIsDividedByStagesPerRank) {
       }
 }
 
-// With F = I = W no rank waits between its first and its last action: the remaining bubble is that rank r
-// starts r later (Qi et al. 2024, section 6). No more activations are live than in 1F1B: p micro-batches of
+// With F = I = W no rank waits between its first and its last action. The remaining bubble is because rank r
+// starts r later (Qi et al. 2024, section 6). Live activations are at most those of 1F1B: p micro-batches of
 // two stages.
 TEST(PipelineSimulation, ZbvHasNoBubbleWithinARank) {
   for (int p = 1; p <= 8; ++p)
@@ -76,7 +76,7 @@ TEST(PipelineSimulation, ZbvHasNoBubbleWithinARank) {
     }
 }
 
-// Splitting the backward fills the gap: ranks idle less than without it (Qi et al. 2024, table 2).
+// Splitting the backward fills the gap, so ranks are idle for less time (Qi et al. 2024, table 2).
 TEST(PipelineSimulation, ZeroBubbleWaitsLessThanInterleaved) {
   for (int p : {2, 4, 8})
     for (int m : {p, 2 * p, 4 * p}) {
@@ -96,13 +96,13 @@ TEST(PipelineSimulation, LiveActivationsMatchThePapers) {
         EXPECT_EQ(one.ranks[rank].peak_live, p - rank);
       }
       EXPECT_EQ(most(simulate(make_schedule("LoopedBFS", p, 2 * p, m)), &RankFigures::peak_live), 2 * m);
-      // Narayanan et al. 2021: p (1 + (p-1)/(pv)) micro-batches of the whole rank, v stages each.
+      // Narayanan et al. 2021: p (1 + (p-1)/(pv)) micro-batches of all v stages of a rank.
       EXPECT_EQ(simulate(make_schedule("Interleaved1F1B", p, 2 * p, 3 * p)).ranks[0].peak_live,
                 p * 2 + p - 1);
     }
 }
 
-TEST(PipelineSimulation, CountsWhatASplitBackwardKeeps) {
+TEST(PipelineSimulation, CountsActivationsKeptBySplitBackwards) {
   const Simulation simulation = simulate(parse_schedule_csv("0F0,0F1,0I0,0I1,0F2,0W0,0W1,0I2,0W2", "a.csv"));
   EXPECT_EQ(simulation.ranks[0].peak_live, 3);
   EXPECT_EQ(simulation.ranks[0].peak_before_input, 2);
@@ -112,7 +112,7 @@ TEST(PipelineSimulation, CountsWhatASplitBackwardKeeps) {
   EXPECT_EQ(whole.ranks[0].peak_owed_weight, 0);
 }
 
-// F 2, I 3, W 4, a message 1, the loss 5.
+// The costs are F 2, I 3, W 4, a message 1, the loss 5.
 TEST(PipelineSimulation, MatchesTwoRanksByHand) {
   const Costs costs{.forward = {2}, .input = {3}, .weight = {4}, .communication = 1, .loss = 5};
   const Simulation simulation = simulate(parse_schedule_csv("0F0,0B0\n1F0,1I0,1W0", "a.csv"), costs);
@@ -131,19 +131,19 @@ TEST(PipelineSimulation, MatchesTwoRanksByHand) {
               ElementsAre(PathEntry{0, 0}, PathEntry{1, 0}, PathEntry{1, 1}, PathEntry{0, 1}));
 }
 
-// A message starts when its receive is posted: here after 0F1, not at the end of 1I0.
+// A message starts when its receive is posted, which is after 0F1 here, not at the end of 1I0.
 TEST(PipelineSimulation, LateReceivesCostTime) {
   const std::string rank_1 = "1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1";
   const Costs costs{.forward = {10, 1}, .input = {1}, .weight = {1}, .communication = 4};
   const auto time_of = [&](const std::string& rank_0) {
     return simulate(parse_schedule_csv(rank_0 + "\n" + rank_1, "a.csv"), costs).timeline[0][2].start;
   };
-  // 1F0 at 14, 1B0 ends at 17: sent at 17, posted at 10 or at 20.
+  // 1F0 starts at 14 and 1B0 ends at 17, so the message is sent at 17; its receive is posted at 10 or at 20.
   EXPECT_EQ(time_of("0F0,0SEND_F0,0RECV_B0,0F1,0SEND_F1,0RECV_B1,0B0,0B1"), 21);
   EXPECT_EQ(time_of("0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0RECV_B1,0B0,0B1"), 24);
 }
 
-/// The start of every action, found by visiting all of them until nothing changes.
+/// The start of every action, found by visiting all actions until nothing changes.
 std::map<std::pair<int, std::string>, double> relaxed_starts(const Schedule& schedule, const Costs& costs) {
   std::map<std::pair<int, std::string>, double> starts, ends;
   const auto cost = [&](const Action& action) {
@@ -205,7 +205,8 @@ TEST(PipelineSimulation, TheCriticalPathIsTheMakespan) {
       const PathEntry* previous = nullptr;
       for (const PathEntry& entry : simulation.critical_path) {
         const Interval& interval = simulation.timeline[entry.rank][entry.index];
-        // It starts when the rank's last action ends or, a message later, the action that made its input.
+        // An entry starts when the rank's previous action ends or, one message later, the action that made
+        // its input.
         const bool follows = previous && previous->rank == entry.rank && previous->index + 1 == entry.index;
         if (previous && interval.start - time > 1e-9) time += costs.communication;
         EXPECT_NEAR(interval.start, time, 1e-9) << one.text();
@@ -217,7 +218,7 @@ TEST(PipelineSimulation, TheCriticalPathIsTheMakespan) {
     }
 }
 
-// Without latency, receives that are posted one action ahead never delay anything.
+// Without latency, receives posted one action ahead never delay an action.
 TEST(PipelineSimulation, CommunicationCostsOnlyItsLatency) {
   for (const auto& one : pipeline_cases(4, 8)) {
     const double plain = simulate(one.make()).makespan;

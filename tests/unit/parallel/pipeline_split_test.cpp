@@ -99,7 +99,7 @@ TEST(PipelineSplit, RefusesImpossibleSplits) {
       }),
       Names{"the last stage's ends count for 3 layers (pipeline_parallel_last_stage_less_layers), but a "
             "stage has 2"});
-  // No module comes before the layers, and the whole share of the first stage is taken off.
+  // There is no module before the layers, and the weight is the first stage's whole share.
   const ModuleSequence headless{{}, {"layers.0", "layers.1"}, {}};
   EXPECT_EQ(problems_of([&] {
               split_evenly(headless, 3, {1, 0});
@@ -124,14 +124,14 @@ TEST(PipelineSplit, ReportsAllProblemsOfLists) {
     return problems_of([&] { split_by_lists(llama(3), lists); });
   };
   EXPECT_EQ(problems({}),
-            (Names{"there is no stage", "no stage has tok_embeddings, layers.0..2, norm, output"}));
+            (Names{"the split has no stages", "no stage has tok_embeddings, layers.0..2, norm, output"}));
   EXPECT_EQ(
       problems({{"tok_embeddings", "layers.0", "layers.1"}, {}, {"layers.1", "layer.2", "norm", "output"}}),
       (Names{"stage 1 has no modules", "stages 0 and 2 both have 'layers.1'",
-             "stage 2: the model has no module 'layer.2' that it calls in a row; did you mean 'layers.2'?",
+             "stage 2: the model calls no module 'layer.2' in its sequence; did you mean 'layers.2'?",
              "no stage has layers.2"}));
   EXPECT_EQ(problems({{"tok_embeddings", "layers.1"}, {"layers.0", "layers.2", "norm", "output"}}),
-            Names{"stage 1: 'layers.0' is listed after 'layers.1', but the model calls it before"});
+            Names{"stage 1: 'layers.0' is listed after 'layers.1', but the model calls it earlier"});
 }
 
 TEST(PipelineSplit, ShortensLists) {
@@ -203,12 +203,12 @@ std::optional<double> brute_force(const std::vector<ModuleCost>& costs, const Ba
   return best;
 }
 
-TEST(PipelineBalance, GivesAHeavyHeadAStageOfItsOwn) {
+TEST(PipelineBalance, GivesAHeavyHeadItsOwnStage) {
   EXPECT_EQ(balanced_counts(seconds({0, 1, 1, 1, 1, 0, 3}), {.rank_of_stage = {0, 1}}), (Counts{6, 1}));
   EXPECT_EQ(balanced_counts(seconds({0, 1, 1, 1, 1, 0, 3}), {.rank_of_stage = {0, 1, 2}}), (Counts{3, 3, 1}));
 }
 
-// Two stages of 4 take as long as one; the others share the rest evenly.
+// The first module alone takes 4, so a second stage of 4 wouldn't be slower, but the rest is shared evenly.
 TEST(PipelineBalance, SharesTheRestEvenly) {
   EXPECT_EQ(balanced_counts(seconds({4, 1, 1, 1, 1, 1, 1}), {.rank_of_stage = {0, 1, 2}}), (Counts{1, 3, 3}));
 }
@@ -227,7 +227,7 @@ TEST(PipelineBalance, StagesOfOneRankShareItsMemory) {
   EXPECT_THROW(balanced_counts(costs, bent), ConfigError);
 }
 
-// The first stage of 1F1B holds the most micro-batches, so it gets fewer layers where memory is short.
+// The first stage of 1F1B has the most live micro-batches, so it gets fewer layers if memory is short.
 TEST(PipelineBalance, StagesWithMoreMicroBatchesGetFewerLayersWhereMemoryIsShort) {
   std::vector<ModuleCost> costs = seconds({1, 1, 1, 1, 1, 1, 1, 1});
   for (ModuleCost& cost : costs) cost.activation_bytes = 1;

@@ -1,5 +1,5 @@
-// The times and order in which the messages of a ring are launched and waited for, and their bytes. One
-// process plays each rank in turn and reads its record of calls.
+// When a ring's messages are launched and waited for, in which order, and their bytes. One process simulates
+// each rank in turn and reads its record of calls.
 
 #include <algorithm>
 #include <string_view>
@@ -20,7 +20,7 @@ using testing::Message;
 
 constexpr dist::Label kForward{.phase = "test::forward"}, kBackward{.phase = "test::backward"};
 
-/// One of `size` ranks that attend; the data from the others is made up.
+/// One of `size` ranks that attend; data from the other ranks is arbitrary.
 class PlayedRank {
  public:
   PlayedRank(int rank, int size, const ContextParallelOptions& options)
@@ -52,14 +52,14 @@ class PlayedRank {
 
 // ---- transfers during the kernels
 
-/// The calls at the time a kernel starts.
+/// Numbers of calls when a kernel starts.
 struct Moment {
   size_t launched, under_way;
   bool operator==(const Moment&) const = default;
 };
 
 void PrintTo(const Moment& moment, std::ostream* out) {
-  *out << moment.launched << " launched, " << moment.under_way << " under way";
+  *out << moment.launched << " launched, " << moment.under_way << " running";
 }
 
 Moment moment_of(const std::vector<dist::CallRecord>& calls) {
@@ -67,7 +67,7 @@ Moment moment_of(const std::vector<dist::CallRecord>& calls) {
   return {calls.size(), static_cast<size_t>(std::count_if(calls.begin(), calls.end(), is_under_way))};
 }
 
-// State of the observer of LibTorch's calls, which is a plain function.
+// State for the observer of LibTorch's calls, which is a plain function.
 struct Watched {
   const PlayedRank* rank;
   const char* kernel;
@@ -100,7 +100,7 @@ constexpr ContextLoadBalancer kHeadTail = ContextLoadBalancer::HeadTail;
 
 class RingOverlap : public ::testing::TestWithParam<int> {};  // a rank of kRanks
 
-// A send and a receive run during each block but the last; or one gather during the first.
+// A send and a receive run during each block but the last, or one gather runs during the first block.
 TEST_P(RingOverlap, ReceivesKeysDuringTheBlockBefore) {
   PlayedRank hops(GetParam(), kRanks, {kHeadTail, ContextRotateMethod::AllToAll, ContextAttention::Ring});
   EXPECT_EQ(moments_of(hops, "titan::attend_", kForward, [&] { hops.forward(); }),
@@ -151,7 +151,7 @@ INSTANTIATE_TEST_SUITE_P(Sizes, RingOrder,
                                             ::testing::Values(ContextRotateMethod::AllGather,
                                                               ContextRotateMethod::AllToAll)));
 
-// Tests the test double: if all ranks send first, none reaches its receive.
+// A test of the test double: if all ranks send first, none reaches its receive.
 TEST(SerialQueues, DeadlockWhereAllSendFirst) {
   std::vector<std::deque<Message>> queues;
   for (int rank = 0; rank < 3; ++rank) queues.push_back({{(rank + 1) % 3, true}, {(rank + 2) % 3, false}});
@@ -165,7 +165,7 @@ int64_t units_received(const PlayedRank& rank, dist::Label label) {
   int64_t bytes = 0;
   for (const dist::CallRecord& call : rank.calls(label.phase)) {
     if (call.op == dist::CollectiveOp::Receive) bytes += call.bytes;
-    // Records have the larger side, which includes the rank's own part.
+    // Records have the size of the larger side, which includes the rank's own part.
     if (call.op == dist::CollectiveOp::AllGather || call.op == dist::CollectiveOp::ReduceScatter)
       bytes += call.bytes / kRanks * (kRanks - 1);
   }

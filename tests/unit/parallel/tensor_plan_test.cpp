@@ -1,4 +1,4 @@
-// The plans that parallelize() refuses, its effect on a model, and the rows that describe it: one rank of the
+// Plans that parallelize() refuses, its effect on a model, and the rows that describe it, on one rank of the
 // `fake` backend.
 
 #include <string>
@@ -70,7 +70,7 @@ std::vector<std::string> problems_of(const TensorPlan& plan) {
   } catch (const ConfigError& error) {
     return error.problems();
   }
-  ADD_FAILURE() << "the plan was taken";
+  ADD_FAILURE() << "the plan was accepted";
   return {};
 }
 
@@ -83,7 +83,7 @@ void expect_problem(const TensorPlan& plan, const std::string& expected) {
 
 TEST(TensorPlan, RefusesEntriesThatMatchNothing) {
   expect_problem({{"layers.*.mid", Colwise{}}},
-                 "plan entry 'layers.*.mid' matches no module; there are tokens");
+                 "plan entry 'layers.*.mid' matches no module; the modules are tokens");
   expect_problem({{"layers.*", Colwise{}}, {"*.up", Colwise{}}}, "'*.up' matches no module");
 }
 
@@ -142,7 +142,7 @@ TEST(TensorPlan, RefusesShardedModules) {
 void expect_error(const TensorPlan& plan, const std::string& expected) {
   try {
     parallelize(TokenNet(), axis(), plan);
-    ADD_FAILURE() << "the plan was taken";
+    ADD_FAILURE() << "the plan was accepted";
   } catch (const Error& error) {
     EXPECT_NE(std::string(error.what()).find(expected), std::string::npos) << error.what();
   }
@@ -159,7 +159,7 @@ TEST(TensorPlan, RefusesTiedWeightsThatOnlyOneEntryCuts) {
   expect_problem({{"tokens", Rowwise{}}}, "module 'head' shares its parameter 'weight' with 'tokens'");
 }
 
-TEST(TensorPlan, KnowsWhatAnEarlierPlanCut) {
+TEST(TensorPlan, RefusesToCutParametersOfAnEarlierPlan) {
   const TokenNet net;
   const DeviceMesh mesh = axis();
   const TensorPlan both = {{"tokens", Rowwise{}}, {"head", Colwise{}}};
@@ -180,7 +180,7 @@ TEST(TensorPlan, AppliesOnceToAModuleWithTwoNames) {
 
 TEST(TensorPlan, RefusesDuplicateTensorNumbers) {
   const PrepareInput twice{Layout::invariant(), Layout::replicate(), {0, 0}};
-  expect_problem({{"layers.0", twice}}, "module 'layers.0' are not all different");
+  expect_problem({{"layers.0", twice}}, "`tensors` for module 'layers.0' has duplicate numbers");
 }
 
 TEST(TensorPlan, RefusesSplitsThatAModuleDoesNotSupport) {
@@ -262,7 +262,7 @@ TEST(PlanRows, ShowStylesPlacementsAndCollectives) {
   EXPECT_EQ(modules, (std::vector<std::string>{"tokens", "layers.0.norm", "layers.0.up", "layers.0.down",
                                                "layers.1.norm", "layers.1.up", "layers.1.down", "head"}));
 
-  // This rank receives one half of a whole activation from the other rank, in both directions.
+  // This rank receives half of a whole activation from the other rank, in both directions.
   const int64_t half = rows * sequence * 6 * 4 / 2;
   const PlanRow norm = row_of(table, "layers.1.norm");
   EXPECT_EQ(norm.style, "SequenceParallel, PrepareOutput");
@@ -283,7 +283,7 @@ TEST(PlanRows, ShowStylesPlacementsAndCollectives) {
   EXPECT_EQ(down.bytes, 2 * half);
   const PlanRow head = row_of(table, "head");
   EXPECT_EQ(head.collectives, "all-gather per chunk / -; all-gather / reduce-scatter");
-  // Plus two statistics of each token, in double.
+  // The head also receives two statistics per token, in double.
   EXPECT_EQ(head.bytes, 2 * half + 2 * rows * sequence * 8);
 }
 

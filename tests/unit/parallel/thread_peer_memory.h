@@ -1,8 +1,8 @@
 #pragma once
 
-// dist::SymmetricMemory for ranks that are threads. Its queues are threads, too, with pauses. Every access has
-// a logical clock (Mattern, "Virtual time and global states of distributed systems", 1989): two unordered
-// accesses to one place, one of them a write, are reported, whenever they actually run.
+// dist::SymmetricMemory for ranks that are threads. Its queues are threads, too, with random pauses. Every
+// access has a logical clock (Mattern, "Virtual time and global states of distributed systems", 1989). Two
+// unordered accesses to one place, one of them a write, are reported, independent of when they actually run.
 
 #include <chrono>
 #include <condition_variable>
@@ -29,7 +29,8 @@ namespace titan::testing {
 
 constexpr auto kPatience = std::chrono::seconds(20);
 
-/// For each actor, how many of its events happened before. Actor 2r is rank r's computation, 2r + 1 its queue.
+/// For each actor, the number of its events that happened before. Actor 2r is rank r's computation, 2r + 1
+/// its queue.
 using Clock = std::vector<int64_t>;
 
 inline void join(Clock& clock, const Clock& other) {
@@ -40,7 +41,7 @@ inline void join(Clock& clock, const Clock& other) {
 class Piece {
  public:
   explicit Piece(int64_t bytes)
-      : bytes_(at::full({bytes}, 0xff, at::kByte)) {}  // not a number, in every floating-point dtype
+      : bytes_(at::full({bytes}, 0xff, at::kByte)) {}  // NaN in every floating-point dtype
 
   int64_t size() const { return bytes_.numel(); }
   at::Tensor part(int64_t offset, int64_t bytes) const { return bytes_.narrow(0, offset, bytes); }
@@ -72,13 +73,14 @@ class Piece {
   std::vector<Access> accesses_;
 };
 
-/// Shared by all ranks: barriers, and a list of conflicts.
+/// The state that all ranks share: barriers, and a list of conflicts.
 class MeetingPlace {
  public:
   explicit MeetingPlace(int size) : size_(size) {}
   int size() const { return size_; }
 
-  /// Waits until all ranks reach their `number`th barrier of this kind; `clock` is then after all of theirs.
+  /// Waits until all ranks reach their `number`th barrier of this kind. `clock` is then after all ranks'
+  /// clocks.
   void meet(const std::string& kind, int64_t number, Clock& clock) {
     std::unique_lock lock(mutex_);
     Meeting& meeting = meetings_[{kind, number}];
@@ -87,7 +89,7 @@ class MeetingPlace {
     ++meeting.come;
     changed_.notify_all();
     TITAN_CHECK(changed_.wait_for(lock, kPatience, [&] { return meeting.come == size_; }), kind, " ", number,
-                ": ", meeting.come, " of ", size_, " ranks have come");
+                ": only ", meeting.come, " of ", size_, " ranks have arrived");
     clock = meeting.clock;
   }
   void post(int rank, std::shared_ptr<Piece> piece) {
@@ -123,8 +125,8 @@ class MeetingPlace {
 };
 
 enum class Queues {
-  Beside,  ///< each is a thread, with pauses
-  InOrder  ///< each request is carried out at once: the least concurrency of a device
+  Beside,  ///< each queue is a thread, with pauses
+  InOrder  ///< each request runs at once, as on a device with the least concurrency
 };
 
 class ThreadPeerMemory final : public dist::SymmetricMemory {
@@ -158,7 +160,7 @@ class ThreadPeerMemory final : public dist::SymmetricMemory {
     auto pieces = place_->posted();
     place_->meet("take", num_reserved_++, computation_);
     for (const auto& piece : pieces)
-      TITAN_CHECK(piece->size() == bytes, "a rank reserves ", piece->size(), " bytes where another does ",
+      TITAN_CHECK(piece->size() == bytes, "a rank reserves ", piece->size(), " bytes, but another one ",
                   bytes);
     wait(now());
     pieces_ = std::move(pieces);
@@ -184,7 +186,7 @@ class ThreadPeerMemory final : public dist::SymmetricMemory {
     std::unique_lock lock(mutex_);
     TITAN_CHECK(changed_.wait_for(lock, kPatience,
                                   [&] { return error_ || static_cast<Moment>(done_.size()) >= moment; }),
-                "rank ", rank_, "'s queue doesn't come to moment ", moment);
+                "rank ", rank_, "'s queue doesn't reach moment ", moment);
     if (error_) std::rethrow_exception(error_);
     if (moment > 0) join(computation_, done_[static_cast<size_t>(moment - 1)]);
   }
@@ -196,14 +198,15 @@ class ThreadPeerMemory final : public dist::SymmetricMemory {
     if (!problem.empty()) place_->report(str("piece ", piece, ", from byte ", offset, ": ", problem));
   }
 
-  // Holds the tensor's memory weakly: the caller must keep it alive.
+  // Holds the tensor's memory weakly, because the caller must keep it alive.
   void copy(const at::Tensor& tensor, int peer, int64_t offset, bool writes) {
-    TITAN_CHECK(tensor.is_contiguous() && offset % kAlignment == 0, "not a piece's part");
+    TITAN_CHECK(tensor.is_contiguous() && offset % kAlignment == 0,
+                "expected a contiguous tensor and an aligned offset");
     const auto bytes = static_cast<int64_t>(tensor.nbytes());
     ask([=, this, storage = tensor.storage().getWeakStorageImpl(),
          data = static_cast<char*>(tensor.data_ptr())]() mutable {
       const auto kept = storage.lock();
-      if (!kept) return place_->report(str("rank ", rank_, ": a tensor goes before the queue comes to it"));
+      if (!kept) return place_->report(str("rank ", rank_, ": a tensor is freed before the queue uses it"));
       note(2 * static_cast<size_t>(rank_) + 1, queue_, peer, writes, offset, bytes);
       char* place = pieces_[static_cast<size_t>(peer)]->data(offset);
       std::memcpy(writes ? place : data, writes ? data : place, static_cast<size_t>(bytes));
@@ -254,7 +257,7 @@ class ThreadPeerMemory final : public dist::SymmetricMemory {
   int rank_;
   Queues queues_;
   std::minstd_rand pauses_;
-  std::vector<std::shared_ptr<Piece>> pieces_;  // of all ranks
+  std::vector<std::shared_ptr<Piece>> pieces_;  // all ranks' pieces
   int64_t num_reserved_ = 0, num_barriers_ = 0;
   Moment num_asked_ = 0;
   Clock computation_, queue_;
@@ -268,7 +271,7 @@ class ThreadPeerMemory final : public dist::SymmetricMemory {
   std::thread thread_;
 };
 
-/// Messages between ranks that are threads, beside their memory. They order no access to that memory.
+/// Messages between ranks that are threads. They don't order accesses to the ranks' shared memory.
 class ThreadRankParts final : public ops::RankParts {
  public:
   struct Shared {
@@ -294,7 +297,7 @@ class ThreadRankParts final : public ops::RankParts {
   mutable int64_t num_calls_ = 0;
 };
 
-/// Runs `rank(r)` for all ranks, each in a thread; throws the first error.
+/// Runs `rank(r)` for all ranks r, each in a thread, and throws the first error.
 inline void run_ranks(int size, const std::function<void(int)>& rank) {
   std::vector<std::exception_ptr> errors(static_cast<size_t>(size));
   std::vector<std::thread> threads;

@@ -30,7 +30,7 @@ TEST(DTensor, ComputesBoxesOfTwoAxes) {
 }
 
 TEST(DTensor, SplitsADimensionByTwoAxes) {
-  // 7 rows: 4 + 3; then 4 = 2 + 2 + 0 and 3 = 1 + 1 + 1.
+  // 7 rows are 4 + 3; then 4 = 2 + 2 + 0 and 3 = 1 + 1 + 1.
   std::vector<Chunk> rows;
   for (int rank = 0; rank < 6; ++rank) {
     Box box = box_of_rank(rank, {S0, S0}, {7});

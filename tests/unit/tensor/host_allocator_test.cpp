@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t kMiB = 1 << 20;
 
-// Installed for the whole program: its other tests use it too.
+// Installed for the whole program, so its other tests use it, too.
 class HostAllocator : public ::testing::Test {
  protected:
   static void SetUpTestSuite() { install_host_allocator(); }
@@ -60,7 +60,7 @@ TEST_F(HostAllocator, StepsAfterTheFirstMapNothing) {
 
 TEST_F(HostAllocator, KeepsABoundedAmount) {
   for (int64_t size = 100; size < 1000; size += 20)
-    block(size * kMiB);  // untouched, so they occupy no memory
+    block(size * kMiB);  // untouched, so it occupies no memory
   const HostMemoryStats stats = host_memory_stats();
   EXPECT_EQ(stats.in_use_bytes, 0u);
   EXPECT_LE(stats.kept_bytes, stats.peak_in_use_bytes + stats.peak_in_use_bytes / 16 + 64 * kMiB);
@@ -73,7 +73,7 @@ int64_t mapped_bytes() {
   return pages * 4096;
 }
 
-/// Limits this process to mapping so many more bytes as long as the object lives.
+/// Limits the bytes that this process can map additionally while the object exists.
 class AddressLimit {
  public:
   explicit AddressLimit(int64_t more) {
@@ -105,7 +105,7 @@ TEST_F(HostAllocator, GivesKeptBlocksBackBeforeMemoryRunsOut) {
   EXPECT_EQ(host_memory_stats().peak_in_use_bytes, before.peak_in_use_bytes);
 }
 
-TEST_F(HostAllocator, FreesBarePointers) {
+TEST_F(HostAllocator, FreesRawPointers) {
   for (const size_t bytes : {size_t{100}, static_cast<size_t>(3 * kMiB)}) {
     auto* memory = static_cast<char*>(c10::GetCPUAllocator()->raw_allocate(bytes));
     memory[0] = memory[bytes - 1] = 1;

@@ -10,9 +10,9 @@
 namespace titan {
 namespace {
 
-constexpr int64_t kLarge = (int64_t{5} << 20) + 3;  // elements of 4 bytes: ten huge pages and a bit
+constexpr int64_t kLarge = (int64_t{5} << 20) + 3;  // elements of 4 bytes, a bit more than ten huge pages
 
-// Whether the kernel has this address in one of the process' mappings.
+// Whether one of the process's mappings contains this address.
 bool is_mapped(const void* address) {
   std::ifstream maps("/proc/self/maps");
   const auto wanted = reinterpret_cast<uintptr_t>(address);

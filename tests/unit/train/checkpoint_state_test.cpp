@@ -1,4 +1,4 @@
-// What the objects of a run say of themselves, and what they make of what was saved.
+// The states that a run's objects save, and how they load them.
 
 #include "titan/train/checkpoint_state.h"
 
@@ -45,7 +45,7 @@ TEST(CheckpointState, ModelsShareTheirParameters) {
   EXPECT_FALSE(state.tensors[0].data.local.requires_grad());
   at::Tensor target = state.tensors[0].data.local;
   EXPECT_EQ(target.data_ptr(), layers.list[0].data.local.data_ptr());
-  // Bytes that arrive past autograd are seen all the same.
+  // Bytes that arrive without autograd still change the version.
   const auto version = layers.list[0].data.local._version();
   model.loaded("");
   EXPECT_GT(layers.list[0].data.local._version(), version);
@@ -68,7 +68,7 @@ TEST(CheckpointState, OptimizersCanBeLoadedBeforeTheirFirstStep) {
   EXPECT_EQ(step.item<float>(), 42);
 }
 
-TEST(CheckpointState, GeneratorsGoOn) {
+TEST(CheckpointState, GeneratorsResume) {
   const dist::World world = dist::init({.backend = "fake"});
   const Meshes meshes = build_meshes(world, {});
   RngState rng(meshes, at::kCPU, 3);
@@ -85,7 +85,7 @@ TEST(CheckpointState, GeneratorsGoOn) {
   EXPECT_TRUE(at::equal(at::rand({9}), next));
 }
 
-TEST(CheckpointState, ReseededGeneratorsDrawOtherNumbersForEachSeedAndStep) {
+TEST(CheckpointState, ReseededGeneratorsDifferForEachSeedAndStep) {
   const dist::World world = dist::init({.backend = "fake"});
   const Meshes meshes = build_meshes(world, {});
   std::vector<at::Tensor> drawn;
@@ -100,7 +100,7 @@ TEST(CheckpointState, ReseededGeneratorsDrawOtherNumbersForEachSeedAndStep) {
   EXPECT_TRUE(at::equal(at::rand({4}), drawn.back()));
 }
 
-TEST(CheckpointSettings, Exclusions) {
+TEST(CheckpointSettings, ReportsInvalidExclusions) {
   EXPECT_TRUE(exclusion_problems({"rng", "lr_scheduler", "dataloader"}).empty());
   EXPECT_TRUE(exclusion_problems({"optimizer", "lr_scheduler"}).empty());
   EXPECT_EQ(exclusion_problems({"model", "optimizer"}).size(), 2u);

@@ -14,7 +14,8 @@ namespace {
 
 void sleep_ms(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
 
-// In a process of its own: signals are a process's. Its exit code, or 128 + what ended it.
+// Runs `body` in a child process, because signals belong to a process. Returns its exit code, or 128 + the
+// signal that ended it.
 template <class Body>
 int code_of_child(Body body) {
   const pid_t child = ::fork();
@@ -45,7 +46,7 @@ TEST_P(EachSignal, IsNotedAndEndsNothing) {
             42);
 }
 
-TEST_P(EachSignal, TheSecondTimeEndsTheProcessAtOnce) {
+TEST_P(EachSignal, EndsTheProcessAsASecondSignal) {
   const int signal = GetParam();
   EXPECT_EQ(code_of_child([=] {
               const SignalWatch watch;
@@ -59,7 +60,7 @@ TEST_P(EachSignal, TheSecondTimeEndsTheProcessAtOnce) {
             128 + signal);
 }
 
-TEST(Interruption, WhoSentItIsKnown) {
+TEST(Interruption, RecordsTheSender) {
   for (const bool by_launcher : {false, true})
     EXPECT_EQ(code_of_child([=] {
                 const SignalWatch watch(by_launcher ? ::getpid() : ::getppid());
@@ -71,11 +72,11 @@ TEST(Interruption, WhoSentItIsKnown) {
               42);
 }
 
-// A launcher's forwarded signal arrives right after the one that the whole process group was sent.
-TEST_P(EachSignal, TwiceAtOnceIsOne) {
+// A launcher's forwarded signal arrives right after the one that was sent to the whole process group.
+TEST_P(EachSignal, CountsTwoSignalsAtOnceAsOne) {
   const int signal = GetParam();
   int code = 0;
-  // On a busy machine the second one may come when it rightly counts: it doesn't five times in turn.
+  // On a busy machine the second one may come so late that it counts, but not five times in a row.
   for (int i = 0; i < 5 && code != 42; ++i)
     code = code_of_child([=] {
       const SignalWatch watch;
@@ -88,8 +89,8 @@ TEST_P(EachSignal, TwiceAtOnceIsOne) {
   EXPECT_EQ(code, 42);
 }
 
-// However late it passes one on: to end a rank at once it has SIGKILL.
-TEST_P(EachSignal, OfTheLauncherIsNoSecondOne) {
+// However late the launcher forwards one: to end a rank at once, it sends SIGKILL.
+TEST_P(EachSignal, IgnoresTheLaunchersRepeat) {
   const int signal = GetParam();
   EXPECT_EQ(code_of_child([=] {
               sigset_t ready;
@@ -102,7 +103,7 @@ TEST_P(EachSignal, OfTheLauncherIsNoSecondOne) {
                 ::kill(::getpid(), SIGUSR1);
                 noted_within(2000);
                 sleep_ms(500);
-                ::kill(::getppid(), SIGUSR2);  // now, says the rank
+                ::kill(::getppid(), SIGUSR2);  // the rank is ready for the next signal
                 sleep_ms(300);
                 ::_exit(42);
               }
@@ -116,7 +117,7 @@ TEST_P(EachSignal, OfTheLauncherIsNoSecondOne) {
             42);
 }
 
-TEST(Interruption, TheLauncherSaysWhenAPeerHasFailed) {
+TEST(Interruption, LauncherReportsAFailedPeer) {
   EXPECT_EQ(code_of_child([] {
               const SignalWatch watch(::getpid());
               ::sigqueue(::getpid(), SIGTERM, {.sival_int = kPeerHasFailed});
@@ -124,14 +125,14 @@ TEST(Interruption, TheLauncherSaysWhenAPeerHasFailed) {
             }),
             42);
   EXPECT_EQ(code_of_child([] {
-              const SignalWatch watch;  // of somebody else
+              const SignalWatch watch;  // with another launcher
               ::sigqueue(::getpid(), SIGTERM, {.sival_int = kPeerHasFailed});
               return noted_within(2000) == SIGTERM && !peer_has_failed() ? 42 : 1;
             }),
             42);
 }
 
-TEST(Interruption, TheLauncherSaysWhenTheGroupGrows) {
+TEST(Interruption, LauncherReportsAGrowingGroup) {
   EXPECT_EQ(code_of_child([] {
               const SignalWatch watch(::getpid());
               ::sigqueue(::getpid(), SIGTERM, {.sival_int = kGroupGrows});
@@ -140,13 +141,13 @@ TEST(Interruption, TheLauncherSaysWhenTheGroupGrows) {
             42);
   EXPECT_EQ(code_of_child([] {
               const SignalWatch watch(::getpid());
-              ::kill(::getpid(), SIGTERM);  // of somebody who ends the job
+              ::kill(::getpid(), SIGTERM);  // from a user who ends the job
               return noted_within(2000) == SIGTERM && !group_grows() ? 42 : 1;
             }),
             42);
 }
 
-TEST_P(EachSignal, DoesWhatItDidWhenNobodyWatches) {
+TEST_P(EachSignal, RestoresTheDefaultAction) {
   const int signal = GetParam();
   EXPECT_EQ(code_of_child([=] {
               { const SignalWatch watch; }
@@ -170,7 +171,7 @@ TEST(Interruption, IgnoredSignalsStayIgnored) {
             42);
 }
 
-// A read that a signal cuts short would be taken for a broken connection.
+// A read that a signal interrupts would look like a broken connection.
 TEST(Interruption, OtherThreadsAreNotInterrupted) {
   EXPECT_EQ(code_of_child([] {
               const SignalWatch watch;
@@ -189,20 +190,20 @@ TEST(Interruption, OtherThreadsAreNotInterrupted) {
             42);
 }
 
-TEST(Interruption, ListenersAreToldOnceByAnotherThread) {
+TEST(Interruption, NotifiesListenersOnceFromAnotherThread) {
   EXPECT_EQ(code_of_child([] {
               const SignalWatch watch;
-              std::atomic<int> calls{0}, told{0};
+              std::atomic<int> calls{0}, received{0};
               const SignalListener listener([&](int signal) {
-                told = signal;
+                received = signal;
                 ++calls;
               });
               ::kill(::getpid(), SIGUSR1);
               for (int i = 0; i < 2000 && calls == 0; ++i) sleep_ms(1);
-              // One that comes later hears of it too.
+              // A listener that is added later is notified too.
               std::atomic<int> late{0};
               const SignalListener latecomer([&](int signal) { late = signal; });
-              return calls == 1 && told == SIGUSR1 && late == SIGUSR1 ? 42 : 1;
+              return calls == 1 && received == SIGUSR1 && late == SIGUSR1 ? 42 : 1;
             }),
             42);
 }

@@ -1,5 +1,5 @@
-// The step runner as one rank of a pipeline, with the others played by the `fake` backend: what it keeps,
-// refuses and says. Numbers are compared in tests/distributed/pipeline*_test.cpp.
+// The pipeline runner on one rank, while the `fake` backend plays the others: its memory and its errors.
+// Numbers are compared in tests/distributed/pipeline*_test.cpp.
 
 #include <functional>
 #include <set>
@@ -24,9 +24,9 @@ constexpr int64_t kDim = 4;
 // A product and the operation after it.
 class ProductStage : public TrainableModel {
  public:
-  explicit ProductStage(Function behind) : linear(kDim, kDim), behind_(std::move(behind)) {}
+  explicit ProductStage(Function after) : linear(kDim, kDim), after_(std::move(after)) {}
   nn::AnyRef root() override { return linear; }
-  at::Tensor hidden(const at::Tensor& input) override { return behind_(linear(input.to(at::kFloat))); }
+  at::Tensor hidden(const at::Tensor& input) override { return after_(linear(input.to(at::kFloat))); }
   at::Tensor loss(const at::Tensor& input, const at::Tensor&, int64_t) override {
     return hidden(input).sum();
   }
@@ -34,7 +34,7 @@ class ProductStage : public TrainableModel {
   nn::Linear linear;
 
  private:
-  Function behind_;
+  Function after_;
 };
 
 at::Tensor unchanged(const at::Tensor& x) { return x; }
@@ -71,15 +71,15 @@ std::string message_of(const std::function<void()>& call) {
 
 bool contains(const std::string& text, const std::string& part) { return text.find(part) != text.npos; }
 
-// As tanh does: a send mustn't look like a write to it.
-TEST(PipelineRunner, AStagesBackwardMayReadWhatWasSent) {
+// The backward of tanh reads its output, so a send must not look like a write to it.
+TEST(PipelineRunner, BackwardMayReadASentTensor) {
   ProductStage stage([](const at::Tensor& x) { return x.tanh(); });
   PipelineRunner runner = runner_of(stage, 0);
   runner.run(runner.plan(one_forward_one_backward(3), boundaries()), micro_batches(3), 1);
   EXPECT_TRUE(stage.linear->weight.grad().defined());
 }
 
-TEST(PipelineRunner, AnExceptionOfLibTorchNamesTheActionAndEndsThePipeline) {
+TEST(PipelineRunner, LibTorchErrorsNameTheActionAndEndThePipeline) {
   int calls = 0;
   ProductStage stage([&](const at::Tensor& x) {
     TORCH_CHECK(calls++ != 1, "no memory left");
@@ -95,7 +95,7 @@ TEST(PipelineRunner, AnExceptionOfLibTorchNamesTheActionAndEndsThePipeline) {
   EXPECT_TRUE(contains(next, "a step of this pipeline has failed")) << next;
 }
 
-TEST(PipelineRunner, AScheduleThatCannotRunIsRefused) {
+TEST(PipelineRunner, RefusesAScheduleThatCannotRun) {
   ProductStage stage(unchanged);
   PipelineRunner runner = runner_of(stage, 0);
   pipeline::Schedule schedule = one_forward_one_backward(2);
@@ -103,7 +103,7 @@ TEST(PipelineRunner, AScheduleThatCannotRunIsRefused) {
   EXPECT_THROW(runner.plan(schedule, boundaries()), ConfigError);
 }
 
-// Where what was received lies. Memory that is let go is taken by others at once.
+// Records where received tensors are in memory, and at once takes memory that is released.
 class WatchedStage : public ProductStage {
  public:
   WatchedStage() : ProductStage(unchanged) {}
@@ -120,15 +120,15 @@ class WatchedStage : public ProductStage {
   std::vector<at::Tensor> others_;
 };
 
-// One is in use, one is on its way.
-TEST(PipelineRunner, ReceivesIntoMemoryThatIsFreeAgain) {
+// One buffer is in use while the next message arrives in another.
+TEST(PipelineRunner, ReusesReceiveBuffers) {
   WatchedStage stage;
   PipelineRunner runner = runner_of(stage, 1);
   runner.run(runner.plan(one_forward_one_backward(8), boundaries()), micro_batches(8), 1);
   EXPECT_EQ(stage.places.size(), 2u);
 }
 
-TEST(PipelineRunner, KeepsEveryInputThatABackwardWillRead) {
+TEST(PipelineRunner, KeepsEveryInputUntilItsBackward) {
   WatchedStage stage;
   PipelineRunner runner = runner_of(stage, 1);
   runner.run(runner.plan(complete(pipeline::make_schedule("GPipe", 2, 2, 8)), boundaries()), micro_batches(8),
@@ -136,7 +136,7 @@ TEST(PipelineRunner, KeepsEveryInputThatABackwardWillRead) {
   EXPECT_EQ(stage.places.size(), 8u);
 }
 
-TEST(PipelineRunner, AnEvaluationForgetsAStagesInputWithItsForward) {
+TEST(PipelineRunner, EvaluationDropsAnInputAfterItsForward) {
   WatchedStage stage;
   PipelineRunner runner = runner_of(stage, 1);
   const StepPlan plan = runner.plan(complete(pipeline::make_forward_only_schedule({0, 1}, 8)), boundaries());
@@ -145,7 +145,7 @@ TEST(PipelineRunner, AnEvaluationForgetsAStagesInputWithItsForward) {
   EXPECT_EQ(stage.places.size(), 2u);
 }
 
-TEST(ReceiveBuffers, AreGivenAgainWhenNobodyHoldsThem) {
+TEST(ReceiveBuffers, AreReusedWhenNothingHoldsThem) {
   const TensorType type{{2, 3}, at::kFloat};
   ReceiveBuffers buffers(at::kCPU);
   at::Tensor first = buffers.take(type), second = buffers.take(type);
@@ -162,8 +162,8 @@ TEST(ReceiveBuffers, AreGivenAgainWhenNobodyHoldsThem) {
   EXPECT_NE(buffers.take({{2, 3}, at::kBFloat16}).data_ptr(), place);
 }
 
-// And come back without what autograd made of them.
-TEST(ReceiveBuffers, StayWithAGraphThatSavedThem) {
+// Afterwards they have no traces of autograd.
+TEST(ReceiveBuffers, AreNotReusedWhileAGraphHoldsThem) {
   const TensorType type{{4}, at::kFloat};
   ReceiveBuffers buffers(at::kCPU);
   at::Tensor x = buffers.take(type);
@@ -182,7 +182,7 @@ TEST(ReceiveBuffers, StayWithAGraphThatSavedThem) {
 
 // Two stages on one rank, and two ranks that share the parameters: each stage's gradients are summed after
 // its own last backward.
-TEST(PipelineRunner, WithoutActionsForParametersEachStageReducesOnce) {
+TEST(PipelineRunner, EachStageReducesOnceWithoutParameterActions) {
   const dist::World world = dist::init({.backend = "fake", .fake_rank = 0, .fake_world_size = 2});
   const FsdpOptions fsdp{.mesh = DeviceMesh::create(world, {{"dp", 2}}), .reduce_every_micro_batch = false};
   ProductStage first(unchanged), second(unchanged);
@@ -223,7 +223,7 @@ TEST(TiedGradients, AreSummedInEachCopyAndCountedOnce) {
     EXPECT_TRUE(at::equal(copy.data.local.grad(), at::full({3}, 3.0))) << copy.data.local.grad();
 }
 
-TEST(TiedGradients, OfAFrozenParameterAreNone) {
+TEST(TiedGradients, AreNotSummedForAFrozenParameter) {
   std::vector<Parameter> copies = two_copies(false);
   TiedGradients(copies, DeviceMesh()).sum();
   EXPECT_TRUE(copies[1].duplicate);
@@ -239,7 +239,7 @@ std::optional<int64_t> share(std::optional<int64_t> bytes, const std::string& sc
   return settings.memory_budget_bytes;
 }
 
-TEST(MemoryBudget, IsSharedByTheForwardsThatAreUnderWay) {
+TEST(MemoryBudget, IsSharedByForwardsInFlight) {
   EXPECT_EQ(share(4000, "GPipe", 0), 1000);
   EXPECT_EQ(share(4000, "1F1B", 0), 2000);
   EXPECT_EQ(share(4000, "1F1B", 1), 4000);

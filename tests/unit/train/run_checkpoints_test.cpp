@@ -22,7 +22,7 @@ class RunMarks : public ::testing::Test {
   const fs::path run_ = folder_ / "run", other_ = folder_ / "other";
 };
 
-TEST_F(RunMarks, StayTheRuns) {
+TEST_F(RunMarks, SurviveARestart) {
   const RunMark mark = run_mark(run_);
   EXPECT_EQ(mark.run.size(), 32u);
   EXPECT_THAT(mark.folder, ::testing::StartsWith(fs::canonical(run_).string()));
@@ -34,15 +34,15 @@ TEST_F(RunMarks, StayTheRuns) {
   EXPECT_EQ(run_mark(other_).folder, mark.folder);
 }
 
-// Also where the first one is gone: of two copies each is a run.
-TEST_F(RunMarks, OfACopyAreItsOwn) {
+// Even if the original is gone: each copy is a separate run.
+TEST_F(RunMarks, CopiedFoldersGetANewMark) {
   const RunMark mark = run_mark(run_);
   copy_to(other_);
   copy_to(folder_ / "third");
   const RunMark copied = run_mark(other_);
   EXPECT_NE(copied.run, mark.run);
   EXPECT_NE(copied.folder, mark.folder);
-  EXPECT_EQ(run_mark(other_).run, copied.run) << "it is a run from then on";
+  EXPECT_EQ(run_mark(other_).run, copied.run) << "the copy keeps its own mark";
   EXPECT_EQ(run_mark(run_).run, mark.run);
   fs::remove_all(run_);
   EXPECT_NE(run_mark(folder_ / "third").run, mark.run);
@@ -53,13 +53,13 @@ TEST_F(RunMarks, MoveWithTheFolder) {
   fs::rename(run_, other_);
   EXPECT_EQ(run_mark(other_).run, mark.run);
   EXPECT_NE(run_mark(other_).folder, mark.folder);
-  // A copy in its old place is another one, as the mark knows where it has gone.
+  // A copy at the old path is another run, because the mark records the new path.
   fs::copy(other_, run_, fs::copy_options::recursive);
   EXPECT_NE(run_mark(run_).run, mark.run);
   EXPECT_EQ(run_mark(other_).run, mark.run);
 }
 
-TEST_F(RunMarks, OfAFolderMadeAnewOrWithoutAWholeMarkAreNew) {
+TEST_F(RunMarks, MissingOrPartialMarksAreReplaced) {
   const RunMark mark = run_mark(run_);
   fs::remove_all(run_);
   fs::create_directory(run_);
@@ -69,11 +69,7 @@ TEST_F(RunMarks, OfAFolderMadeAnewOrWithoutAWholeMarkAreNew) {
   EXPECT_THROW(run_mark(folder_ / "nowhere"), std::exception);
 }
 
-}  // namespace
-
-// Which step a run resumes after, and which it has reached.
-
-namespace {
+// ---- the step that a run resumes after, and the step that it has reached
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -91,8 +87,8 @@ void save_model_alone(const std::filesystem::path& folder, int64_t step) {
   std::ofstream(checkpoint::step_path(folder, step) / "model.safetensors") << "a model";
 }
 
-// A run that resumed from it would overflow at once, again and again.
-TEST(StepChoice, PassesOverAStateThatOverflowed) {
+// A run that resumed from it would overflow again at once.
+TEST(StepChoice, SkipsAStateThatOverflowed) {
   const TempFolder folder;
   const double infinity = std::numeric_limits<double>::infinity();
   save_state(folder.path(), 1);
@@ -100,18 +96,18 @@ TEST(StepChoice, PassesOverAStateThatOverflowed) {
   for (const int64_t step : {3, 4}) save_state(folder.path(), step, infinity);
   StepChoice choice = choose_newest(folder.path(), kAll);
   EXPECT_EQ(choice.step, 2);
-  EXPECT_THAT(choice.passed_over, ElementsAre(HasSubstr("step-4: not all of its numbers are finite"),
-                                              HasSubstr("step-3: not all of its numbers are finite")));
-  EXPECT_EQ(choose_step(folder.path(), 4).step, 4) << "asked for";
+  EXPECT_THAT(choice.skipped, ElementsAre(HasSubstr("step-4: not all of its numbers are finite"),
+                                          HasSubstr("step-3: not all of its numbers are finite")));
+  EXPECT_EQ(choose_step(folder.path(), 4).step, 4) << "an explicit request";
 }
 
-TEST(StepChoice, TakesItWhereThereIsNoOther) {
+TEST(StepChoice, FallsBackToAnOverflowedStep) {
   const TempFolder folder;
   for (const int64_t step : {3, 4}) save_state(folder.path(), step, std::numeric_limits<double>::quiet_NaN());
   save_model_alone(folder.path(), 5);
   const StepChoice choice = choose_newest(folder.path(), kAll);
   EXPECT_EQ(choice.step, 4);
-  EXPECT_THAT(choice.passed_over, ElementsAre(HasSubstr("step-5 holds a model alone")));
+  EXPECT_THAT(choice.skipped, ElementsAre(HasSubstr("step-5 holds only a model")));
 }
 
 TEST(StepChoice, TheLastStepMayBeAModel) {
@@ -123,7 +119,7 @@ TEST(StepChoice, TheLastStepMayBeAModel) {
   EXPECT_EQ(last_step_in(folder.path()), 7);
   save_state(folder.path(), 9);
   std::filesystem::remove(folder / "step-9/rank_00000.safetensors");
-  EXPECT_EQ(last_step_in(folder.path()), std::nullopt) << "not whole";
+  EXPECT_EQ(last_step_in(folder.path()), std::nullopt) << "the newest step is incomplete";
 }
 
 }  // namespace

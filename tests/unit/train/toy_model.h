@@ -1,6 +1,6 @@
 #pragma once
 
-// The smallest model with a loss: a table of logits by the token before.
+// The smallest model with a loss: a table of logits, indexed by the previous token.
 
 #include <ATen/ATen.h>
 

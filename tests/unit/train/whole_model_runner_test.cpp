@@ -1,4 +1,4 @@
-#include "train/step_runner.h"
+#include "train/whole_model_runner.h"
 
 #include <gtest/gtest.h>
 
@@ -36,12 +36,12 @@ data::Batch joined(const std::vector<data::Batch>& batches) {
 }
 
 at::Tensor run(TrainableModel& model, const std::vector<data::Batch>& batches, int64_t tokens) {
-  return OneStageRunner(model, at::kCPU).forward_backward(batches, tokens);
+  return WholeModelRunner(model, at::kCPU).forward_backward(batches, tokens);
 }
 
 std::optional<ValidationResult> validate_whole(TrainableModel& model, const ValidationBatches& batches,
                                                int64_t max_batches) {
-  OneStageRunner runner(model, at::kCPU);
+  WholeModelRunner runner(model, at::kCPU);
   return validate(runner, DeviceMesh(), batches, max_batches);
 }
 
@@ -56,9 +56,13 @@ TEST(SplitRows, KeepsOrderAndCountsLabels) {
   EXPECT_THROW(split_rows({whole}, 3), Error);
 }
 
+TokenCounts counted(const std::vector<data::Batch>& batches) {
+  return agree(batches, Vote::Go, build_meshes(dist::init({.backend = "fake"}), {})).tokens;
+}
+
 TEST(TokenCounts, AddUpOverMicroBatches) {
   auto batches = random_batches(3, 2);
-  TokenCounts counts = count_valid_tokens(batches, DeviceMesh());
+  TokenCounts counts = counted(batches);
   EXPECT_EQ(counts.local, 3 * 2 * 8 - (1 + 2 + 3));
   EXPECT_EQ(counts.global, counts.local);
 }
@@ -67,7 +71,7 @@ TEST(StepRunner, AccumulationEqualsOneLargeBatch) {
   auto parts = random_batches(4, 2);
   std::vector<data::Batch> whole = {joined(parts)};
   BigramModel a(16, {.dtype = at::kDouble}), b(16, {.dtype = at::kDouble});
-  int64_t tokens = count_valid_tokens(parts, DeviceMesh()).global;
+  int64_t tokens = counted(parts).global;
 
   double loss_a = run(a, parts, tokens).item<double>();
   double loss_b = run(b, whole, tokens).item<double>();
@@ -80,7 +84,7 @@ TEST(StepRunner, ForwardLeavesNoGradient) {
   auto batches = random_batches(1, 2);
   BigramModel model(16);
   at::NoGradGuard no_grad;
-  at::Tensor loss = OneStageRunner(model, at::kCPU).forward(batches[0], 10);
+  at::Tensor loss = WholeModelRunner(model, at::kCPU).forward(batches[0], 10);
   EXPECT_EQ(loss.scalar_type(), at::kDouble);
   EXPECT_FALSE(model.model->parameters()[0].grad().defined());
 }
@@ -95,8 +99,7 @@ ValidationBatches one_by_one(std::vector<data::Batch>& batches, size_t& next, bo
   return {[&]() -> std::optional<data::Batch> {
             return next < batches.size() ? std::optional(batches[next++]) : std::nullopt;
           },
-          [](const data::Batch& batch) { return std::optional(count_valid_tokens({batch}, DeviceMesh())); },
-          run_dry};
+          [](const data::Batch& batch) { return std::optional(counted({batch})); }, run_dry};
 }
 
 TEST(Validate, IsTheMeanOverAllTokensAndReturnsToTraining) {
@@ -120,8 +123,8 @@ TEST(Validate, StopsAfterMaxBatches) {
   EXPECT_EQ(next, 2u);
 }
 
-// A recording may hold such a batch anywhere; a packed set has them at its end only, and without end.
-TEST(Validate, ABatchWithoutLabelsIsTheEndOfASetThatRunsDry) {
+// A recording may have such a batch anywhere; a packed set has only such batches after its end.
+TEST(Validate, BatchWithoutLabelsEndsASetThatRunsDry) {
   auto batches = random_batches(3, 2);
   at::Tensor none = at::full({2, 8}, -100, at::kLong);
   batches[1] = batch_of(batches[1].input_BS, none);

@@ -7,14 +7,13 @@
 
 #include "job/dry_run.h"
 #include "titan/core/error.h"
-#include "unit/cli/load_preset.h"
-#include "unit/cli/words.h"
+#include "unit/job/load_preset.h"
 
-namespace titan::cli {
+namespace titan::train {
 namespace {
 
 std::string table_of(int world_size, const Words& words) {
-  return train::plan_table(load_preset("llama3_debug", world_size, words), world_size);
+  return plan_table(load_preset("llama3_debug", world_size, words), world_size);
 }
 
 // The last word of each line, by its first word.
@@ -61,8 +60,8 @@ constexpr int64_t kModelDim = 256, kLayers = 6,
 // An fp32 gradient of a norm goes around twice.
 constexpr int64_t kNorms = 2 * kLayers + 1, kNormBytes = 2 * 4 * kModelDim;
 
-// Each of N ranks receives N - 1 of N parts of a bfloat16 activation, once in the forward and once in the backward: for a
-// block's two inputs and two outputs, the embedding and the head.
+// Each of N ranks receives N - 1 of N parts of a bfloat16 activation, once in the forward and once in the
+// backward: for a block's two inputs and two outputs, the embedding and the head.
 TEST(PlanTable, CountsMoreBytesForMoreRanks) {
   for (const int64_t ranks : {2, 4, 8}) {
     const auto bytes = bytes_in(
@@ -78,8 +77,8 @@ TEST(PlanTable, CountsMoreBytesForMoreRanks) {
   }
 }
 
-// Sequence parallelism splits an all-reduce into its two halves. These move as many bytes, except for the gradients of
-// norms.
+// Sequence parallelism splits an all-reduce into its two halves. These move as many bytes, except for the
+// gradients of norms.
 TEST(PlanTable, CountsTheSameBytesForAllReduces) {
   const Words tp = {"--parallelism.tensor_parallel_degree", "2"};
   Words whole = tp;
@@ -202,14 +201,14 @@ TEST(PlanTable, ShowsOverlapOfAllOwnStages) {
 }
 
 TEST(PlanTable, ComputesTheSmallestWorldFromTheDegrees) {
-  EXPECT_EQ(train::smallest_world({}), 1);
-  EXPECT_EQ(train::smallest_world({.data_parallel_replicate_degree = 2,
-                                   .data_parallel_shard_degree = 3,
-                                   .tensor_parallel_degree = 4,
-                                   .context = {.degree = 5},
-                                   .pipeline_parallel_degree = 2}),
+  EXPECT_EQ(smallest_world({}), 1);
+  EXPECT_EQ(smallest_world({.data_parallel_replicate_degree = 2,
+                            .data_parallel_shard_degree = 3,
+                            .tensor_parallel_degree = 4,
+                            .context = {.degree = 5},
+                            .pipeline_parallel_degree = 2}),
             240);
 }
 
 }  // namespace
-}  // namespace titan::cli
+}  // namespace titan::train

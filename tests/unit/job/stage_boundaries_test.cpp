@@ -3,20 +3,17 @@
 #include <gtest/gtest.h>
 
 #include "job/pipeline_stages.h"
-#include "unit/cli/load_preset.h"
-#include "unit/cli/words.h"
+#include "unit/job/load_preset.h"
 
-namespace titan::cli {
+namespace titan::train {
 namespace {
-
-using train::TensorType;
 
 std::vector<TensorType> boundaries_of(int world_size, int rank, Words words, int64_t rows = 1,
                                       int64_t seq_len = 256) {
   words.insert(words.begin(), {"--parallelism.pipeline_parallel_degree", "2"});
-  const train::JobConfig config = load_preset("llama3_debug", world_size, words);
+  const JobConfig config = load_preset("llama3_debug", world_size, words);
   const dist::World world = dist::init({.backend = "fake", .fake_rank = rank, .fake_world_size = world_size});
-  return train::stage_boundaries(config, train::plan_stages(config), world, rows, seq_len);
+  return stage_boundaries(config, plan_stages(config), world, rows, seq_len);
 }
 
 const Words kTp = {"--parallelism.tensor_parallel_degree", "2"};
@@ -54,4 +51,4 @@ TEST(StageBoundaries, AreTheSameBetweenAllStages) {
 }
 
 }  // namespace
-}  // namespace titan::cli
+}  // namespace titan::train

@@ -7,10 +7,9 @@
 #include "job/pipeline_stages.h"
 #include "parallel/pipeline/split.h"
 #include "titan/core/error.h"
-#include "unit/cli/load_preset.h"
-#include "unit/cli/words.h"
+#include "unit/job/load_preset.h"
 
-namespace titan::cli {
+namespace titan::train {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -18,14 +17,14 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kTokens = 256, kDim = 256, kVocab = 2048;
 constexpr double kLayerElements = 4 * kDim * kDim + 3 * kDim * 768;
 
-train::JobConfig debug_model(Words words) {
+JobConfig debug_model(Words words) {
   words.insert(words.begin(), {"--training.seq_len", "256", "--activation_checkpoint.mode", "none"});
   return load_preset("llama3_debug", 1, words);
 }
 
 // The sequence: tok_embeddings, layers.0..5, norm, output.
 TEST(ModuleCosts, CountOperations) {
-  const auto costs = train::computed_costs(debug_model({}), {}, {.flops = 1, .bytes = kInfinity});
+  const auto costs = computed_costs(debug_model({}), {}, {.flops = 1, .bytes = kInfinity});
   ASSERT_EQ(costs.size(), 9u);
   const double layer = kTokens * (2 * kLayerElements + 2 * kTokens * kDim);
   for (size_t i = 1; i <= 6; ++i) {
@@ -38,7 +37,7 @@ TEST(ModuleCosts, CountOperations) {
 
 // A lookup reads rows; its gradient is a whole matrix.
 TEST(ModuleCosts, CountBytes) {
-  const auto costs = train::computed_costs(debug_model({}), {}, {.flops = kInfinity, .bytes = 1});
+  const auto costs = computed_costs(debug_model({}), {}, {.flops = kInfinity, .bytes = 1});
   EXPECT_GE(costs[0].forward_s, kTokens * kDim * 2);
   EXPECT_LT(costs[0].forward_s, 2 * kTokens * kDim * 2);
   EXPECT_DOUBLE_EQ(costs[0].backward_s, 2 * costs[0].forward_s + kVocab * kDim * 2);
@@ -47,19 +46,19 @@ TEST(ModuleCosts, CountBytes) {
 }
 
 TEST(ModuleCosts, CountTheMemoryOfARank) {
-  const train::JobConfig config = debug_model({});
+  const JobConfig config = debug_model({});
   const double elements = kLayerElements + 2 * kDim;
-  EXPECT_DOUBLE_EQ(train::computed_costs(config)[1].fixed_bytes, elements * (4 * 4 + 2));
-  const train::ParallelDims dims{.dp_shard = 4, .rows = {{"cp", 2}}, .tp = 2};
-  EXPECT_DOUBLE_EQ(train::computed_costs(config, dims)[1].fixed_bytes, elements / 2 * (4 * 4 / 8.0 + 2));
-  EXPECT_DOUBLE_EQ(train::computed_costs(config, dims)[1].activation_bytes,
-                   train::computed_costs(config)[1].activation_bytes / 4);
+  EXPECT_DOUBLE_EQ(computed_costs(config)[1].fixed_bytes, elements * (4 * 4 + 2));
+  const ParallelDims dims{.dp_shard = 4, .rows = {{"cp", 2}}, .tp = 2};
+  EXPECT_DOUBLE_EQ(computed_costs(config, dims)[1].fixed_bytes, elements / 2 * (4 * 4 / 8.0 + 2));
+  EXPECT_DOUBLE_EQ(computed_costs(config, dims)[1].activation_bytes,
+                   computed_costs(config)[1].activation_bytes / 4);
 }
 
 TEST(ModuleCosts, IncludeRecomputation) {
-  const auto kept = train::computed_costs(debug_model({}));
-  const auto full = train::computed_costs(debug_model({"--activation_checkpoint.mode", "full"}));
-  const auto some = train::computed_costs(debug_model({"--activation_checkpoint.mode", "selective"}));
+  const auto kept = computed_costs(debug_model({}));
+  const auto full = computed_costs(debug_model({"--activation_checkpoint.mode", "full"}));
+  const auto some = computed_costs(debug_model({"--activation_checkpoint.mode", "selective"}));
   EXPECT_DOUBLE_EQ(full[1].backward_s, kept[1].backward_s + kept[1].forward_s);
   EXPECT_DOUBLE_EQ(full[1].activation_bytes, kTokens * kDim * 2);
   EXPECT_GT(kept[1].activation_bytes, 10 * kTokens * kDim * 2);
@@ -69,9 +68,9 @@ TEST(ModuleCosts, IncludeRecomputation) {
 }
 
 TEST(ModuleCosts, CanBeMeasuredOnADevice) {
-  const train::JobConfig config = debug_model({"--training.mixed_precision_param", "float32"});
-  const auto costs = train::measured_costs(config, at::kCPU, {}, /*repeats=*/1);
-  const auto computed = train::computed_costs(config);
+  const JobConfig config = debug_model({"--training.mixed_precision_param", "float32"});
+  const auto costs = measured_costs(config, at::kCPU, {}, /*repeats=*/1);
+  const auto computed = computed_costs(config);
   ASSERT_EQ(costs.size(), computed.size());
   for (size_t i = 0; i < costs.size(); ++i) {
     EXPECT_GT(costs[i].forward_s, 0) << i;
@@ -92,9 +91,9 @@ TEST(ModuleCosts, BalanceAPipeline) {
                        "16384",
                        "--training.seq_len",
                        "256"};
-  const train::JobConfig config = load_preset("llama3_debug", 2, words);
-  const auto plan = train::plan_stages(config);
-  const auto costs = train::computed_costs(config);
+  const JobConfig config = load_preset("llama3_debug", 2, words);
+  const auto plan = plan_stages(config);
+  const auto costs = computed_costs(config);
   const auto slower_stage = [&](size_t cut) {
     double times[2] = {0, 0};
     for (size_t i = 0; i < costs.size(); ++i) times[i < cut ? 0 : 1] += costs[i].time_s();
@@ -106,7 +105,7 @@ TEST(ModuleCosts, BalanceAPipeline) {
   EXPECT_GT(plan.modules[0].size(), 4u);  // the embedding and more than half of the layers
 }
 
-std::vector<std::string> problems_of(const Words& words) {
+Words problems_of(const Words& words) {
   try {
     load_preset("llama3_debug", 2, words);
   } catch (const ConfigError& error) {
@@ -125,11 +124,9 @@ TEST(ModuleCosts, BalanceAPipelineWithinAMemoryLimit) {
                  "1",
                  "--training.seq_len",
                  "2048"};
-  const auto first_stage = [&] {
-    return train::plan_stages(load_preset("llama3_debug", 2, words)).modules[0];
-  };
+  const auto first_stage = [&] { return plan_stages(load_preset("llama3_debug", 2, words)).modules[0]; };
   const size_t unlimited = first_stage().size();
-  const auto costs = train::computed_costs(load_preset("llama3_debug", 2, words));
+  const auto costs = computed_costs(load_preset("llama3_debug", 2, words));
   double bytes = 0;  // in the first stage, which holds two micro-batches
   for (size_t i = 0; i < unlimited; ++i) bytes += costs[i].fixed_bytes + 2 * costs[i].activation_bytes;
   words.insert(words.end(), {"--parallelism.pipeline_parallel_split_memory_gib",
@@ -146,7 +143,7 @@ TEST(ModuleCosts, RefuseAMemoryLimitWithoutABalancedSplit) {
   const Words limit = {"--parallelism.pipeline_parallel_degree", "2",
                        "--parallelism.pipeline_parallel_split_memory_gib", "1"};
   ASSERT_EQ(problems_of(limit).size(), 1u);
-  EXPECT_NE(problems_of(limit)[0].find("is for pipeline_parallel_split"), std::string::npos);
+  EXPECT_NE(problems_of(limit)[0].find("is read only with pipeline_parallel_split"), std::string::npos);
   Words balanced = limit;
   balanced.insert(balanced.end(), {"--parallelism.pipeline_parallel_split", "balanced"});
   ASSERT_EQ(problems_of(balanced).size(), 1u);
@@ -154,4 +151,4 @@ TEST(ModuleCosts, RefuseAMemoryLimitWithoutABalancedSplit) {
 }
 
 }  // namespace
-}  // namespace titan::cli
+}  // namespace titan::train

@@ -1,4 +1,4 @@
-// What a run that goes on makes of the rows that are there.
+// The rows of an earlier run, when a run resumes or starts afresh.
 
 #include <gtest/gtest.h>
 
@@ -22,7 +22,7 @@ std::string text_of(const fs::path& path) {
   return text.str();
 }
 
-TEST(RunLog, RowsUpToAStepStay) {
+TEST(RunLog, KeepsRowsUpToAStep) {
   data::TemporaryFolder folder;
   const fs::path path = folder.path() / "rows.jsonl";
   const std::string first = "{\"step\": 1, \"loss\": 2.5}\n", tenth = "{\"step\": 10, \"loss\": null}\n";
@@ -33,11 +33,11 @@ TEST(RunLog, RowsUpToAStepStay) {
   EXPECT_EQ(text_of(path), first);
 }
 
-TEST(RunLog, WhatIsNoRowGoes) {
+TEST(RunLog, RemovesLinesThatAreNotRows) {
   data::TemporaryFolder folder;
   const fs::path path = folder.path() / "rows.jsonl";
   const std::string row = "{\"step\": 1, \"loss\": 2.5}\n";
-  // Half a row of a killed run, a row cut to where it still reads, and lines of somebody else's.
+  // Half a row of a killed run, a row without its end that still parses, and lines of another program.
   for (const std::string& rest :
        {"{\"step\": 2, \"lo", "{\"step\": 2}", "\n", "[2]\n", "{\"stop\": 2}\n", "{\"step\": \"2\"}\n"}) {
     std::ofstream(path) << row << rest;
@@ -54,11 +54,11 @@ StepMetrics metrics_of(int64_t step) {
   return metrics;
 }
 
-TEST(RunLog, ALoggerBeginsAnewOrGoesOn) {
+TEST(RunLog, LoggerTruncatesOrAppends) {
   data::TemporaryFolder folder;
-  const auto log = [&](std::optional<int64_t> behind, int64_t step) {
+  const auto log = [&](std::optional<int64_t> after, int64_t step) {
     MetricsLogger logger({.settings = {}, .folder = folder.path()});
-    if (behind) logger.begin_after(*behind);
+    if (after) logger.begin_after(*after);
     logger.logged(metrics_of(step));
     logger.validated(ValidationMetrics{.step = step});
   };

@@ -16,10 +16,9 @@
 #include "titan/data/loader.h"
 #include "titan/parallel/parameters.h"
 #include "titan/train/checkpoint_state.h"
-#include "unit/cli/load_preset.h"
-#include "unit/cli/words.h"
+#include "unit/job/load_preset.h"
 
-namespace titan::cli {
+namespace titan::train {
 namespace {
 
 using checkpoint::StateTable;
@@ -33,7 +32,7 @@ struct NamedTensor {
 };
 
 // The parameters, AdamW's state of each, and the random generators of all ranks of the stage.
-std::vector<NamedTensor> state_of(const train::DryRun& run) {
+std::vector<NamedTensor> state_of(const DryRun& run) {
   std::vector<NamedTensor> state;
   for (const auto& model : run.models())
     for (const Parameter& parameter : parameters(model->root())) {
@@ -49,7 +48,7 @@ std::vector<NamedTensor> state_of(const train::DryRun& run) {
         state.push_back({"optimizer." + parameter.name + kind, at::kFloat, data});
       state.push_back({"optimizer." + parameter.name + ".step", at::kFloat, step});
     }
-  train::RngState rng(run.meshes(), at::kCPU, /*seed=*/0);
+  RngState rng(run.meshes(), at::kCPU, /*seed=*/0);
   for (const checkpoint::ObjectTensor& tensor : rng.state().tensors)
     state.push_back({"rng." + tensor.name, tensor.data.local.scalar_type(), tensor.data});
   return state;
@@ -94,13 +93,13 @@ Words arguments_of(const Words& degrees) {
 // A rank's layouts describe the parts of all ranks of its stage.
 TEST_P(ParallelLayouts, OfOneRankDescribeAllRanks) {
   constexpr int kRanks = 8;
-  const train::JobConfig config = load_preset("llama3_debug", kRanks, arguments_of(GetParam()));
+  const JobConfig config = load_preset("llama3_debug", kRanks, arguments_of(GetParam()));
   std::map<std::string, TensorLayout> layouts;
   // Elements that no rank has counted yet. Only the first copy of a part counts.
   std::map<std::string, int64_t> left;
   for (int rank = 0; rank < kRanks; ++rank) {
     SCOPED_TRACE(str("rank ", rank));
-    const train::DryRun run(config, kRanks, rank);
+    const DryRun run(config, kRanks, rank);
     for (const NamedTensor& tensor : state_of(run)) {
       const auto [known, is_new] =
           layouts.emplace(tensor.name, checkpoint::layout_of(tensor.data, run.meshes().pp));
@@ -149,10 +148,10 @@ struct Large {
 class LargePlans : public ::testing::TestWithParam<Large> {};
 
 // The tensors of each stage, which the ranks of a job send each other. Empty without a pipeline.
-std::vector<std::string> texts_of_stages(const train::JobConfig& config, int stages) {
+std::vector<std::string> texts_of_stages(const JobConfig& config, int stages) {
   std::vector<std::string> texts;
   for (int stage = 0; stage < stages && stages > 1; ++stage) {
-    const train::DryRun run(config, kManyRanks, stage * (kManyRanks / stages));
+    const DryRun run(config, kManyRanks, stage * (kManyRanks / stages));
     texts.push_back(checkpoint::detail::encode_stage(described(state_of(run), run.meshes().pp)));
   }
   return texts;
@@ -191,8 +190,8 @@ std::string lanes_text(int64_t dp_rank, int64_t dp_degree, int64_t num_lanes) {
   return data::to_json(state);
 }
 
-// The reports that all ranks of a job send rank 0 after they wrote their files. Only one of the ranks that share rows
-// reports texts.
+// The reports that all ranks of a job send rank 0 after they wrote their files. Only one of the ranks that
+// share rows reports texts.
 std::vector<std::string> reports_of(int64_t dp_degree, int64_t num_lanes, const checkpoint::FileRecord& file,
                                     bool with_texts) {
   std::vector<std::string> reports;
@@ -240,12 +239,11 @@ std::string manifest_text(const StateTable& table, const std::string& config,
 }
 
 TEST_P(LargePlans, AreFastAndSmall) {
-  const train::JobConfig config =
-      load_preset(GetParam().preset, kManyRanks, arguments_of(GetParam().degrees));
+  const JobConfig config = load_preset(GetParam().preset, kManyRanks, arguments_of(GetParam().degrees));
   std::string first_text;
   for (const int rank : {0, kManyRanks - 1}) {
     SCOPED_TRACE(str("rank ", rank));
-    const train::DryRun run(config, kManyRanks, rank);
+    const DryRun run(config, kManyRanks, rank);
     const std::vector<NamedTensor> state = state_of(run);
     const DeviceMesh& pipeline = run.meshes().pp;
     const auto texts = texts_of_stages(config, pipeline.size());
@@ -261,7 +259,7 @@ TEST_P(LargePlans, AreFastAndSmall) {
     }
     const StateTable table(std::move(tensors), kManyRanks);
     const auto pieces = table.pieces_of(rank);
-    const std::string settings = config::print_toml(train::job_schema(), config);
+    const std::string settings = config::print_toml(job_schema(), config);
     const double seconds = seconds_from(start);
 
     // 9 parameters per layer, embedding, norm and head. The generators of a stage are one tensor.
@@ -286,8 +284,8 @@ TEST_P(LargePlans, AreFastAndSmall) {
     RecordProperty("manifest_bytes", static_cast<int>(text.size()));
     EXPECT_LT(text.size(), 5'000'000u);
 
-    // A report has a digest of 32 bytes and seven numbers. The texts add a count of tokens, and for each rank that reads
-    // rows of its own the lanes and the fingerprint of the data.
+    // A report has a digest of 32 bytes and seven numbers. The texts add a count of tokens, and for each rank
+    // that reads rows of its own the lanes and the fingerprint of the data.
     const int64_t without_texts = total_size(reports_of(dp_degree, num_lanes, record, /*with_texts=*/false));
     EXPECT_EQ(without_texts, kManyRanks * (32 + 7 * 8));
     const int64_t of_texts = total_size(reports) - without_texts;
@@ -309,4 +307,4 @@ INSTANTIATE_TEST_SUITE_P(Llama405B, LargePlans,
                          [](const auto& info) { return std::string(info.param.name); });
 
 }  // namespace
-}  // namespace titan::cli
+}  // namespace titan::train

@@ -12,9 +12,9 @@
 #include "job/build.h"
 #include "job/dry_run.h"
 #include "titan/parallel/parameters.h"
-#include "unit/cli/load_preset.h"
+#include "unit/job/load_preset.h"
 
-namespace titan::cli {
+namespace titan::train {
 namespace {
 
 struct Recipe {
@@ -30,8 +30,9 @@ int64_t chunk_length(int64_t size, int64_t count, int64_t index) {
   return std::clamp<int64_t>(size - index * length, 0, length);
 }
 
-// The sizes of this rank's part by the placements: tensor parallelism shards first, then FSDP shards its parts.
-std::vector<int64_t> expected_sizes(const DTensor& data, const train::Meshes& meshes) {
+// The sizes of this rank's part by the placements: tensor parallelism shards first, then FSDP shards its
+// parts.
+std::vector<int64_t> expected_sizes(const DTensor& data, const Meshes& meshes) {
   std::vector<int64_t> sizes = data.global_shape;
   const auto& axes = data.mesh.axes();
   for (const bool tensor_parallel : {true, false})
@@ -45,7 +46,7 @@ std::vector<int64_t> expected_sizes(const DTensor& data, const train::Meshes& me
   return sizes;
 }
 
-std::vector<Parameter> all_parameters(const train::DryRun& run) {
+std::vector<Parameter> all_parameters(const DryRun& run) {
   std::vector<Parameter> all;
   for (const auto& model : run.models())
     for (const Parameter& parameter : parameters(model->root())) all.push_back(parameter);
@@ -58,7 +59,7 @@ double max_resident_gigabytes() {
   return static_cast<double>(usage.ru_maxrss) / (1024 * 1024);
 }
 
-void expect_own_part_only(const Parameter& parameter, const train::Meshes& meshes) {
+void expect_own_part_only(const Parameter& parameter, const Meshes& meshes) {
   EXPECT_TRUE(parameter.data.local.is_meta()) << parameter.name;
   EXPECT_EQ(parameter.data.local.sizes(), expected_sizes(parameter.data, meshes)) << parameter.name;
 }
@@ -66,10 +67,10 @@ void expect_own_part_only(const Parameter& parameter, const train::Meshes& meshe
 TEST_P(Recipes, BuildAndRunAtRealSize) {
   const auto [name, world_size] = GetParam();
   const auto start = std::chrono::steady_clock::now();
-  const train::JobConfig config = load_preset(name, world_size);
+  const JobConfig config = load_preset(name, world_size);
   for (const int rank : {0, world_size / 2 + 1, world_size - 1}) {
     SCOPED_TRACE(str("rank ", rank));
-    train::DryRun run(config, world_size, rank);
+    DryRun run(config, world_size, rank);
     run.run_micro_batch();
 
     int64_t mine = 0, rows = 0;
@@ -110,11 +111,11 @@ class PipelineRecipes : public ::testing::TestWithParam<Recipe> {};
 // One rank of each stage: together they have every parameter once.
 TEST_P(PipelineRecipes, StagesCoverTheModelOnce) {
   const auto [name, world_size] = GetParam();
-  const train::JobConfig config = load_preset(name, world_size);
+  const JobConfig config = load_preset(name, world_size);
   double total = 0;
   std::set<std::string> names;
   for (int pp_rank = 0; pp_rank < 16; ++pp_rank) {
-    const train::DryRun run(config, world_size, world_size / 16 * pp_rank + pp_rank);
+    const DryRun run(config, world_size, world_size / 16 * pp_rank + pp_rank);
     ASSERT_EQ(run.meshes().pp.rank(), pp_rank);
     for (const Parameter& parameter : all_parameters(run)) {
       expect_own_part_only(parameter, run.meshes());
@@ -130,20 +131,20 @@ INSTANTIATE_TEST_SUITE_P(All, PipelineRecipes,
                                            Recipe{"llama3_405b_pp_interleaved", 512}),
                          name_of_recipe);
 
-// Uses real memory, not meta tensors: a rank of 70B whose stage is one layer of 3.4 GB allocates only its part of it.
+// Uses real memory, not meta tensors: a rank of 70B whose stage is one layer of 3.4 GB allocates only its
+// part of it.
 TEST(PipelineStageMemory, AllocatesOnlyTheRanksPart) {
   const int stages = 82, ranks_of_stage = 128, world_size = stages * ranks_of_stage;
-  const train::JobConfig config =
-      load_preset("llama3_70b_2d", world_size,
-                  {"--parallelism.pipeline_parallel_degree", std::to_string(stages),
-                   "--parallelism.pipeline_parallel_schedule", "GPipe",
-                   "--parallelism.data_parallel_shard_degree", "16"});
-  const train::StagePlan plan = train::plan_stages(config);
+  const JobConfig config = load_preset("llama3_70b_2d", world_size,
+                                       {"--parallelism.pipeline_parallel_degree", std::to_string(stages),
+                                        "--parallelism.pipeline_parallel_schedule", "GPipe",
+                                        "--parallelism.data_parallel_shard_degree", "16"});
+  const StagePlan plan = plan_stages(config);
   const auto start = std::chrono::steady_clock::now();
   for (const int stage : {0, 40, stages - 1}) {
     const dist::World world = dist::init(
         {.backend = "fake", .fake_rank = stage * ranks_of_stage + stage, .fake_world_size = world_size});
-    const auto models = train::build_stages(config, plan, train::build_job_meshes(config, world), at::kCPU);
+    const auto models = build_stages(config, plan, build_job_meshes(config, world), at::kCPU);
     ASSERT_EQ(models.size(), 1u);
     int64_t whole = 0;
     std::map<const void*, size_t> memory;  // by address: parameters may share memory
@@ -162,4 +163,4 @@ TEST(PipelineStageMemory, AllocatesOnlyTheRanksPart) {
 }
 
 }  // namespace
-}  // namespace titan::cli
+}  // namespace titan::train

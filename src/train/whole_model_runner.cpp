@@ -1,0 +1,43 @@
+#include "train/whole_model_runner.h"
+
+#include <ATen/ops/zeros.h>
+
+#include "dist/trace_range.h"
+#include "titan/core/error.h"
+#include "titan/parallel/fsdp.h"
+
+namespace titan::train {
+
+at::Tensor WholeModelRunner::forward_backward(const std::vector<data::Batch>& batches,
+                                              int64_t global_valid_tokens) {
+  check_valid_tokens(global_valid_tokens);
+  TrainableModel& model = *models_[0].model;
+  discard_gradients(model.root());  // left by a failed step
+  at::Tensor total = at::zeros({}, at::TensorOptions(device_).dtype(at::kDouble));
+  for (size_t i = 0; i < batches.size(); ++i) {
+    at::Tensor loss;
+    {
+      const dist::TraceRange traced([&] { return str("forward ", i); });
+      loss = model.loss(on_device(batches[i].input_BS), on_device(batches[i].labels_BS), global_valid_tokens);
+      total.add_(loss.detach());
+    }
+    const dist::TraceRange traced([&] { return str("backward ", i); });
+    set_last_micro_batch(model.root(), i + 1 == batches.size());
+    if (loss.requires_grad()) loss.backward();
+  }
+  return total;
+}
+
+at::Tensor WholeModelRunner::forward(const data::Batch& batch, int64_t global_valid_tokens) {
+  check_valid_tokens(global_valid_tokens);
+  const dist::TraceRange traced([] { return "forward 0"; });
+  const at::Tensor loss =
+      models_[0].model->loss(on_device(batch.input_BS), on_device(batch.labels_BS), global_valid_tokens);
+  return loss.detach().to(at::kDouble);
+}
+
+at::Tensor WholeModelRunner::on_device(const at::Tensor& host) const {
+  return host.to(device_, host.scalar_type(), /*non_blocking=*/true);
+}
+
+}  // namespace titan::train
