@@ -5,6 +5,7 @@
 # to the program distributed_tests, and a test that runs the cases of this file for each listed number of local ranks; the time limit ends
 # all processes. Tests for NIGHTLY_RANKS are called nightly.* and run only at night. With CUDA, all these and CUDA_RANKS also run with
 # --cuda, and are skipped if no GPU is visible. With APART, the file becomes a separate program, because it replaces functions of the C++ library.
+# Unity builds put up to six files into one: names in their anonymous namespaces must differ, also from those of headers.
 include(GoogleTest)
 
 # Tests are compiled without optimization, because compiling them takes longer than running them. The library under test is optimized.

@@ -16,7 +16,7 @@ import xml.etree.ElementTree
 # These cases run elsewhere: on a GPU, on another number of ranks, or in a nightly test.
 ELSEWHERE = re.compile(
     r"no GPU is visible|a GPU is visible|there is a GPU|this rank has a GPU|on GPUs only|from GPUs only|on a GPU has to be copied|symmetric memory may be there|"
-    r"needs a peer|(needs|takes|made for) (\w+|\d x \d) ranks|takes a shard axis|takes one axis of ranks, or two|one rank |on one rank|of two ranks|hidden features don't divide|"
+    r"needs a peer|(needs|takes|made for) (\w+|\d x \d) ranks|needs a shard axis|needs an even number of ranks|one rank |on one rank|of two ranks|hidden features aren't a multiple|"
     r"the machine is too busy|a long form"
 )
 ON_A_GPU = re.compile(r"\.(cuda|nccl)$")

@@ -59,6 +59,14 @@ Llama3Args tied(Llama3Args args) {
   return args;
 }
 
+int64_t params_of_block(const Llama3Args& args) {
+  const int64_t kv_dim = args.num_kv_heads() * args.head_dim();
+  const int64_t attention = 2 * args.dim * args.dim + 2 * args.dim * kv_dim;
+  const int64_t feed_forward = 3 * args.dim * args.ffn_hidden_dim();
+  const int64_t norms = 2 * args.dim;
+  return attention + feed_forward + norms;
+}
+
 }  // namespace
 
 const std::map<std::string, Llama3Args>& llama3_flavors() {
@@ -94,18 +102,6 @@ int64_t Llama3Args::ffn_hidden_dim() const {
   if (ffn_dim_multiplier) hidden = static_cast<int64_t>(*ffn_dim_multiplier * static_cast<double>(hidden));
   return (hidden + multiple_of - 1) / multiple_of * multiple_of;
 }
-
-namespace {
-
-int64_t params_of_block(const Llama3Args& args) {
-  const int64_t kv_dim = args.num_kv_heads() * args.head_dim();
-  const int64_t attention = 2 * args.dim * args.dim + 2 * args.dim * kv_dim;
-  const int64_t feed_forward = 3 * args.dim * args.ffn_hidden_dim();
-  const int64_t norms = 2 * args.dim;
-  return attention + feed_forward + norms;
-}
-
-}  // namespace
 
 int64_t num_params(const Llama3Args& args) {
   const int64_t vocabulary_matrices = args.tie_embeddings ? 1 : 2;

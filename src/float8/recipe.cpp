@@ -51,6 +51,22 @@ std::vector<ProductCasts> products_of(const Recipe& recipe) {
   return products;
 }
 
+// TorchTitan had these keys when torchao had delayed scaling.
+void describe_delayed(config::Table<Float8Settings>& table) {
+  using Settings = Float8Settings;
+  const auto types = config::one_of({"dynamic", "delayed"});
+  const char* same = "the same for weights";
+  table.field("scaling_type_input", &Settings::scaling_type_input,
+              "what the scales of layers' inputs are made from: \"dynamic\", the matrix that is cast; "
+              "\"delayed\", the largest magnitudes of the last history_len steps, one reduction a step",
+              types);
+  table.field("scaling_type_weight", &Settings::scaling_type_weight, same, types);
+  table.field("scaling_type_grad_output", &Settings::scaling_type_grad_output,
+              "the same for outputs' gradients", types);
+  table.field("history_len", &Settings::history_len, "steps that delayed scales remember",
+              config::at_least(1));
+}
+
 }  // namespace
 
 Registry<Recipe>& recipes() {
@@ -102,26 +118,6 @@ void check(const std::string& name, const Recipe& recipe) {
         "multiplies Float8_e5m2 by Float8_e5m2, which no hardware supports; one side must be Float8_e4m3fn");
   }
 }
-
-namespace {
-
-// TorchTitan had these keys when torchao had delayed scaling.
-void describe_delayed(config::Table<Float8Settings>& table) {
-  using Settings = Float8Settings;
-  const auto types = config::one_of({"dynamic", "delayed"});
-  const char* same = "the same for weights";
-  table.field("scaling_type_input", &Settings::scaling_type_input,
-              "what the scales of layers' inputs are made from: \"dynamic\", the matrix that is cast; "
-              "\"delayed\", the largest magnitudes of the last history_len steps, one reduction a step",
-              types);
-  table.field("scaling_type_weight", &Settings::scaling_type_weight, same, types);
-  table.field("scaling_type_grad_output", &Settings::scaling_type_grad_output,
-              "the same for outputs' gradients", types);
-  table.field("history_len", &Settings::history_len, "steps that delayed scales remember",
-              config::at_least(1));
-}
-
-}  // namespace
 
 void describe(config::Table<Float8Settings>& table) {
   using Settings = Float8Settings;

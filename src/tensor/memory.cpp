@@ -240,15 +240,7 @@ void HostAllocator::free_block(void* begin) {
   if (!allocator().keep(begin)) c10::GetDefaultCPUAllocator()->raw_deallocate(begin);
 }
 
-}  // namespace
-
-void install_host_allocator() { c10::SetCPUAllocator(&allocator(), /*priority=*/1); }
-
-HostMemoryStats host_memory_stats() { return allocator().stats(); }
-
 // ---- tensors whose memory comes and goes
-
-namespace {
 
 c10::StorageImpl* storage_impl(const at::Tensor& tensor) { return tensor.storage().unsafeGetStorageImpl(); }
 
@@ -259,6 +251,10 @@ void release_owner(void* context) {
 }
 
 }  // namespace
+
+void install_host_allocator() { c10::SetCPUAllocator(&allocator(), /*priority=*/1); }
+
+HostMemoryStats host_memory_stats() { return allocator().stats(); }
 
 at::Tensor deferred_tensor(at::IntArrayRef sizes, const at::TensorOptions& options) {
   at::Tensor tensor = at::empty({0}, options);

@@ -18,7 +18,7 @@ namespace {
 
 using namespace titan::testing;  // NOLINT: the test's own names
 
-constexpr uint64_t kSeed = 3;
+constexpr uint64_t kContextSeed = 3;
 
 struct Form {
   const char* name;
@@ -177,7 +177,7 @@ std::unique_ptr<train::TrainableModel> build_spread_llama(const LlamaCase& llama
   fsdp.mesh = meshes.fsdp;
   llama_spec().parallelize(*model,
                            {.meshes = meshes, .fsdp = fsdp, .parallelisms = {context_parallelism(options)}});
-  materialize(model->root(), kSeed);
+  materialize(model->root(), kContextSeed);
   return model;
 }
 
@@ -197,8 +197,8 @@ double run_spread(train::TrainableModel& model, const Batch& batch, const train:
   return world().everyone()->sum(run_rows(model, batch, meshes, backward), {.phase = "test::loss"});
 }
 
-void expect_equal(train::TrainableModel& model, double loss, const LlamaStep& reference, at::ScalarType dtype,
-                  const std::string& what, double& worst) {
+void expect_equal_outcomes(train::TrainableModel& model, double loss, const LlamaStep& reference,
+                           at::ScalarType dtype, const std::string& what, double& worst) {
   EXPECT_NEAR(loss, reference.loss, dtype == at::kDouble ? 1e-12 : 5e-6) << what;
   const auto list = parameters(model.root());
   EXPECT_EQ(list.size(), reference.gradients.size()) << what;
@@ -230,7 +230,7 @@ LlamaCase few_rows(int64_t rows, int64_t seq_len) {
 
 void expect_parity(const LlamaCase& llama, const Batch& batch, at::ScalarType dtype,
                    const std::vector<Form>& all_forms) {
-  const LlamaStep reference = run_on_one_rank(llama, batch, dtype, kSeed);
+  const LlamaStep reference = run_on_one_rank(llama, batch, dtype, kContextSeed);
   double worst = 0;
   for (const CpLayout& layout : cp_layouts(world().size())) {
     const train::Meshes meshes = meshes_of(layout);
@@ -238,7 +238,7 @@ void expect_parity(const LlamaCase& llama, const Batch& batch, at::ScalarType dt
     for (const Form& form : all_forms) {
       auto model = build_spread_llama(llama, dtype, meshes, form.options);
       const std::string what = titan::str("dp_shard ", layout.shard, " cp ", layout.cp, ", ", form.name);
-      expect_equal(*model, run_spread(*model, batch, meshes), reference, dtype, what, worst);
+      expect_equal_outcomes(*model, run_spread(*model, batch, meshes), reference, dtype, what, worst);
     }
   }
   log::info_rank0(titan::str("worst difference of a gradient ", worst));
@@ -280,12 +280,12 @@ INSTANTIATE_TEST_SUITE_P(Dtypes, ContextParallelParity, ::testing::Values(at::kF
 TEST(ContextParallelBf16, IsNearOneRank) {
   const LlamaCase llama = few_rows(4, 96);
   const Batch batch = batch_of(llama, 4);
-  const LlamaStep reference = run_on_one_rank(llama, batch, at::kFloat, kSeed);
+  const LlamaStep reference = run_on_one_rank(llama, batch, at::kFloat, kContextSeed);
   const FsdpOptions bf16{.mesh = {}, .param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat};
   auto single = build_llama(llama, at::kFloat);
   const train::Meshes alone;
   llama_spec().parallelize(*single, {.meshes = alone, .fsdp = bf16});
-  materialize(single->root(), kSeed);
+  materialize(single->root(), kContextSeed);
   forward_backward(*single, batch, 0, 1, 1);
   std::map<std::string, double> distance;
   for (const Parameter& parameter : parameters(single->root()))
@@ -307,16 +307,17 @@ TEST(ContextParallelLengths, MayDifferBetweenCalls) {
   const LlamaCase llama = few_rows(2, 48);
   const LlamaCase shorter = few_rows(2, 4 * world().size());
   const Batch batch = batch_of(llama, 5), other = batch_of(shorter, 6);
-  const LlamaStep reference = run_on_one_rank(llama, batch, at::kDouble, kSeed);
+  const LlamaStep reference = run_on_one_rank(llama, batch, at::kDouble, kContextSeed);
   auto single = build_llama(llama, at::kDouble);
-  materialize(single->root(), kSeed);
+  materialize(single->root(), kContextSeed);
   const train::Meshes meshes = meshes_of({1, world().size()});
   double worst = 0;
   for (const Form& form : forms()) {
     auto model = build_spread_llama(llama, at::kDouble, meshes, form.options);
     for (int round = 0; round < 2; ++round) {
       forget_gradients(*model);
-      expect_equal(*model, run_spread(*model, batch, meshes), reference, at::kDouble, form.name, worst);
+      expect_equal_outcomes(*model, run_spread(*model, batch, meshes), reference, at::kDouble, form.name,
+                            worst);
       at::NoGradGuard no_grad;
       const double expected =
           single->loss(other.tokens.to(device()), other.labels.to(device()), other.num_valid())
@@ -353,7 +354,7 @@ std::unique_ptr<train::TrainableModel> build_composed(const LlamaCase& llama, at
                                     .fsdp = {.mesh = meshes.fsdp},
                                     .tensor = tensor,
                                     .parallelisms = {context_parallelism(form.options)}});
-  materialize(model->root(), kSeed);
+  materialize(model->root(), kContextSeed);
   return model;
 }
 
@@ -364,7 +365,7 @@ TEST_P(ContextParallelComposed, EqualsOneRankAndCheckpointsChangeNoBit) {
   const at::ScalarType dtype = GetParam();
   const LlamaCase llama = few_rows(4, 48);
   const Batch batch = batch_of(llama, 8);
-  const LlamaStep reference = run_on_one_rank(llama, batch, dtype, kSeed);
+  const LlamaStep reference = run_on_one_rank(llama, batch, dtype, kContextSeed);
   double worst = 0;
   for (const train::ParallelDims& dims : composed_dims(world().size())) {
     const train::Meshes meshes = train::build_meshes(world(), dims);
@@ -383,7 +384,7 @@ TEST_P(ContextParallelComposed, EqualsOneRankAndCheckpointsChangeNoBit) {
           auto model = build_composed(llama, dtype, meshes, form, tensor, checkpoint);
           const double share = run_rows(*model, batch, meshes);
           const double loss = meshes.loss.group()->sum(share, {.phase = "test::loss"});
-          expect_equal(*model, loss, reference, dtype, what, worst);
+          expect_equal_outcomes(*model, loss, reference, dtype, what, worst);
           for (const Parameter& parameter : parameters(model->root())) {
             const at::Tensor gradient = parameter.data.local.grad();
             const auto [known, is_first] = plain.try_emplace(parameter.name, gradient);
@@ -504,13 +505,14 @@ TEST(ContextParallelAfterARefusal, AcceptsTheNextCall) {
   const int size = world().size();
   const LlamaCase llama = few_rows(2, 6 * size);
   const Batch batch = batch_of(llama, 10);
-  const LlamaStep reference = run_on_one_rank(llama, batch, at::kDouble, kSeed);
+  const LlamaStep reference = run_on_one_rank(llama, batch, at::kDouble, kContextSeed);
   const train::Meshes meshes = meshes_of({1, size});
   auto model = build_spread_llama(llama, at::kDouble, meshes, {});
   const at::Tensor tokens = at::zeros({2, 5 * size}, at::TensorOptions(at::kLong).device(device()));
   EXPECT_THROW(model->loss(tokens, tokens, 1), Error);
   double worst = 0;
-  expect_equal(*model, run_spread(*model, batch, meshes), reference, at::kDouble, "after a refusal", worst);
+  expect_equal_outcomes(*model, run_spread(*model, batch, meshes), reference, at::kDouble, "after a refusal",
+                        worst);
 }
 
 TEST(ContextParallelRefuses, SequencesOfTwoLengths) {

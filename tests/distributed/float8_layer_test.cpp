@@ -24,7 +24,7 @@ using testing::device;
 using testing::world;
 
 // Parts for 2, 3 and 4 ranks are whole blocks of 32 features.
-constexpr int64_t kRows = 12, kLength = 24, kFeatures = 384;
+constexpr int64_t kLayerRows = 12, kLayerLength = 24, kFeatures = 384;
 
 class OneLayerImpl : public nn::Module {
  public:
@@ -136,7 +136,7 @@ std::vector<Place> places() {
 // A random x, or gradient of y, for `step`; the same on every rank.
 at::Tensor drawn(uint64_t seed, int step) {
   at::manual_seed(seed + 100 * static_cast<uint64_t>(step));
-  const at::Tensor values = at::randn({kRows, kLength, kFeatures}) * (step == 0 ? 1.7 : 2.9);
+  const at::Tensor values = at::randn({kLayerRows, kLayerLength, kFeatures}) * (step == 0 ? 1.7 : 2.9);
   return values.to(device());
 }
 
@@ -159,7 +159,7 @@ OneLayer converted(const Kind& kind, const float8::GatherOptions& gather) {
 }
 
 // The second step may use the first one's scales.
-constexpr int kSteps = 2;
+constexpr int kLayerSteps = 2;
 
 struct Reference {
   std::vector<Result> parts;
@@ -172,7 +172,7 @@ Reference on_one_rank(const Kind& kind, int count) {
   materialize(layer, 7);
   auto scales = float8::DelayedScales::collect({layer.ptr().get()}, 4, device());
   Reference reference;
-  for (int step = 0; step < kSteps; ++step) {
+  for (int step = 0; step < kLayerSteps; ++step) {
     reference.parts.clear();
     layer->linear->weight.mutable_grad().reset();
     const auto x = drawn(1, step).chunk(count), grad = drawn(2, step).chunk(count);
@@ -202,7 +202,7 @@ void expect_products_of(const Reference& wanted, const Kind& kind, const Place& 
   const Parameter weight = parameters(layer)[0];
   const auto mine = static_cast<size_t>(world().rank() / place.tp);
   Result result;
-  for (int step = 0; step < kSteps; ++step) {
+  for (int step = 0; step < kLayerSteps; ++step) {
     at::Tensor(weight.data.local).mutable_grad().reset();
     result = forward_backward(layer, drawn(1, step).chunk(place.shard)[mine],
                               drawn(2, step).chunk(place.shard)[mine]);
@@ -240,7 +240,7 @@ TEST(Float8Layer, MultipliesTheGatheredWeight) {
 // The comparison is precise because scaling by a scale that isn't a power of two rounds, too.
 TEST(Float8Layer, ScalesAreNotPowersOfTwo) {
   for (const uint64_t seed : {1, 2}) {
-    const at::Tensor matrix = drawn(seed, kSteps - 1).view({-1, kFeatures});
+    const at::Tensor matrix = drawn(seed, kLayerSteps - 1).view({-1, kFeatures});
     for (const auto over : {float8::Over::Matrix, float8::Over::Row, float8::Over::Column}) {
       const at::Tensor scale =
           float8::scale_of(float8::amax(matrix, over), at::kFloat8_e4m3fn, /*power_of_two=*/false);

@@ -88,7 +88,7 @@ TEST(Profiling, WritesATracePerWindowWithModulesAndPhases) {
     EXPECT_TRUE(trace.has(str("ProfilerStep#", step)));
     EXPECT_EQ(trace.beginning("ProfilerStep#").size(), 1u);
     for (const char* name :
-         {"data", "forward_backward", "optimizer", "log", "validate", "action 0F0", "action 0B0", "model",
+         {"data", "forward_backward", "optimizer", "log", "validate", "forward 0", "backward 0", "model",
           "tok_embeddings", "layers.0", "layers.1.attention", "layers.0.attention.wq+wk+wv",
           "layers.0.attention.wo", "layers.1.feed_forward", "layers.1 backward", "layers.0 backward"})
       EXPECT_TRUE(trace.has(name)) << name;
@@ -96,7 +96,7 @@ TEST(Profiling, WritesATracePerWindowWithModulesAndPhases) {
     for (const json& attention : trace.named("layers.0.attention"))
       EXPECT_TRUE(is_within_one(attention, layers));
     EXPECT_TRUE(is_within_one(layers.front(), steps_of_it));
-    const auto backward = trace.named("action 0B0");
+    const auto backward = trace.named("backward 0");
     for (const char* name : {"layers.1 backward", "layers.0 backward"})
       for (const json& range : trace.named(name)) EXPECT_TRUE(is_within_one(range, backward)) << name;
     EXPECT_LE(end_of(trace.named("layers.1 backward").front()),

@@ -62,5 +62,5 @@ assert told["log"] == [
 missing = call(str(run), packages=packages)
 assert missing.returncode == 1 and "pip install wandb" in missing.stderr, missing.stderr
 none = call(str(folder / "nothing"), packages=packages)
-assert none.returncode == 1 and "holds no run" in none.stderr, none.stderr
+assert none.returncode == 1 and "contains no run" in none.stderr, none.stderr
 print("wandb gets the right values")

@@ -34,7 +34,7 @@ inline double relative_error(const at::Tensor& actual, const at::Tensor& expecte
   return (a - e).norm().item<double>() / (norm > 0 ? norm : 1.0);
 }
 
-/// What rounding leaves after a few operations in this precision.
+/// The error that rounding leaves after a few operations in this precision.
 inline double tolerance_of(at::ScalarType dtype) {
   return dtype == at::kDouble ? 1e-13 : dtype == at::kFloat ? 1e-6 : 6e-3;
 }

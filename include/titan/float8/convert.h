@@ -2,8 +2,9 @@
 
 // Float8 in a model: converting its linear layers, and the histories of delayed scales.
 //
-//   titan::float8::convert(*model.ptr(), {.recipe_name = "rowwise", .plain =
-//   titan::ops::default_products()}); titan::fully_shard(model, fsdp);  // parallelize as usual
+//   const auto plain = titan::ops::default_products();
+//   titan::float8::convert(*model.ptr(), {.recipe_name = "rowwise", .plain = plain});
+//   titan::fully_shard(model, fsdp);  // parallelize as usual
 //
 // With delayed scales, your own loop also calls DelayedScales::update() before each optimizer step.
 

@@ -2,8 +2,8 @@
 
 // The learning rate over a run, and the registry of schedules.
 //
-//   titan::optim::LrSchedule schedule({.warmup_steps = 100, .decay_type = "cosine"},
-//   /*training_steps=*/5000); optimizer.set_lr_factor(schedule.factor(step));
+//   titan::optim::LrSchedule schedule({.warmup_steps = 100}, /*training_steps=*/5000);
+//   optimizer.set_lr_factor(schedule.factor(step));
 
 #include <array>
 #include <cstdint>

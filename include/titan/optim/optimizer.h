@@ -156,8 +156,8 @@ class OptimizerSpec {
 
 /// The rules that optimizer.name may name: "AdamW", "Adam", and rules that users add:
 ///
-///   titan::optim::optimizers().add("lion", OptimizerRule<LionArgs>{.state = {"exp_avg"}, .step =
-///   lion_step});
+///   const OptimizerRule<LionArgs> lion{.state = {"exp_avg"}, .step = lion_step};
+///   titan::optim::optimizers().add("lion", lion);
 Registry<OptimizerSpec>& optimizers();
 
 class Optimizer {

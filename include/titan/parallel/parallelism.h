@@ -69,7 +69,7 @@ struct ParallelismKind {
   std::function<bool(const nn::AnyRef& root)> is_applied;
   std::function<int(const Settings&)> parts_per_rank = {};                         ///< default: 1
   std::function<std::vector<SettingProblem>(const Settings&)> find_problems = {};  ///< default: none
-  /// The prefix of its keys in [parallelism]. Default: "args.<name>.", a table of its own.
+  /// The prefix of its keys in [parallelism]. Default: "args.<name>.", a separate table.
   std::string key_prefix = {};
   bool always_in_mesh = false;  ///< RowAxis::always_in_mesh
 };

@@ -126,13 +126,13 @@ struct TensorParallelOptions {
 /// One module of the plan as it ran, for `titan train --print-plan`.
 struct PlanRow {
   std::string module;
-  std::string style;        ///< "Rowwise", or for several entries "SequenceParallel, PrepareInput"
-  std::string weight;       ///< placements of the module's parameters; "" if they are whole
-  std::string activation;   ///< "in Shard(1) -> Replicate; out Partial -> Shard(1)"
-  std::string collectives;  ///< forward / backward: "all-gather / reduce-scatter"
-  std::string transport;    ///< transport of collectives "in products": "sent and received"
-  int64_t calls = 0;        ///< moves of activations and statistics, with and without communication
-  int64_t bytes = 0;  ///< received by this rank in these calls since parallelize()
+  std::string style;           ///< "Rowwise", or for several entries "SequenceParallel, PrepareInput"
+  std::string weight;          ///< placements of the module's parameters; "" if they are whole
+  std::string activation;      ///< "in Shard(1) -> Replicate; out Partial -> Shard(1)"
+  std::string collectives;     ///< forward / backward: "all-gather / reduce-scatter"
+  std::string transport;       ///< transport of collectives "in products": "sent and received"
+  int64_t calls = 0;           ///< moves of activations and statistics, with and without communication
+  int64_t bytes = 0;           ///< received by this rank in these calls since parallelize()
   int64_t gradient_bytes = 0;  ///< received each time gradients (of norms) are summed over the axis
 };
 /// Rows for the modules below `root` that parallelize() hooked or cut, in module order. If several overlapped

@@ -14,7 +14,7 @@
 namespace titan::activations {
 
 struct OffloadSettings {
-  at::Device device = at::kCPU;  ///< where activations are; a CPU, with copies within host memory, is for tests
+  at::Device device = at::kCPU;  ///< where activations are; a CPU copies within host memory, for tests
   bool page_locked = true;
   int64_t min_bytes = 1 << 20;
 };

@@ -137,7 +137,7 @@ class KeptOutputs final : public ops::SavedOutputs {
   bool handing_back_ = false;
 };
 
-// A generator's state is a tensor on the CPU, whatever the generator's device.
+// A generator's state is a tensor on the CPU for any device of the generator.
 at::Tensor state_of(at::Generator& generator) {
   const std::lock_guard<std::mutex> lock(generator.mutex());
   return generator.get_state();

@@ -42,8 +42,8 @@ void fully_shard_beside_any_device(std::initializer_list<nn::AnyRef> modules, co
 /// [Note: gradient path]
 /// collected [N, S_trainable] (reduce dtype)  --reduce-scatter over the shard axis-->  [S_trainable]
 ///   --all-reduce over the replicate axis, last micro-batch only-->
-///   --all-reduce of gradients that are summands over tensor-parallel ranks (norms with sequence
-///   parallelism)--> += flat gradient [S_trainable] (the shards' dtype)
+///   --all-reduce of summands over tensor-parallel ranks (norms' gradients with sequence parallelism)-->
+///   += flat gradient [S_trainable] (the shards' dtype)
 /// With one rank on the shard axis nothing is scattered; with one rank in total the gradients are collected
 /// in the flat gradient. If that is in host memory ([Note: host shards]), the last step is a copy, or a copy
 /// and a sum on the host.

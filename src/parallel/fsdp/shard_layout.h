@@ -102,12 +102,9 @@ class WireLayout {
     }
   }
 
-  at::ScalarType dtype() const {
-    return dtype_;
-  }  ///< the buffers' dtype; kByte if some parameters have one-byte elements
-  int64_t offset(size_t slot) const {
-    return offsets_[slot];
-  }  ///< where the slot's chunk begins in a rank's part
+  /// The buffers' dtype; kByte if some parameters have one-byte elements.
+  at::ScalarType dtype() const { return dtype_; }
+  int64_t offset(size_t slot) const { return offsets_[slot]; }   ///< start of the slot's chunk in a part
   int64_t chunk(size_t slot) const { return chunks_[slot]; }     ///< length of the slot's chunk
   int64_t end(size_t slot) const { return offsets_[slot + 1]; }  ///< end of the slot's chunk and its padding
   int64_t part() const { return offsets_.back(); }               ///< length of a rank's part

@@ -157,6 +157,14 @@ class Reader {
   std::vector<std::string> problems_;
 };
 
+bool makes_input_gradient(Kind kind) { return kind == Kind::Backward || kind == Kind::BackwardInput; }
+
+bool is_stage(const Schedule& schedule, int stage) { return stage >= 0 && stage < schedule.num_stages; }
+
+bool same_rank(const Schedule& schedule, int a, int b) {
+  return schedule.rank_of_stage[a] == schedule.rank_of_stage[b];
+}
+
 }  // namespace
 
 std::string to_string(const Action& action) { return str(action); }
@@ -173,18 +181,6 @@ bool has_backward(const Schedule& schedule) {
 }
 
 bool has_communication(const Schedule& schedule) { return any_kind(schedule, is_communication); }
-
-namespace {
-
-bool makes_input_gradient(Kind kind) { return kind == Kind::Backward || kind == Kind::BackwardInput; }
-
-bool is_stage(const Schedule& schedule, int stage) { return stage >= 0 && stage < schedule.num_stages; }
-
-bool same_rank(const Schedule& schedule, int a, int b) {
-  return schedule.rank_of_stage[a] == schedule.rank_of_stage[b];
-}
-
-}  // namespace
 
 std::optional<int> source_stage(const Schedule& schedule, const Action& action) {
   int source = -1;

@@ -1,5 +1,6 @@
-// Adds sends and receives to a schedule of compute actions. It runs the schedule once, without time, with
-// sends that block until their receive is posted; where that deadlocks, a receive is posted earlier.
+// Completes a schedule of compute actions with sends, receives and parameter actions. To place the receives,
+// it runs the schedule once, without time, with sends that block until their receive is posted; if that
+// deadlocks, a receive is posted earlier.
 
 #include <algorithm>
 #include <limits>
@@ -154,17 +155,7 @@ class Completion {
   Runnable runnable_;
 };
 
-}  // namespace
-
-Schedule with_communication(const Schedule& schedule) {
-  if (has_communication(schedule)) return schedule;
-  check_schedule(schedule, {.purpose = has_backward(schedule) ? Purpose::Training : Purpose::Evaluation});
-  return Completion(schedule).run();
-}
-
-// Adds Unshard, Reshard and Reduce to a schedule.
-
-namespace {
+// ---- Unshard, Reshard and Reduce
 
 using Actions = std::vector<Action>;
 
@@ -255,23 +246,7 @@ Actions with_reduction(const Actions& actions) {
   return out;
 }
 
-}  // namespace
-
-Schedule with_parameter_actions(const Schedule& schedule, int max_gathered_stages) {
-  TITAN_CHECK(max_gathered_stages >= 1, "expected max_gathered_stages of 1 or more, got ",
-              max_gathered_stages);
-  const bool gathers =
-                 any_kind(schedule, [](Kind kind) { return kind == Kind::Unshard || kind == Kind::Reshard; }),
-             reduces = any_kind(schedule, [](Kind kind) { return kind == Kind::Reduce; });
-  Schedule whole = schedule;
-  for (Actions& actions : whole.ranks) {
-    if (!gathers) actions = with_gathering(actions, max_gathered_stages);
-    if (!reduces) actions = with_reduction(actions);
-  }
-  return whole;
-}
-
-namespace {
+// ---- messages that can share a call
 
 struct BatchedMessage {
   Action send;
@@ -296,6 +271,26 @@ std::vector<std::vector<BatchedMessage>> list_messages(const Schedule& schedule,
 }
 
 }  // namespace
+
+Schedule with_communication(const Schedule& schedule) {
+  if (has_communication(schedule)) return schedule;
+  check_schedule(schedule, {.purpose = has_backward(schedule) ? Purpose::Training : Purpose::Evaluation});
+  return Completion(schedule).run();
+}
+
+Schedule with_parameter_actions(const Schedule& schedule, int max_gathered_stages) {
+  TITAN_CHECK(max_gathered_stages >= 1, "expected max_gathered_stages of 1 or more, got ",
+              max_gathered_stages);
+  const bool gathers =
+                 any_kind(schedule, [](Kind kind) { return kind == Kind::Unshard || kind == Kind::Reshard; }),
+             reduces = any_kind(schedule, [](Kind kind) { return kind == Kind::Reduce; });
+  Schedule whole = schedule;
+  for (Actions& actions : whole.ranks) {
+    if (!gathers) actions = with_gathering(actions, max_gathered_stages);
+    if (!reduces) actions = with_reduction(actions);
+  }
+  return whole;
+}
 
 std::vector<std::vector<bool>> joined_with_next(const Schedule& schedule, const MayJoin& may_join) {
   std::vector<std::vector<bool>> joined;

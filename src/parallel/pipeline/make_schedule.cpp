@@ -312,6 +312,14 @@ std::optional<std::string> micro_batches_problem(const ScheduleTraits& traits, i
   return std::nullopt;
 }
 
+void append_pass(std::vector<Action>& to, const std::vector<Action>& pass, int first_micro_batch, bool last) {
+  for (Action action : pass) {
+    if (action.kind == Action::Kind::Reduce && !last) continue;
+    if (!is_parameter_action(action.kind)) action.micro_batch += first_micro_batch;
+    to.push_back(action);
+  }
+}
+
 }  // namespace
 
 const std::vector<ScheduleTraits>& all_schedule_traits() {
@@ -382,18 +390,6 @@ std::optional<std::string> counts_problem(const ScheduleTraits& traits, int num_
   if (num_micro_batches < 1) return str("expected 1 or more micro-batches, got ", num_micro_batches);
   return micro_batches_problem(traits, num_ranks, num_stages, num_micro_batches);
 }
-
-namespace {
-
-void append_pass(std::vector<Action>& to, const std::vector<Action>& pass, int first_micro_batch, bool last) {
-  for (Action action : pass) {
-    if (action.kind == Action::Kind::Reduce && !last) continue;
-    if (!is_parameter_action(action.kind)) action.micro_batch += first_micro_batch;
-    to.push_back(action);
-  }
-}
-
-}  // namespace
 
 Schedule make_schedule(std::string_view name, int num_ranks, int num_stages, int num_micro_batches) {
   const ScheduleTraits& traits = schedule_traits(name);

@@ -1,4 +1,4 @@
-// Simulated schedules as text.
+// Simulated schedules as tables for the terminal and as SVG drawings.
 
 #include <algorithm>
 #include <cmath>
@@ -121,36 +121,7 @@ int slots_per_line(int room, int width) {
   return fit < kMark ? fit : fit - fit % kMark;
 }
 
-}  // namespace
-
-std::string to_table(const Simulation& simulation, const TableStyle& style) {
-  const Slots slots(simulation);
-  const size_t width = label_width(simulation);
-  const std::string last_head = "rank " + std::to_string(simulation.timeline.size() - 1);
-  const size_t head = std::max(last_head.size(), std::string_view("time").size()) + 2;
-  const int per_block = slots_per_line(style.width - static_cast<int>(head), static_cast<int>(width) + 1);
-  std::string text;
-  for (int begin = 0; begin < slots.count(); begin += per_block) {
-    const int end = std::min(begin + per_block, slots.count());
-    std::string times = padded("time", head);
-    // Every fifth.
-    for (int i = begin; i < end; i += kMark)
-      times =
-          padded(padded(times, head + (i - begin) * (width + 1)) + printed("%.4g", i * slots.slot()) + " ",
-                 head + (std::min(i + kMark, end) - begin) * (width + 1));
-    text += (begin == 0 ? "" : "\n") + without_trailing_spaces(times);
-    for (size_t rank = 0; rank < slots.rows().size(); ++rank) {
-      std::string line = padded("rank " + std::to_string(rank), head);
-      for (int i = begin; i < end; ++i) line += cell_text(slots.rows()[rank][i], width, style.colors);
-      text += without_trailing_spaces(line);
-    }
-  }
-  return text;
-}
-
-// Simulated schedules as drawings.
-
-namespace {
+// ---- drawings
 
 constexpr double kLeft = 64, kRight = 16, kTop = 64, kRow = 30, kGap = 4, kBottom = 32;
 constexpr double kLeastWidth = 560, kMostWidth = 6000;
@@ -303,6 +274,31 @@ class Drawing {
 };
 
 }  // namespace
+
+std::string to_table(const Simulation& simulation, const TableStyle& style) {
+  const Slots slots(simulation);
+  const size_t width = label_width(simulation);
+  const std::string last_head = "rank " + std::to_string(simulation.timeline.size() - 1);
+  const size_t head = std::max(last_head.size(), std::string_view("time").size()) + 2;
+  const int per_block = slots_per_line(style.width - static_cast<int>(head), static_cast<int>(width) + 1);
+  std::string text;
+  for (int begin = 0; begin < slots.count(); begin += per_block) {
+    const int end = std::min(begin + per_block, slots.count());
+    std::string times = padded("time", head);
+    // A time at every fifth slot.
+    for (int i = begin; i < end; i += kMark)
+      times =
+          padded(padded(times, head + (i - begin) * (width + 1)) + printed("%.4g", i * slots.slot()) + " ",
+                 head + (std::min(i + kMark, end) - begin) * (width + 1));
+    text += (begin == 0 ? "" : "\n") + without_trailing_spaces(times);
+    for (size_t rank = 0; rank < slots.rows().size(); ++rank) {
+      std::string line = padded("rank " + std::to_string(rank), head);
+      for (int i = begin; i < end; ++i) line += cell_text(slots.rows()[rank][i], width, style.colors);
+      text += without_trailing_spaces(line);
+    }
+  }
+  return text;
+}
 
 std::string to_svg(const Schedule& schedule, const Simulation& simulation, const std::string& title) {
   return Drawing(schedule, simulation).write(title);

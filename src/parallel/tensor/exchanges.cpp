@@ -352,23 +352,7 @@ class WrittenSummands final : public ops::SequenceExchange::Scatter {
   int given_ = 0;
 };
 
-}  // namespace
-
-PeerMemoryExchange::PeerMemoryExchange(std::shared_ptr<PeerPieces> pieces) : pieces_(std::move(pieces)) {
-  TITAN_CHECK(count() > 1,
-              "an exchange through symmetric memory needs two or more ranks, but the group has one");
-  traffic_->way = "through symmetric memory";
-}
-
-std::unique_ptr<ops::SequenceExchange::Gather> PeerMemoryExchange::gather(const at::Tensor& part) const {
-  return std::make_unique<ReadParts>(*pieces_, part, *traffic_);
-}
-
-std::unique_ptr<ops::SequenceExchange::Scatter> PeerMemoryExchange::scatter() const {
-  return std::make_unique<WrittenSummands>(*pieces_, *traffic_);
-}
-
-namespace {
+// ---- the choice of a transport
 
 constexpr dist::Label kLabel{"tp::choose_exchange"};
 
@@ -400,6 +384,20 @@ std::string way_of_plan(OverlapTransport transport) {
 }
 
 }  // namespace
+
+PeerMemoryExchange::PeerMemoryExchange(std::shared_ptr<PeerPieces> pieces) : pieces_(std::move(pieces)) {
+  TITAN_CHECK(count() > 1,
+              "an exchange through symmetric memory needs two or more ranks, but the group has one");
+  traffic_->way = "through symmetric memory";
+}
+
+std::unique_ptr<ops::SequenceExchange::Gather> PeerMemoryExchange::gather(const at::Tensor& part) const {
+  return std::make_unique<ReadParts>(*pieces_, part, *traffic_);
+}
+
+std::unique_ptr<ops::SequenceExchange::Scatter> PeerMemoryExchange::scatter() const {
+  return std::make_unique<WrittenSummands>(*pieces_, *traffic_);
+}
 
 std::string why_not_all_share(dist::Group& group, const dist::DeviceBackend& devices) {
   const auto addresses = group.all_gather_text(devices.device_address(), kLabel);

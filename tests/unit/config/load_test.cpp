@@ -191,7 +191,7 @@ TEST(Load, RefusedKeysAcceptOneValue) {
   EXPECT_EQ(load_text("[training]\ngc_debug = true\n[optimizer]\nmethod = \"x\"\n").problems,
             (Problems{"a.toml:2:1: training.gc_debug = true: not supported: there is no garbage collector; "
                       "only false is accepted",
-                      "a.toml:4:1: optimizer.method = \"x\": not supported: one method is enough; it has to "
+                      "a.toml:4:1: optimizer.method = \"x\": not supported: one method is enough; it must "
                       "stay unset"}));
 }
 
