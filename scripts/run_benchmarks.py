@@ -15,7 +15,7 @@ Other rows that are compared with PyTorch:
 Single parts:
   tokenizer         compared with the `tokenizers` package
   loader, init, optim
-  attention         a ring's blocks
+  attention         a ring's blocks, compared with the whole
   activation_checkpoint      memory and time of each policy
   float8_snr        gradients of each recipe, compared with fp32's
   flight_record     the cost of recording a call; above a microsecond it is an error

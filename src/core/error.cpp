@@ -82,7 +82,9 @@ void throw_internal(const char* file, int line, const char* condition, const std
 
 std::string reason_of(const std::exception& error) {
   std::string reason = error.what();
-  if (size_t stack = reason.find("\nException raised from "); stack != reason.npos) reason.resize(stack);
+  if (dynamic_cast<const InternalError*>(&error)) return reason;  // its stack is for us
+  for (const char* stack : {"\nException raised from ", "\nframe #0: "})
+    if (size_t start = reason.find(stack); start != reason.npos) reason.resize(start);
   return reason;
 }
 

@@ -208,8 +208,9 @@ class JsonTree final : public JsonEvents {
   std::string real(double value) override { return put(value); }
   std::string text(std::string& value) override { return put(std::move(value)); }
   std::string key(std::string& key) override {
-    if (open_.back()->contains(key)) return str("duplicate key '", key.substr(0, 60), "'");
-    member_ = &(*open_.back())[key];
+    const auto [member, is_new] = open_.back()->emplace(key, nullptr);
+    if (!is_new) return str("duplicate key '", key.substr(0, 60), "'");
+    member_ = &*member;
     return "";
   }
   std::string open(bool is_array) override {

@@ -11,6 +11,7 @@
 #include <thread>
 
 #include <ATen/ops/full.h>
+#include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "core/hash.h"
@@ -125,8 +126,8 @@ std::shared_ptr<Group> World::group(const std::vector<int>& ranks, const std::st
                                     const std::string& purpose) const {
   TITAN_CHECK(!ranks.empty() && std::is_sorted(ranks.begin(), ranks.end(), std::less_equal<>()) &&
                   ranks.front() >= 0 && ranks.back() < size(),
-              "group '", name, "' needs ranks in ascending order, below ", size(), "; its ", ranks.size(),
-              " ranks aren't");
+              "group '", name, "' needs at least one rank, and ranks in ascending order, below ", size(),
+              "; got [", c10::Join(", ", ranks), "]");
   std::lock_guard lock(impl_->mutex);
   auto& group = impl_->groups[{ranks, purpose}];
   if (!group) group = impl_->make_group(ranks, name, purpose);

@@ -25,7 +25,7 @@ constexpr const char* kEntryPoint = "titan_register";
 const std::string kStamp = std::string("titan build ") + "stamp: ";
 constexpr size_t kMaxStampBytes = 200;
 
-/// The loader's folders: those of LD_LIBRARY_PATH and the system's.
+/// The loader's folders: those of LD_LIBRARY_PATH and its own. Those of ld.so.conf aren't listed.
 std::vector<std::string> loader_folders() {
   void* const program = ::dlopen(nullptr, RTLD_LAZY);
   Dl_serinfo size;
@@ -45,18 +45,19 @@ std::string file_of(const std::string& path) {
   std::error_code error;
   std::string searched;
   if (path.find('/') != std::string::npos) {
-    if (std::filesystem::exists(path, error)) return path;
+    if (std::filesystem::is_regular_file(path, error)) return path;
     if (path.front() != '/')
       searched = str("; relative to the working directory, not to the config file, this is ",
                      std::filesystem::absolute(path).lexically_normal().string());
   } else {
     const std::vector<std::string> folders = loader_folders();
     for (const std::string& folder : folders)
-      if (std::string file = folder + "/" + path; std::filesystem::exists(file, error)) return file;
-    searched = str("; a name without a '/' is searched in LD_LIBRARY_PATH and the system's folders: ",
-                   c10::Join(", ", folders), "; write ./", path, " for the working directory");
+      if (std::string file = folder + "/" + path; std::filesystem::is_regular_file(file, error)) return file;
+    searched =
+        str("; a name without a '/' is searched only in LD_LIBRARY_PATH and the loader's own folders: ",
+            c10::Join(", ", folders), "; write ./", path, " for the working directory");
   }
-  throw ConfigError(str("doesn't exist", searched));
+  throw ConfigError(str("there is no such file", searched));
 }
 
 // Which builds of LibTitan the parts of a shared object were compiled against.

@@ -27,9 +27,10 @@ class Golden {
   std::string prefix_;
 };
 
-/// ||actual - expected|| / ||expected||, in double.
+/// ||actual - expected|| / ||expected||, in double, whichever devices they are on.
 inline double relative_error(const at::Tensor& actual, const at::Tensor& expected) {
-  const at::Tensor a = actual.detach().to(at::kDouble), e = expected.detach().to(at::kDouble);
+  const at::Tensor a = actual.detach().to(at::kCPU, at::kDouble),
+                   e = expected.detach().to(at::kCPU, at::kDouble);
   const double norm = e.norm().item<double>();
   return (a - e).norm().item<double>() / (norm > 0 ? norm : 1.0);
 }

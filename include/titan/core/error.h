@@ -66,7 +66,7 @@ namespace detail {
                                  const std::string& message);
 }  // namespace detail
 
-/// what() of any exception, without the C++ stack that LibTorch adds to its own.
+/// what() of any exception, without the C++ stack that LibTorch adds; InternalError keeps its own.
 std::string reason_of(const std::exception& error);
 
 /// The names in `known` that `name` may have been meant as, best first: few edits away (case, '-' for '_' and

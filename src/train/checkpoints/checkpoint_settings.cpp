@@ -62,8 +62,8 @@ config::Constraint absolute_path() {
 
 void describe_peers(config::Table<CheckpointSettings>& table) {
   table.field("peer_interval", &CheckpointSettings::peer_interval,
-              "steps between states that are kept in the hosts' memory, which is the most that a lost rank "
-              "costs; each host's files are copied to another host; 0: off",
+              "steps between states that are kept in the hosts' memory, about what a lost rank costs; each "
+              "host's files are copied to another host; 0: off",
               config::at_least(0));
   table.field(
       "peer_folder", &CheckpointSettings::peer_folder,

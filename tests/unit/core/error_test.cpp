@@ -38,6 +38,13 @@ TEST(Error, InternalAssertReportsABugWithABacktrace) {
 
 TEST(Error, AssertNeedsNoMessage) { EXPECT_THROW(TITAN_INTERNAL_ASSERT(false), InternalError); }
 
+TEST(Error, ReasonsHaveNoStackOfLibTorch) {
+  EXPECT_EQ(reason_of(std::runtime_error("full\nException raised from f at a.cpp:1")), "full");
+  EXPECT_EQ(reason_of(std::runtime_error("full\nof text\nframe #0: f + 0x1 (0x2 in a.so)\nframe #1: ")),
+            "full\nof text");
+  EXPECT_EQ(reason_of(InternalError("bug\nframe #0: f")), "bug\nframe #0: f");
+}
+
 TEST(NearestNames, FindsTyposSwapsAndCase) {
   Names known{"seq_len", "steps", "dataset", "AdamW", "Adam"};
   EXPECT_EQ(nearest_names("seq_lne", known), Names{"seq_len"});
