@@ -136,13 +136,11 @@ bool is_crossed(const Variant& variant) {
 }
 
 // Covers the pairs of all settings in an order that mixes them, so that few cases are enough. `crossed` adds
-// all variants of is_crossed(). On more than 4 ranks, which share CI's cores, without --all only is_crossed()
-// is covered, by layout, schedule and checkpointing.
+// all variants of is_crossed().
 std::vector<Variant> variants_of(const LlamaCase& llama, bool crossed) {
   constexpr size_t kKinds = std::size(kCheckpointing), kForms = std::size(kTensorForms);
   std::vector<Variant> all;
   PairwiseCover cover;
-  const bool few = world().size() > 4 && !all_cases();
   const std::vector<Variant> layouts = layouts_of(llama);
   for (size_t shift = 0; shift < kKinds * kForms; ++shift) {
     for (size_t i = 0; i < layouts.size(); ++i) {
@@ -150,10 +148,7 @@ std::vector<Variant> variants_of(const LlamaCase& llama, bool crossed) {
       if (variant.dims.tp == 1 && shift >= kKinds) continue;
       variant.checkpointing = (i + shift) % kKinds;
       if (variant.dims.tp > 1) variant.tensor = (i + shift / kKinds) % kForms;
-      std::vector<int> settings = settings_of(variant);
-      if (few && !is_crossed(variant)) continue;
-      if (few) settings = {settings[0], settings[1], static_cast<int>(variant.checkpointing)};
-      if (cover.add(settings) || (crossed && is_crossed(variant))) all.push_back(variant);
+      if (cover.add(settings_of(variant)) || (crossed && is_crossed(variant))) all.push_back(variant);
     }
   }
   TITAN_CHECK(!all.empty(), "'", llama.name, "' fits no pipeline of ", world().size(), " ranks");
