@@ -1,10 +1,12 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <set>
 
 #include "config/document.h"
+#include "core/json.h"
 #include "core/utf8.h"
 
 namespace titan::config {
@@ -259,8 +261,21 @@ Raw raw_string(std::string_view word) { return {std::string(word)}; }
 
 Raw raw_strings(std::string_view word) { return raw_list(word, ',', raw_string); }
 
-/// Parses a command-line word for the field's kind: "none" unsets, "a,b" is a list, "a,b;c" a list of lists.
-/// A word that doesn't fit stays a string, which convert() refuses.
+/// A JSON list of strings or lists, as in TOML; nullopt if `word` is something else.
+std::optional<Raw> raw_json_list(std::string_view word) {
+  const std::function<Raw(const nlohmann::json&)> raw_of_json = [&](const nlohmann::json& value) {
+    if (!value.is_array()) return raw_string(value.is_string() ? value.get<std::string>() : value.dump());
+    Raw::List items;
+    for (const nlohmann::json& item : value) items.push_back(raw_of_json(item));
+    return Raw{std::move(items)};
+  };
+  if (!word.starts_with('[')) return std::nullopt;
+  const auto tree = parse_json(word);
+  return tree.is_array() ? std::optional(raw_of_json(tree)) : std::nullopt;
+}
+
+/// Parses a command-line word for the field's kind: "none" unsets, "a,b" is a list, "a,b;c" a list of lists; lists may
+/// also be written as in TOML: '["a", "b"]'. A word that doesn't fit stays a string, which convert() refuses.
 Raw raw_of_word(const FieldInfo& field, std::string_view word) {
   if (field.optional && (word == "none" || word == "None")) return {Raw::Null{}};
   switch (field.kind) {
@@ -272,9 +287,9 @@ Raw raw_of_word(const FieldInfo& field, std::string_view word) {
     case Kind::String:
       return raw_string(word);
     case Kind::StringList:
-      return raw_strings(word);
+      return raw_json_list(word).value_or(raw_strings(word));
     case Kind::StringLists:
-      return raw_list(word, ';', raw_strings);
+      return raw_json_list(word).value_or(raw_list(word, ';', raw_strings));
   }
   return raw_string(word);
 }

@@ -142,6 +142,11 @@ struct Check {
     std::vector<std::string> found;
     config.spec().check(config.args(), found);
     for (const std::string& problem : found) problems.push_back(str("model.args: ", problem));
+    const ActivationCheckpointSettings& activations = config.activation_checkpoint;
+    if (activations.mode != "selective" || activations.selective_ac_option == "op" || !found.empty()) return;
+    const int64_t layers = config.spec().sizes(config.args()).num_layers;
+    require(layers == 0 || std::stoll(activations.selective_ac_option) <= layers,
+            "activation_checkpoint.selective_ac_option", str("selects no layer: the model has ", layers));
   }
 
   void check_precision() {

@@ -296,14 +296,14 @@ void Optimizer::set_lr_factor(double factor) { impl_->lr_factor = factor; }
 
 double Optimizer::lr() const { return impl_->default_lr * impl_->lr_factor; }
 
-std::map<std::string, Optimizer::ParameterState> Optimizer::state() {
+std::multimap<std::string, Optimizer::ParameterState> Optimizer::state() {
   const at::NoGradGuard no_grad;
-  std::map<std::string, ParameterState> result;
+  std::multimap<std::string, ParameterState> result;
   for (Batch& batch : impl_->batches) {
     impl_->allocate_state(batch);
     for (size_t i = 0; i < batch.parameters.size(); ++i) {
       const DTensor& data = batch.parameters[i].data;
-      ParameterState& state = result[batch.parameters[i].name];
+      ParameterState& state = result.emplace(batch.parameters[i].name, ParameterState{})->second;
       for (size_t k = 0; k < batch.state.size(); ++k) {
         DTensor& kept = state.emplace(impl_->spec.state[k], data).first->second;
         kept.local = batch.state[k][i];

@@ -207,7 +207,7 @@ struct Started {
   Trainer trainer;
   std::vector<Parameter> parameters;
   std::map<std::string, at::Tensor> before;
-  std::map<std::string, optim::Optimizer::ParameterState> moments;  // the optimizer's own
+  std::multimap<std::string, optim::Optimizer::ParameterState> moments;  // the optimizer's own
 
   bool weights_are_unchanged() const {
     for (const Parameter& parameter : parameters)

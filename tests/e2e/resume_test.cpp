@@ -17,6 +17,9 @@ Words pipeline(int degree) {
   return {"--training.local_batch_size", "4", "--parallelism.pipeline_parallel_degree",
           std::to_string(degree)};
 }
+Words v_schedule(const std::string& name) {
+  return pipeline(2) + Words{"--parallelism.pipeline_parallel_schedule", name};
+}
 const Words kTensor2 = {"--training.local_batch_size", "4", "--parallelism.tensor_parallel_degree", "2"};
 const Words kContext2 = {"--training.local_batch_size", "4", "--parallelism.context_parallel_degree", "2"};
 const Words kReplicate2 = {"--parallelism.data_parallel_replicate_degree", "2",
@@ -53,13 +56,14 @@ INSTANTIATE_TEST_SUITE_P(Resume, SameRanks,
 struct Chain {
   const char* name;
   std::vector<Words> parts;
+  Words model = {};  ///< settings of all parts
 };
 void PrintTo(const Chain& chain, std::ostream* out) { *out << chain.name; }
 
 class OtherRanks : public ::testing::TestWithParam<Chain> {};
 
 TEST_P(OtherRanks, ResumeWithinRounding) {
-  const Words words = resumable(fresh_folder("config"));
+  const Words words = resumable(fresh_folder("config")) + GetParam().model;
   const auto straight = fresh_folder("straight"), run = fresh_folder("run");
   train(straight, words);
   const Curve expected = curve_of(straight);
@@ -86,7 +90,12 @@ INSTANTIATE_TEST_SUITE_P(Resume, OtherRanks,
                                                   ranks(2, kContext2)}},
                                            Chain{"HsdpToTpWithPp",
                                                  {ranks(4, kReplicate2), ranks(4, pipeline(2) + kTensor2),
-                                                  ranks(1), ranks(4, kReplicate2)}}),
+                                                  ranks(1), ranks(4, kReplicate2)}},
+                                           // One rank has both copies of the tied weight on these schedules.
+                                           Chain{"TiedVSchedules",
+                                                 {ranks(2, v_schedule("ZBVZeroBubble")), ranks(1),
+                                                  ranks(2, v_schedule("DualPipeV")), ranks(2, pipeline(2))},
+                                                 {"--model.args.tie_embeddings"}}),
                          [](const auto& info) { return std::string(info.param.name); });
 
 // ---- modes of saving
@@ -310,8 +319,8 @@ TEST(Loading, ReportsWhatHasChanged) {
   EXPECT_EQ(other.status, 0) << other.err;
   EXPECT_THAT(other.err,
               AllOf(HasSubstr("the checkpoint is from a run with 1 thread(s) per operation, this one has 2"),
-                    HasSubstr("settings differ from the checkpoint's"),
-                    HasSubstr("; training.steps: 5 | 6"), HasSubstr("| 0.003")));
+                    HasSubstr("settings differ from the checkpoint's"), HasSubstr("; training.steps: 5 | 6"),
+                    HasSubstr("| 0.003")));
   EXPECT_THAT(other.err, ::testing::Not(HasSubstr("dump_folder:")));
 }
 

@@ -188,9 +188,10 @@ class Optimizer {
   double lr() const;
 
   /// The optimizer's state, by parameter and name: the rule's tensors, laid out as the parameter, and "step",
-  /// an fp32 scalar with the parameter's number of updates. Shares memory with the optimizer.
+  /// an fp32 scalar with the parameter's number of updates. Shares memory with the optimizer. Parameters with the
+  /// same name (a tied weight in two stages of a pipeline rank) have an entry each, in the constructor's order.
   using ParameterState = std::map<std::string, DTensor>;
-  std::map<std::string, ParameterState> state();
+  std::multimap<std::string, ParameterState> state();
 
  private:
   struct Impl;

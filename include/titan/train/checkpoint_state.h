@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -44,7 +45,8 @@ class OptimizerState : public checkpoint::Stateful {
 
  private:
   optim::Optimizer& optimizer_;
-  std::vector<std::string> duplicates_;
+  /// Whether each copy of a parameter is a duplicate: a pipeline rank may hold a tied weight in two stages.
+  std::map<std::string, std::vector<bool>> copies_;
 };
 
 /// State that isn't a tensor. `save` is called on every rank, but only rank 0's text is saved.

@@ -231,8 +231,8 @@ int64_t ReplayFeed::read(int64_t step, int64_t lane, Row row) const {
   input_.read_row(step, lane, row.input);
   labels_.read_row(step, lane, row.labels);
   auto check = [&](int64_t id, const NpyArray& array) {
-    TITAN_CHECK(id >= 0 && id < vocab_size_, array.path().string(), " has the id ", id, " at step ", step,
-                ", row ", lane, ", outside the model's vocabulary of ", vocab_size_);
+    TITAN_CHECK(id >= 0 && id < vocab_size_, array.path().string(), " has the id ", id, " at step ", step + 1,
+                ", row ", lane + 1, ", outside the model's vocabulary of ", vocab_size_);
   };
   for (int64_t id : row.input) check(id, input_);
   for (int64_t id : row.labels)

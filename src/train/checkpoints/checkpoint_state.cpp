@@ -1,6 +1,6 @@
 #include "titan/train/checkpoint_state.h"
 
-#include <algorithm>
+#include <map>
 #include <mutex>
 
 #include <ATen/Context.h>
@@ -74,13 +74,18 @@ void ModelState::loaded(const std::string&) {
 OptimizerState::OptimizerState(optim::Optimizer& optimizer, const std::vector<Parameter>& parameters)
     : optimizer_(optimizer) {
   for (const Parameter& parameter : parameters)
-    if (parameter.duplicate) duplicates_.push_back(parameter.name);
+    if (parameter.data.local.requires_grad()) copies_[parameter.name].push_back(parameter.duplicate);
 }
 
 checkpoint::ObjectState OptimizerState::state() {
   checkpoint::ObjectState state;
+  std::map<std::string, size_t> seen;
   for (const auto& [name, tensors] : optimizer_.state()) {
-    const bool duplicate = std::find(duplicates_.begin(), duplicates_.end(), name) != duplicates_.end();
+    const auto copies = copies_.find(name);
+    const size_t copy = seen[name]++;
+    TITAN_CHECK(copies != copies_.end() && copy < copies->second.size(), "the optimizer steps parameter '",
+                name, "', which is not in the list of parameters whose state is to be saved");
+    const bool duplicate = copies->second[copy];
     for (const auto& [key, tensor] : tensors)
       state.tensors.push_back({str(name, ".", key), tensor, duplicate});
   }

@@ -127,7 +127,7 @@ TEST_F(ReplayTest, NamesWhatDoesNotMatchTheRecording) {
   std::vector<int64_t> row(2), labels(2);
   auto small = feed(input_, labels_, 9);
   auto message = message_of<Error>([&] { small->open({.lane = 1, .position = 1}, 3)->fill({row, labels}); });
-  EXPECT_NE(message.find("id 9 at step 1, row 1"), message.npos) << message;
+  EXPECT_NE(message.find("id 9 at step 2, row 2"), message.npos) << message;
   EXPECT_NE(feed(input_, labels_)->fingerprint(), feed(input_, input_)->fingerprint());
 }
 

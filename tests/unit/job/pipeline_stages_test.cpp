@@ -94,6 +94,14 @@ TEST_F(PipelineStages, FollowTheSettings) {
                                     "embedding,blocks.0,blocks.1,blocks.2,blocks.3,blocks.4;norm,head"},
                        2));
   EXPECT_EQ(lists_of(listed), (Words{"embedding, blocks.0..4", "norm, head"}));
+
+  const StagePlan as_in_toml = plan_stages(load(
+      kTwo +
+          Words{
+              "--parallelism.module_fqns_per_model_part",
+              R"([["embedding", "blocks.0", "blocks.1", "blocks.2"], ["blocks.3", "blocks.4", "norm", "head"]])"},
+      2));
+  EXPECT_EQ(lists_of(as_in_toml), (Words{"embedding, blocks.0..2", "blocks.3..4, norm, head"}));
 }
 
 TEST_F(PipelineStages, FollowAScheduleInAFile) {

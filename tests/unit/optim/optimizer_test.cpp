@@ -74,12 +74,12 @@ TEST_P(OptimizerKinds, FollowsTheFormula) {
   auto state = optimizer.state();
   for (const auto& parameter : parameters) {
     at::Tensor flat = parameter.data.local.detach().to(at::kDouble).reshape(-1);
-    at::Tensor exp_avg = state.at(parameter.name).at("exp_avg").local.to(at::kDouble).reshape(-1);
+    at::Tensor exp_avg = state.find(parameter.name)->second.at("exp_avg").local.to(at::kDouble).reshape(-1);
     for (int64_t i = 0; i < flat.numel(); ++i, ++element) {
       EXPECT_NEAR(flat[i].item<double>(), expected[element].value, tolerance());
       EXPECT_NEAR(exp_avg[i].item<double>(), expected[element].exp_avg, tolerance());
     }
-    EXPECT_EQ(state.at(parameter.name).at("step").local.item<float>(), 10);
+    EXPECT_EQ(state.find(parameter.name)->second.at("step").local.item<float>(), 10);
   }
 }
 
@@ -91,8 +91,8 @@ TEST_P(OptimizerKinds, LeavesParametersWithoutGradient) {
   optimizer.step();
   EXPECT_TRUE(at::equal(parameters[1].data.local.detach(), at::ones({3}, dtype())));
   EXPECT_FALSE(at::equal(parameters[0].data.local.detach(), at::ones({3}, dtype())));
-  EXPECT_EQ(optimizer.state().at("unused").at("step").local.item<float>(), 0);
-  EXPECT_EQ(optimizer.state().at("used").at("step").local.item<float>(), 1);
+  EXPECT_EQ(optimizer.state().find("unused")->second.at("step").local.item<float>(), 0);
+  EXPECT_EQ(optimizer.state().find("used")->second.at("step").local.item<float>(), 1);
 }
 
 TEST_P(OptimizerKinds, AcceptsGradientsOfAnotherLayout) {
@@ -130,10 +130,10 @@ TEST(Optimizer, SkipsAStepOnTheDevice) {
     with_skips.step_unless(at::full({}, skip ? 1.0 : 0.0, at::kFloat));
     if (!skip) without.step();
     EXPECT_TRUE(at::equal(skipping[0].data.local, plain[0].data.local));
-    EXPECT_TRUE(at::equal(with_skips.state().at("a").at("exp_avg").local,
-                          without.state().at("a").at("exp_avg").local));
+    EXPECT_TRUE(at::equal(with_skips.state().find("a")->second.at("exp_avg").local,
+                          without.state().find("a")->second.at("exp_avg").local));
     EXPECT_TRUE(
-        at::equal(with_skips.state().at("a").at("step").local, without.state().at("a").at("step").local));
+        at::equal(with_skips.state().find("a")->second.at("step").local, without.state().find("a")->second.at("step").local));
   }
   Optimizer foreach (plain, {.implementation = "foreach"});
   EXPECT_THROW(foreach.step_unless(at::zeros({})), Error);
@@ -273,7 +273,7 @@ TEST_F(RegisteredRule, GroupsSetItsNumbers) {
 
 TEST_F(RegisteredRule, ItsStateIsNamedAndShared) {
   Optimizer optimizer(parameters, {.name = "momentum"});
-  auto state = optimizer.state().at("a.weight");
+  auto state = optimizer.state().find("a.weight")->second;
   ASSERT_EQ(state.size(), 2u);
   EXPECT_EQ(state.at("step").local.item<float>(), 0);
   EXPECT_EQ(state.at("direction").global_shape, (std::vector<int64_t>{2}));
