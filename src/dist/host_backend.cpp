@@ -237,7 +237,8 @@ class HostChannel {
     pollfd process{.fd = pidfds_[static_cast<size_t>(peer)], .events = POLLIN, .revents = 0};
     if (process.fd >= 0) return poll(&process, 1, /*timeout=*/0) > 0;
     const int pid = slot(peer).pid;  // an old kernel has no pidfds
-    return (kill(pid, 0) != 0 && errno == ESRCH) || status_field(std::to_string(pid), "State").starts_with("Z");
+    return (kill(pid, 0) != 0 && errno == ESRCH) ||
+           status_field(std::to_string(pid), "State").starts_with("Z");
   }
 
   void check_alive(int peer, const std::atomic<uint64_t>& value) {
@@ -263,7 +264,7 @@ class HostChannel {
   Block* block_ = nullptr;
   size_t block_bytes_ = 0;
   int file_ = -1;            // rank 0's, until all have opened it
-  std::vector<int> pidfds_;  // of each rank; -1 where the kernel has none
+  std::vector<int> pidfds_;  // one per rank; -1 where the kernel has none
   uint64_t call_ = 0;
   Posting mine_;
   std::string broken_;  // after an error the ranks have lost their common order: every later call fails

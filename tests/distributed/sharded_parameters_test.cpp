@@ -134,10 +134,10 @@ TEST(ShardedParameters, OptimizerStepsShardsLikeTheWhole) {
     EXPECT_TRUE(
         at::allclose(full_tensor(job.parameters[i].data), wholes[i].data.local.detach(), 1e-13, 1e-15))
         << name;
-    EXPECT_TRUE(at::allclose(full_tensor(state.at(name).at("exp_avg_sq")),
-                             expected.at(name).at("exp_avg_sq").local, 1e-13, 1e-15))
+    EXPECT_TRUE(at::allclose(full_tensor(state.find(name)->second.at("exp_avg_sq")),
+                             expected.find(name)->second.at("exp_avg_sq").local, 1e-13, 1e-15))
         << name;
-    EXPECT_EQ(state.at(name).at("step").local.item<float>(), 3);
+    EXPECT_EQ(state.find(name)->second.at("step").local.item<float>(), 3);
   }
 }
 

@@ -75,7 +75,7 @@ TEST(ActivationCheckpointRun, RefusesImpossibleSettings) {
                 .find("less than"),
             std::string::npos);
   EXPECT_NE(refusal(mode("selective") + Words{"--activation_checkpoint.selective_ac_option", "7"})
-                .find("checkpoints no layer"),
+                .find("activation_checkpoint.selective_ac_option = 7: selects no layer: the model has 6"),
             std::string::npos);
   EXPECT_NE(refusal(mode("full") + Words{"--activation_checkpoint.memory_budget_bytes", "1000000"})
                 .find("memory_budget_bytes = 1000000: is read only with activation_checkpoint.mode"),

@@ -94,7 +94,7 @@ INSTANTIATE_TEST_SUITE_P(Resume, OtherRanks,
                                            // One rank has both copies of the tied weight on these schedules.
                                            Chain{"TiedVSchedules",
                                                  {ranks(2, v_schedule("ZBVZeroBubble")), ranks(1),
-                                                  ranks(2, v_schedule("DualPipeV")), ranks(2, pipeline(2))},
+                                                  ranks(2, v_schedule("DualPipeV")), ranks(2, kTensor2)},
                                                  {"--model.args.tie_embeddings"}}),
                          [](const auto& info) { return std::string(info.param.name); });
 

@@ -277,16 +277,6 @@ TEST_F(JobConfigTest, RefusesFeaturesThatDontExist) {
     EXPECT_EQ(problems_of(words).size(), 1u) << words[0];
 }
 
-TEST_F(JobConfigTest, RefusesSelectiveCheckpointingThatSelectsNoLayer) {
-  const auto problems_with = [&](const char* n) {
-    return problems_of({"--activation_checkpoint.mode", "selective",
-                        "--activation_checkpoint.selective_ac_option", n, "--model.args.n_layers", "2"});
-  };
-  EXPECT_TRUE(problems_with("2").empty());
-  ASSERT_EQ(problems_with("3").size(), 1u);
-  EXPECT_NE(problems_with("3")[0].find("selects no layer: the model has 2"), std::string::npos);
-}
-
 TEST_F(JobConfigTest, DegreesMustMultiplyToTheRanks) {
   const std::vector<std::string> words = {"--parallelism.tensor_parallel_degree", "2"};
   const auto problems = problems_of(words, 1);
