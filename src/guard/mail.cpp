@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <atomic>
 #include <exception>
+#include <future>
+#include <memory>
 #include <numeric>
 #include <utility>
 
@@ -10,6 +12,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "core/json.h"
+#include "core/threads.h"
 #include "dist/rendezvous.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
@@ -58,13 +61,23 @@ std::optional<Beat> parse_beat(int rank, const std::string& text) {
 }  // namespace
 
 StorePtr connect_again(c10d::Store& store) {
-  try {
-    const auto* server = dynamic_cast<const c10d::TCPStore*>(&served_store(store));
-    if (server && !accepts_connections(server->getHost(), server->getPort())) return {};
-    return store.clone();
-  } catch (const std::exception&) {
-    return {};
-  }
+  const auto* server = dynamic_cast<const c10d::TCPStore*>(&served_store(store));
+  const auto is_gone = [&] { return server && !accepts_connections(server->getHost(), server->getPort()); };
+  if (is_gone()) return {};
+  // A process that is ending may still accept a connection, only to reset it. c10d's client then keeps trying
+  // for its whole time limit, in a thread that is left behind here.
+  const auto clone = std::make_shared<std::promise<StorePtr>>();
+  std::future<StorePtr> cloned = clone->get_future();
+  within(std::chrono::milliseconds(0), [clone, job = StorePtr::reclaim_copy(&store)] {
+    try {
+      clone->set_value(job->clone());
+    } catch (const std::exception&) {
+      clone->set_value({});
+    }
+  });
+  while (cloned.wait_for(std::chrono::milliseconds(100)) != std::future_status::ready)
+    if (is_gone()) return {};
+  return cloned.get();
 }
 
 std::chrono::milliseconds slowest_beat(int num_ranks) {
