@@ -65,7 +65,7 @@ StorePtr connect_again(c10d::Store& store) {
   const auto is_gone = [&] { return server && !accepts_connections(server->getHost(), server->getPort()); };
   if (is_gone()) return {};
   // A process that is ending may still accept a connection, only to reset it. c10d's client then keeps trying
-  // for its whole time limit, in a thread that is left behind here.
+  // for its whole time limit, in a thread that this function abandons.
   const auto clone = std::make_shared<std::promise<StorePtr>>();
   std::future<StorePtr> cloned = clone->get_future();
   within(std::chrono::milliseconds(0), [clone, job = StorePtr::reclaim_copy(&store)] {

@@ -204,7 +204,7 @@ class OutputPipe {
       } else if (n == 0) {
         finish();
       } else if (errno != EINTR) {
-        return;  // EAGAIN: all that has arrived is read
+        return;  // EAGAIN: everything that arrived has been read
       }
     }
   }
