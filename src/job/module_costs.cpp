@@ -1,19 +1,14 @@
 // The costs of the modules in a model's sequence. Each module is built and run on its own.
 
 #include <algorithm>
-#include <chrono>
-#include <functional>
 #include <map>
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/ones_like.h>
 #include <ATen/ops/randint.h>
 #include <ATen/ops/randn.h>
 #include <c10/util/accumulate.h>
 #include <torch/nn/module.h>
 
-#include "core/units.h"
-#include "dist/stream.h"
 #include "job/pipeline_stages.h"
 #include "parallel/activation_checkpoint/budget.h"
 #include "titan/core/error.h"
@@ -68,10 +63,6 @@ Work work_of(const torch::nn::Module& module) {
   return work;
 }
 
-double num_elements(const TensorType& type) {
-  return static_cast<double>(c10::multiply_integers(type.sizes));
-}
-
 // The share of layer `number`'s forward that activation checkpointing recomputes.
 double recomputed_share(const ActivationCheckpointSettings& settings, int64_t number) {
   if (settings.mode == "full") return 1;
@@ -83,13 +74,11 @@ double recomputed_share(const ActivationCheckpointSettings& settings, int64_t nu
 // Walks a model's sequence module by module.
 class Walk {
  public:
-  using Measure = std::function<Finding(const Probe&)>;
+  Walk(const JobConfig& config, const ParallelDims& dims, const DeviceSpeed& speed)
+      : config_(config), dims_(dims), speed_(speed) {}
 
-  Walk(const JobConfig& config, at::Device device, const ParallelDims& dims)
-      : config_(config), device_(device), dims_(dims) {}
-
-  std::vector<ModuleCost> run(const Measure& measure) {
-    const auto whole = config_.spec().build(config_.args(), options(at::kMeta));
+  std::vector<ModuleCost> run() {
+    const auto whole = config_.spec().build(config_.args(), options());
     const nn::LayerSequence* sequence = nn::layer_sequence(whole->root());
     TITAN_CHECK(sequence, "the model ", config_.model.name, " does not name its layers (nn::LayerSequence)");
     const auto names = sequence->layer_names();
@@ -99,7 +88,7 @@ class Walk {
     std::vector<ModuleCost> costs;
     for (const std::string& name : all) {
       const bool is_last = name == all.back();
-      const Finding& found = find(whole->root().module(), name, input, is_last, measure);
+      const Finding& found = find(whole->root().module(), name, input, is_last);
       const auto layer = std::find(names.layers.begin(), names.layers.end(), name);
       costs.push_back(layer == names.layers.end()
                           ? found.cost
@@ -109,7 +98,7 @@ class Walk {
     return costs;
   }
 
-  at::Device device() const { return device_; }
+ private:
   at::ScalarType compute_dtype() const { return scalar_type(config_.training.mixed_precision_param); }
 
   double fixed_bytes(const torch::nn::Module& module) const {
@@ -124,14 +113,13 @@ class Walk {
   // One rank's share of a micro-batch's activations.
   double rank_share() const { return 1.0 / (dims_.tp * dims_.row_degree()); }
 
- private:
-  BuildOptions options(at::Device device) const {
-    return {.construct = deferred(device, compute_dtype()), .seq_len = config_.training.seq_len};
+  BuildOptions options() const {
+    return {.construct = deferred(at::kMeta, compute_dtype()), .seq_len = config_.training.seq_len};
   }
 
   // Modules with equal parameters and equal inputs cost the same.
   const Finding& find(torch::nn::Module& whole, const std::string& name, const TensorType& input,
-                      bool is_last, const Measure& measure) {
+                      bool is_last) {
     std::string key = titan::str(is_last ? "last" : "", at::IntArrayRef(input.sizes), input.dtype);
     const auto module = whole.named_modules(/*name_prefix=*/"", /*include_self=*/false)[name];
     key += module->name();
@@ -139,109 +127,70 @@ class Walk {
       key += titan::str(" ", parameter.key(), parameter.value().sizes());
     const auto known = findings_.find(key);
     if (known != findings_.end()) return known->second;
-    return findings_.emplace(key, measure(make_probe(name, input, is_last))).first->second;
+    return findings_.emplace(key, compute(make_probe(name, input, is_last))).first->second;
   }
 
   Probe make_probe(const std::string& name, const TensorType& input, bool is_last) const {
-    BuildOptions stage = options(device_);
+    BuildOptions stage = options();
     stage.stage_modules = {name};
     Probe probe{.stage = config_.spec().build(config_.args(), stage), .is_last = is_last};
     materialize(probe.stage->root(), config_.debug.seed_or_default());
-    const auto on_device = at::TensorOptions(device_);
+    const auto meta = at::TensorOptions(at::kMeta);
     const int64_t vocab_size = std::max<int64_t>(1, config_.spec().sizes(config_.args()).vocab_size);
     const std::vector<int64_t> tokens = {config_.parallelism.pipeline_parallel_microbatch_size,
                                          config_.training.seq_len};
-    probe.input = input.dtype == at::kLong
-                      ? at::randint(vocab_size, input.sizes, on_device.dtype(at::kLong))
-                      : at::randn(input.sizes, on_device.dtype(input.dtype)).requires_grad_();
-    probe.labels = at::randint(vocab_size, tokens, on_device.dtype(at::kLong));
+    probe.input = input.dtype == at::kLong ? at::randint(vocab_size, input.sizes, meta.dtype(at::kLong))
+                                           : at::randn(input.sizes, meta.dtype(input.dtype)).requires_grad_();
+    probe.labels = at::randint(vocab_size, tokens, meta.dtype(at::kLong));
     return probe;
+  }
+
+  // Runs a forward for the sizes of its output and of the tensors that its graph saves.
+  Finding compute(const Probe& probe) const {
+    const torch::nn::Module& module = probe.stage->root().module();
+    activations::SavedBytes saved(module);
+    const activations::HooksScope counting(&saved);
+    const at::Tensor output = probe.forward();
+    const auto saved_bytes = static_cast<double>(saved.total());
+    const Work work = work_of(module);
+    const auto tokens = static_cast<double>(probe.labels.numel());
+    const auto length = static_cast<double>(probe.labels.size(1));
+    const auto element = static_cast<double>(c10::elementSize(compute_dtype()));
+    // On average a query sees half of the keys, in two products.
+    const double flops = tokens * (2 * work.product_elements + 2 * length * work.attention_width);
+    const double weights = work.product_elements * element;
+    const double passing = static_cast<double>(probe.input.nbytes()) +
+                           element * static_cast<double>(output.numel()) + saved_bytes;
+    Finding found;
+    found.output = {output.sizes().vec(), output.scalar_type()};
+    found.cost.fixed_bytes = fixed_bytes(module);
+    found.cost.activation_bytes = rank_share() * saved_bytes;
+    found.cost.forward_s = flops / speed_.flops + (weights + passing) / speed_.bytes;
+    found.cost.backward_s = 2 * flops / speed_.flops +
+                            (2 * weights + 2 * passing + work.embedding_elements * element) / speed_.bytes;
+    return found;
   }
 
   ModuleCost checkpointed(ModuleCost cost, const TensorType& input, int64_t number) const {
     const double share = recomputed_share(config_.activation_checkpoint, number);
     cost.backward_s += share * cost.forward_s;
     if (share < 1) return cost;
-    cost.activation_bytes =
-        rank_share() * static_cast<double>(c10::elementSize(input.dtype)) * num_elements(input);
+    cost.activation_bytes = rank_share() * static_cast<double>(c10::elementSize(input.dtype)) *
+                            static_cast<double>(c10::multiply_integers(input.sizes));
     return cost;
   }
 
   const JobConfig& config_;
-  at::Device device_;
   ParallelDims dims_;
+  DeviceSpeed speed_;
   std::map<std::string, Finding> findings_;
 };
-
-// Runs a forward for the sizes of its output and of the tensors that its graph saves.
-Finding sizes_of(const Walk& walk, const Probe& probe) {
-  const torch::nn::Module& module = probe.stage->root().module();
-  activations::SavedBytes saved(module);
-  const activations::HooksScope counting(&saved);
-  const at::Tensor output = probe.forward();
-  Finding found;
-  found.output = {output.sizes().vec(), output.scalar_type()};
-  found.cost.fixed_bytes = walk.fixed_bytes(module);
-  found.cost.activation_bytes = walk.rank_share() * static_cast<double>(saved.total());
-  return found;
-}
-
-Finding compute(const Walk& walk, const Probe& probe, const DeviceSpeed& speed) {
-  Finding found = sizes_of(walk, probe);
-  const torch::nn::Module& module = probe.stage->root().module();
-  const Work work = work_of(module);
-  const auto tokens = static_cast<double>(probe.labels.numel());
-  const auto length = static_cast<double>(probe.labels.size(1));
-  const auto element = static_cast<double>(c10::elementSize(walk.compute_dtype()));
-  // On average a query sees half of the keys, in two products.
-  const double flops = tokens * (2 * work.product_elements + 2 * length * work.attention_width);
-  const double weights = work.product_elements * element;
-  const double passing = static_cast<double>(probe.input.nbytes()) + element * num_elements(found.output) +
-                         found.cost.activation_bytes / walk.rank_share();
-  found.cost.forward_s = flops / speed.flops + (weights + passing) / speed.bytes;
-  found.cost.backward_s =
-      2 * flops / speed.flops + (2 * weights + 2 * passing + work.embedding_elements * element) / speed.bytes;
-  return found;
-}
-
-double seconds_of(at::Device device, const std::function<void()>& call) {
-  dist::Stream::current(device).synchronize();
-  const auto start = std::chrono::steady_clock::now();
-  call();
-  dist::Stream::current(device).synchronize();
-  return seconds_since(start);
-}
-
-Finding measure(const Walk& walk, const Probe& probe, int repeats) {
-  Finding found = sizes_of(walk, probe);
-  double forward = std::numeric_limits<double>::infinity(), backward = forward;
-  for (int i = 0; i <= repeats; ++i) {
-    at::Tensor output;
-    const double there = seconds_of(walk.device(), [&] { output = probe.forward(); });
-    const at::Tensor gradient = at::ones_like(output);
-    const double back = seconds_of(walk.device(), [&] { output.backward(gradient); });
-    if (i == 0) continue;  // the first run fills caches and allocators
-    forward = std::min(forward, there);
-    backward = std::min(backward, back);
-  }
-  found.cost.forward_s = forward;
-  found.cost.backward_s = backward;
-  return found;
-}
 
 }  // namespace
 
 std::vector<ModuleCost> computed_costs(const JobConfig& config, const ParallelDims& dims,
                                        const DeviceSpeed& speed) {
-  Walk walk(config, at::kMeta, dims);
-  return walk.run([&](const Probe& probe) { return compute(walk, probe, speed); });
-}
-
-std::vector<ModuleCost> measured_costs(const JobConfig& config, at::Device device, const ParallelDims& dims,
-                                       int repeats) {
-  TITAN_CHECK(repeats >= 1, "measured_costs: ", repeats, " repeats");
-  Walk walk(config, device, dims);
-  return walk.run([&](const Probe& probe) { return measure(walk, probe, repeats); });
+  return Walk(config, dims, speed).run();
 }
 
 }  // namespace titan::train

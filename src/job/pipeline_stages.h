@@ -93,10 +93,4 @@ struct DeviceSpeed {
 std::vector<pipeline::ModuleCost> computed_costs(const JobConfig& config, const ParallelDims& dims = {},
                                                  const DeviceSpeed& speed = {});
 
-/// The same with times measured on `device`: each module is built there on its own, unsharded, and run
-/// `repeats` times, of which the fastest counts. Modules of equal shape are measured once. Ranks measure
-/// different times: to split by them, broadcast one rank's.
-std::vector<pipeline::ModuleCost> measured_costs(const JobConfig& config, at::Device device,
-                                                 const ParallelDims& dims = {}, int repeats = 3);
-
 }  // namespace titan::train

@@ -142,9 +142,10 @@ class Ref : public torch::nn::ModuleHolder<Impl> {
  public:
   using torch::nn::ModuleHolder<Impl>::ModuleHolder;
 
-  /// Calls forward through the hook slots. Arguments are copied if a hook may replace them.
+  /// Calls forward through the hook slots. Arguments are copied if a hook may replace them. Inlined, so that
+  /// stack traces show the modules' forwards without a frame of this handle between them.
   template <class... Args>
-  auto operator()(Args&&... args) const {
+  [[gnu::always_inline]] auto operator()(Args&&... args) const {
     HookHost& host = impl();
     DepthGuard entered(host);
     if (!host.is_wrapped() && !host.label_hook) return impl().forward(std::forward<Args>(args)...);
@@ -169,7 +170,6 @@ class Ref : public torch::nn::ModuleHolder<Impl> {
     HookHost& host;
   };
 
-  // Inlined, so that a wrapped module adds only one frame to a stack trace.
   template <class Arguments>
   [[gnu::always_inline]] auto call_inner(HookHost& host, Arguments& arguments) const {
     if (host.prepare_input_hook) host.prepare_input_hook->pre_forward(host, tensor_refs(arguments));

@@ -371,7 +371,8 @@ std::vector<std::string> PeerFolder::gather(const std::string& own) const {
 void PeerFolder::check_place(const std::string& identity) const {
   const std::string other = read_file(path_ / kPlaceName);
   if (other != identity)
-    throw Error(titan::str(path_.string(), " is shared with the host '", other.substr(0, other.find_first_of("/ ")),
+    throw Error(titan::str(path_.string(), " is shared with the host '",
+                           other.substr(0, other.find_first_of("/ ")),
                            "': each host needs its own checkpoint.peer_folder"));
 }
 

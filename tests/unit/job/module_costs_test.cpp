@@ -67,20 +67,6 @@ TEST(ModuleCosts, IncludeRecomputation) {
   for (const size_t i : {0, 7, 8}) EXPECT_DOUBLE_EQ(full[i].backward_s, kept[i].backward_s);
 }
 
-TEST(ModuleCosts, CanBeMeasuredOnADevice) {
-  const JobConfig config = debug_model({"--training.mixed_precision_param", "float32"});
-  const auto costs = measured_costs(config, at::kCPU, {}, /*repeats=*/1);
-  const auto computed = computed_costs(config);
-  ASSERT_EQ(costs.size(), computed.size());
-  for (size_t i = 0; i < costs.size(); ++i) {
-    EXPECT_GT(costs[i].forward_s, 0) << i;
-    EXPECT_GT(costs[i].backward_s, 0) << i;
-    EXPECT_DOUBLE_EQ(costs[i].activation_bytes, computed[i].activation_bytes) << i;
-  }
-  EXPECT_EQ(costs[1].forward_s, costs[6].forward_s);  // layers of the same shape are measured once
-  EXPECT_GT(costs[1].time_s(), costs[7].time_s());
-}
-
 // A large vocabulary makes the head as slow as several layers, so the last stage gets fewer layers.
 TEST(ModuleCosts, BalanceAPipeline) {
   const Words words = {"--parallelism.pipeline_parallel_degree",

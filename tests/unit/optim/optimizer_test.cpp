@@ -132,8 +132,8 @@ TEST(Optimizer, SkipsAStepOnTheDevice) {
     EXPECT_TRUE(at::equal(skipping[0].data.local, plain[0].data.local));
     EXPECT_TRUE(at::equal(with_skips.state().find("a")->second.at("exp_avg").local,
                           without.state().find("a")->second.at("exp_avg").local));
-    EXPECT_TRUE(
-        at::equal(with_skips.state().find("a")->second.at("step").local, without.state().find("a")->second.at("step").local));
+    EXPECT_TRUE(at::equal(with_skips.state().find("a")->second.at("step").local,
+                          without.state().find("a")->second.at("step").local));
   }
   Optimizer foreach (plain, {.implementation = "foreach"});
   EXPECT_THROW(foreach.step_unless(at::zeros({})), Error);
