@@ -5,6 +5,7 @@
 
 #include <fcntl.h>
 #include <linux/futex.h>
+#include <poll.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
@@ -105,6 +106,8 @@ class HostChannel {
   ~HostChannel() {
     if (block_) munmap(block_, block_bytes_);
     if (file_ >= 0) close(file_);
+    for (const int fd : pidfds_)
+      if (fd >= 0) close(fd);
   }
   HostChannel(const HostChannel&) = delete;
   HostChannel& operator=(const HostChannel&) = delete;
@@ -140,6 +143,7 @@ class HostChannel {
       uint64_t token = 0;
       if (!read_process(theirs.pid, theirs.posting.address, &token, sizeof(token))) return false;
       if (token != kToken + static_cast<uint64_t>(peer)) return false;
+      pidfds_.push_back(static_cast<int>(syscall(SYS_pidfd_open, theirs.pid.load(), 0)));
     }
     return true;
   }
@@ -216,21 +220,35 @@ class HostChannel {
 
   /// Waits until `value` of `peer` reaches this call's number.
   void wait_for(int peer, const std::atomic<uint64_t>& value, const char* what) {
-    constexpr long longest_sleep_ms = 50;  // between looks at whether the peer is still there
-    const auto deadline = Clock::now() + std::chrono::milliseconds(timeout_);
+    constexpr long longest_sleep_ms = 50;           // between looks at whether the peer is still there
+    constexpr std::chrono::seconds longest_gap(1);  // a longer one means that this process was stopped
+    const std::chrono::milliseconds limit(timeout_);
+    Clock::duration waited{0};
+    auto last_look = Clock::now();
     while (value.load() < call_) {
       const uint32_t seen = block_->bell.load();
       if (value.load() >= call_) return;
       check_alive(peer, value);
-      if (Clock::now() > deadline)
+      const auto now = Clock::now();
+      waited += std::min<Clock::duration>(now - std::exchange(last_look, now), longest_gap);
+      if (waited > limit)
         fail(peer, str("didn't ", what, " the call within ", static_cast<double>(timeout_) / 1000, " s"));
       futex_wait(block_->bell, seen, longest_sleep_ms);
     }
   }
 
+  // A process that nobody has waited for yet (a zombie) has ended, too: kill() doesn't tell.
+  bool has_ended(int peer) const {
+    pollfd process{.fd = pidfds_[static_cast<size_t>(peer)], .events = POLLIN, .revents = 0};
+    if (process.fd >= 0) return poll(&process, 1, /*timeout=*/0) > 0;
+    const int pid = slot(peer).pid;  // an old kernel has no pidfds
+    return (kill(pid, 0) != 0 && errno == ESRCH) ||
+           status_field(std::to_string(pid), "State").starts_with("Z");
+  }
+
   void check_alive(int peer, const std::atomic<uint64_t>& value) {
     const Slot& theirs = slot(peer);
-    const bool ended = kill(theirs.pid, 0) != 0 && errno == ESRCH;
+    const bool ended = has_ended(peer);
     const bool gave_up = theirs.gave_up.load();
     // It may have done its part just before it ended.
     if ((!ended && !gave_up) || value.load() >= call_) return;
@@ -250,7 +268,8 @@ class HostChannel {
   std::atomic<int64_t> timeout_;  // milliseconds
   Block* block_ = nullptr;
   size_t block_bytes_ = 0;
-  int file_ = -1;  // rank 0's, until all have opened it
+  int file_ = -1;            // rank 0's, until all have opened it
+  std::vector<int> pidfds_;  // one per rank; -1 where the kernel has none
   uint64_t call_ = 0;
   Posting mine_;
   std::string broken_;  // after an error the ranks have lost their common order: every later call fails

@@ -225,6 +225,23 @@ TEST(Init, TorchrunStartsTitanTrain) {
   EXPECT_EQ(read_metrics(folder).size(), 5U);
 }
 
+// A parent that hasn't waited for a rank leaves a zombie, which still has its pid.
+TEST(LostRank, IsNoticedWhileItsParentHasNotWaitedForIt) {
+  const std::string port = some_port();
+  Command waits(Words{kRankProgram, "60", "hang"}, plain("0", "2", port)),
+      killed(Words{kRankProgram, "60", "hang"}, plain("1", "2", port));
+  ASSERT_TRUE(waits.wait_for_output("rank 0 of 2"));
+  ASSERT_TRUE(killed.wait_for_output("rank 1 of 2"));
+  const MachineLag lag;
+  const auto start = std::chrono::steady_clock::now();
+  killed.signal(SIGKILL);
+  const auto result = waits.wait(30);
+  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
+  EXPECT_LT(seconds.count(), 3 + lag.seconds());
+  EXPECT_EQ(result.status, 3);
+  EXPECT_THAT(result.err, HasSubstr("rank 1 of the group has ended (its pid was "));
+}
+
 constexpr const char* kPython = TITAN_SOURCE_DIR "/.venv/bin/python";
 
 /// The store of a torchrun agent, which runs `more` lines of Python first.

@@ -13,6 +13,7 @@
 
 #include "e2e/live_run.h"
 #include "e2e/resume_run.h"
+#include "e2e/terminal.h"
 
 namespace titan::testing {
 namespace {
@@ -360,6 +361,68 @@ TEST_F(Stop, SecondSignalEndsARankAtOnce) {
     result_ = job_->wait(kGraceS);
     EXPECT_EQ(result_.status, 128 + signal) << result_.err;
   }
+}
+
+// Its peers wait for a rank that somebody stopped: to save, it has to be continued.
+TEST_F(Stop, LauncherContinuesAStoppedRank) {
+  start(endless());
+  ASSERT_TRUE(wait_until([&] { return last_logged() >= 2; }));
+  ASSERT_EQ(::kill(ranks_[1], SIGSTOP), 0);
+  sleep_s(0.5);
+  job_->signal(SIGTERM);
+  result_ = job_->wait(kGraceS);
+  EXPECT_EQ(result_.status, 0) << result_.err;
+  EXPECT_THAT(result_.err, HasSubstr("rank 1 (pid " + std::to_string(ranks_[1]) +
+                                     ") was stopped by a signal; continuing it"));
+  expect_saved_once();
+}
+
+char state_of(int pid) {
+  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  std::string line;
+  std::getline(file, line);
+  const size_t name_end = line.rfind(')');
+  return name_end == std::string::npos ? '-' : line.at(name_end + 2);
+}
+
+// In a shell with job control: the pause is longer than every time limit of the run.
+TEST_F(Stop, CtrlZPausesTheWholeJob) {
+  TerminalCommand shell(
+      Words{"env", "PS1=ready ", "OMP_NUM_THREADS=1", "bash", "--norc", "--noprofile", "--noediting", "-i"},
+      50, 500);
+  const auto shows = [&](const char* text) {
+    return wait_until(
+        [&] { return shell.bytes().find(text) != std::string::npos || (shell.screen(), false); });
+  };
+  ASSERT_TRUE(shows("ready "));
+  std::string line;
+  for (const std::string& word : train_words(small_run(config_) + ranks(kNumRanks) +
+                                             Words{"--training.steps=400", "--comm.train_timeout_seconds=2",
+                                                   "--job.dump_folder", run_.string()}))
+    line += "'" + word + "' ";
+  shell.type(line + "\n");
+  ASSERT_TRUE(wait_until([&] { return last_logged() >= 5; })) << shell.screen().text();
+  const std::vector<int> shells_children = children_of(shell.pid());
+  ASSERT_EQ(shells_children.size(), 1u);
+  std::vector<int> all = children_of(shells_children[0]);
+  ASSERT_EQ(all.size(), static_cast<size_t>(kNumRanks));
+  all.push_back(shells_children[0]);
+  const auto all_are = [&](bool stopped) {
+    return wait_until(
+        [&] { return std::ranges::all_of(all, [&](int pid) { return (state_of(pid) == 'T') == stopped; }); },
+        10);
+  };
+  for (int i = 0; i < 2; ++i) {
+    shell.type("\x1a");
+    ASSERT_TRUE(all_are(true)) << shell.screen().text();
+    sleep_s(3.5);
+    shell.type("fg\n");
+    ASSERT_TRUE(all_are(false)) << shell.screen().text();
+  }
+  shell.type("echo code $?\n");
+  ASSERT_TRUE(shows("code 0")) << shell.screen().text();
+  EXPECT_EQ(last_logged(), 400);
+  EXPECT_THAT(shell.bytes(), Not(HasSubstr("hangs")));
 }
 
 TEST_F(Stop, WithoutALauncherAndWithoutCheckpoints) {

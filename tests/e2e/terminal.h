@@ -141,6 +141,8 @@ class TerminalCommand {
     if (::write(terminal_, keys.data(), keys.size()) < 0) throw std::runtime_error("write to the terminal");
   }
 
+  int pid() const { return pid_; }
+
   /// Everything painted so far.
   const Screen& screen() {
     read();

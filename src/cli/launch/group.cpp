@@ -276,13 +276,13 @@ using Clock = std::chrono::steady_clock;
 class RankGroup {
  public:
   RankGroup(int num_ranks, GroupOptions options, SignalReader& signals)
-      : options_(std::move(options)),
-        signals_(signals),
-        ranks_(num_ranks),
-        grow_at_(options_.next_growth()) {}
+      : options_(std::move(options)), signals_(signals), ranks_(num_ranks), grow_at_(options_.next_growth()) {
+    signals_.around_stop = [this](bool stops) { stops ? stop_ranks() : continue_ranks(); };
+  }
 
   /// Kills ranks that still run, which happens only after an exception.
   ~RankGroup() {
+    signals_.around_stop = nullptr;
     signal_all(SIGKILL);
     for (auto& rank : ranks_) {
       if (rank.running) waitpid(rank.pid, nullptr, 0);
@@ -462,6 +462,18 @@ class RankGroup {
     }
   }
 
+  // Ctrl-Z. The ranks' own time limits don't count the time in which all of them stand still.
+  void stop_ranks() {
+    stopped_at_ = Clock::now();
+    signal_all(SIGSTOP);
+  }
+  void continue_ranks() {
+    signal_all(SIGCONT);
+    const auto pause = Clock::now() - stopped_at_;
+    for (auto* time : {&kill_at_, &killed_at_})
+      if (*time) **time += pause;
+  }
+
   // Ranks report what they are doing; nothing ends.
   void ask_for_reports() {
     for (size_t rank = 0; rank < ranks_.size(); ++rank)
@@ -473,7 +485,8 @@ class RankGroup {
     if (stop_signal_ == 0) {
       stop_signal_ = signal;
       stop_requested_at_ = Clock::now();
-      return tell_ranks(signal);
+      tell_ranks(signal);
+      return continue_stopped();
     }
     if (Clock::now() - stop_requested_at_ < kSameSignal) return;
     stop_requested_twice_ = true;
@@ -489,6 +502,16 @@ class RankGroup {
   void send_note(int note) {
     for (const auto& rank : ranks_)
       if (rank.running) sigqueue(rank.pid, SIGTERM, {.sival_int = note});
+  }
+
+  // A rank that somebody stopped could neither save nor let its peers save.
+  void continue_stopped() {
+    for (size_t rank = 0; rank < ranks_.size(); ++rank) {
+      if (!ranks_[rank].running || !ranks_[rank].stopped) continue;
+      tell("rank ", rank, " (pid ", ranks_[rank].pid,
+           ") was stopped by a signal; continuing it, so that the run can end");
+      kill(-ranks_[rank].pid, SIGCONT);
+    }
   }
 
   // A stopped process doesn't react to SIGTERM.
@@ -591,6 +614,7 @@ class RankGroup {
   bool outgrown_ = false;
   int stop_signal_ = 0;
   Clock::time_point stop_requested_at_{};
+  Clock::time_point stopped_at_{};  // by Ctrl-Z
   bool stop_requested_twice_ = false;
   bool reported_undying_ = false;
   std::string start_error_;

@@ -143,7 +143,8 @@ class Launcher {
       case GroupEnd::Kind::Done:
         return 0;
       case GroupEnd::Kind::Stopped:
-        tell("not all ranks shut down cleanly: ", end.ended_badly);
+        tell("not all ranks shut down cleanly: ", end.ended_badly,
+             "; the steps after the newest complete checkpoint are lost");
         return 128 + end.stop_signal;
       case GroupEnd::Kind::CantStart:
         return after_no_start(end);

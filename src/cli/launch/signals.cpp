@@ -56,7 +56,8 @@ bool asks_for_end(int signal) { return signal != SIGCHLD && signal != SIGUSR2 &&
 SignalReader::SignalReader() {
   // If a process ignores SIGCHLD, its children vanish without their exit status.
   child_action_ = signal(SIGCHLD, SIG_DFL);
-  const sigset_t wanted = launcher_signals();
+  sigset_t wanted = launcher_signals();
+  if (!is_ignored(SIGTSTP)) sigaddset(&wanted, SIGTSTP);
   pthread_sigmask(SIG_BLOCK, &wanted, &before_);
   fd_ = signalfd(-1, &wanted, SFD_NONBLOCK | SFD_CLOEXEC);
   pipe_action_ = signal(SIGPIPE, SIG_IGN);
@@ -71,8 +72,19 @@ SignalReader::~SignalReader() {
 
 int SignalReader::next() const {
   signalfd_siginfo info;
-  if (read(fd_, &info, sizeof(info)) != sizeof(info)) return 0;
-  return info.ssi_signo == SIGHUP ? SIGTERM : static_cast<int>(info.ssi_signo);
+  while (read(fd_, &info, sizeof(info)) == sizeof(info)) {
+    if (info.ssi_signo != SIGTSTP)
+      return info.ssi_signo == SIGHUP ? SIGTERM : static_cast<int>(info.ssi_signo);
+    if (around_stop) around_stop(true);
+    sigset_t stop;
+    sigemptyset(&stop);
+    sigaddset(&stop, SIGTSTP);
+    raise(SIGTSTP);
+    pthread_sigmask(SIG_UNBLOCK, &stop, nullptr);  // the process stops here until SIGCONT
+    pthread_sigmask(SIG_BLOCK, &stop, nullptr);
+    if (around_stop) around_stop(false);
+  }
+  return 0;
 }
 
 bool SecondRequest::has_come(const SignalReader& signals) {

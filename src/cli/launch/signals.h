@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <functional>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -43,7 +44,7 @@ bool asks_for_end(int signal);
 
 /// While it lives, the launcher's signals stay pending until they are read. Signals that this process was
 /// started to ignore stay ignored, except SIGQUIT, which ends nothing and which shells ignore for background
-/// jobs. At most one object at a time.
+/// jobs. At most one object at a time. SIGTSTP (Ctrl-Z) stops this process when it is read.
 class SignalReader {
  public:
   SignalReader();
@@ -52,8 +53,11 @@ class SignalReader {
   SignalReader& operator=(const SignalReader&) = delete;
 
   int fd() const { return fd_; }
-  /// The next signal, or 0. SIGHUP is returned as SIGTERM: hanging up means an orderly end.
+  /// The next signal, or 0. SIGHUP is returned as SIGTERM: hanging up means an orderly end. SIGTSTP isn't
+  /// returned: this call stops the process until it is continued, and calls `around_stop` before (true) and
+  /// after (false). Where nobody could continue it (an orphaned process group) the kernel doesn't stop it.
   int next() const;
+  std::function<void(bool stops)> around_stop;
 
  private:
   int fd_ = -1;
