@@ -80,8 +80,19 @@ void print_losses(const std::vector<RunFolder>& runs, Series series, const char*
   table.print_under(title);
 }
 
+// At the run's last start, by the log of its rank 0.
+std::string num_ranks(const RunFolder& run) {
+  std::string ranks;
+  const std::filesystem::path folder = structured_folder(run.folder);
+  if (folder.empty()) return "unknown";
+  for (const ProcessFiles& files : list_structured_logs(folder))
+    if (files.rank == 0) ranks = read_structured_log(files, {.tail_bytes = 0}).world_size();
+  return ranks.empty() ? "unknown" : ranks;
+}
+
 void print_speed(const std::vector<RunFolder>& runs) {
   RunTable table(runs, "");
+  table.add("ranks", num_ranks);
   const auto add_median = [&](const char* head, const char* key, const char* format) {
     table.add(head, [&](const RunFolder& run) {
       return number(format, median_after_first(run.steps.curve(key)).value_or(std::nan("")));

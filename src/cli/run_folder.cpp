@@ -237,6 +237,11 @@ ProcessEnd end_of(const RunHistory& run, size_t i, int64_t now) {
   return end_of(run.processes[i], now, run.errors, is_last ? INT64_MAX : run.processes[i + 1].first_us());
 }
 
+bool is_failed_restart(const ProcessEnd& end, const ProcessLog& process, const RunFolder& run) {
+  return end.kind == ProcessEnd::Kind::Failed && steps_of(process).first == 0 && run.total_steps() > 0 &&
+         run.steps.last_step() == run.total_steps();
+}
+
 std::string phase_of(const ProcessLog& process) {
   std::vector<std::string> open;
   for (const LoggedEvent& event : process.events) {

@@ -168,6 +168,8 @@ struct ProcessEnd {
 /// run's next process; INT64_MAX: there is none yet.
 ProcessEnd end_of(const ProcessLog& process, int64_t now_us, const std::vector<RankError>& errors = {},
                   int64_t next_start_us = INT64_MAX);
+/// Whether `process` failed before its first step and the run had already been completed by an earlier one.
+bool is_failed_restart(const ProcessEnd& end, const ProcessLog& process, const RunFolder& run);
 /// The innermost span that hasn't ended, or "".
 std::string phase_of(const ProcessLog& process);
 /// How the i-th process of a run ended.

@@ -190,7 +190,9 @@ View look_at(const fs::path& run, RankTails& tails, const ViewOptions& options) 
   if (!figures.ranks.empty()) {
     const ProcessEnd end = end_of(figures.ranks.front(), now, errors_in(figures.ranks));
     view.ended = end.kind != ProcessEnd::Kind::Silent;
-    state = paint(end.kind == ProcessEnd::Kind::Failed ? "31" : "32", printable(end.words));
+    state = is_failed_restart(end, figures.ranks.front(), figures.run)
+                ? paint("32", "completed") + printable("; a later start was ended by " + end.words)
+                : paint(end.kind == ProcessEnd::Kind::Failed ? "31" : "32", printable(end.words));
   }
   view.text = str(paint("1", printable(run.string())), "  ", figures.run.text_setting("model.name"), " ",
                   figures.run.text_setting("model.flavor"), "  ", state, "\n");

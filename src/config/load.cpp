@@ -314,7 +314,7 @@ std::string shown_value(const Assignment& assignment) {
 /// The beginning of each message about it: "configs/a.toml:3:1: training.steps = 0", "--training.steps = 0".
 std::string shown(const Assignment& assignment) {
   std::string value = shown_value(assignment);
-  std::string setting = value.empty() ? assignment.name : assignment.name + " = " + value;
+  std::string setting = shortened(assignment.name) + (value.empty() ? "" : " = " + value);
   return assignment.place.empty() ? "--" + setting : assignment.place + ": " + setting;
 }
 
@@ -382,7 +382,7 @@ class Loader {
     std::string what = field != nullptr ? str("is ", with_article(field->kind), ", not a table")
                                         : str("unknown table", catalog_.suggest_table(heading.name));
     problem_tables_.emplace(table_of(heading.name));
-    problems_.push_back(str(to_text(heading.place), ": [", heading.name, "]: ", what));
+    problems_.push_back(str(to_text(heading.place), ": [", shortened(heading.name), "]: ", what));
   }
 
   /// A dynamic table can't be checked if a table it depends on has a problem. A problem at the top ("") may

@@ -344,17 +344,22 @@ void AppendFile::fail(const char* operation) const {
   throw Error(str("cannot ", operation, " the log ", path_.string(), ": ", errno_text(errno)));
 }
 
-void keep_rows_up_to(int64_t step, const fs::path& path) {
-  if (!fs::exists(path)) return;
+int64_t keep_rows_up_to(int64_t step, const fs::path& path) {
+  if (!fs::exists(path)) return 0;
+  int64_t num_broken = 0;
   std::istringstream lines(read_file(path));
   std::string kept;
   for (std::string line; std::getline(lines, line);) {
     const bool is_whole = !lines.eof();  // a killed run may leave half a row
     const auto row = parse_json(line);
     const bool has_step = row.is_object() && row.contains("step") && row["step"].is_number_integer();
-    if (is_whole && has_step && row["step"].get<int64_t>() <= step) kept += line + "\n";
+    if (!is_whole || !has_step)
+      ++num_broken;
+    else if (row["step"].get<int64_t>() <= step)
+      kept += line + "\n";
   }
   write_file_atomic(path, kept);
+  return num_broken;
 }
 
 // ---- folders

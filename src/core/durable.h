@@ -93,8 +93,9 @@ class AppendFile {
 };
 
 /// Removes the rows of later steps, and lines without a "step", from a file with one JSON object per line.
-/// The file is replaced by one rename. A missing file stays missing.
-void keep_rows_up_to(int64_t step, const std::filesystem::path& path);
+/// The file is replaced by one rename. A missing file stays missing. Returns the number of incomplete lines
+/// and lines without a "step" among those removed.
+int64_t keep_rows_up_to(int64_t step, const std::filesystem::path& path);
 
 /// Writes the concatenated pieces as a gzip file, like write_file_atomic.
 void write_gzip_atomic(const std::filesystem::path& path, std::span<const std::string_view> pieces);

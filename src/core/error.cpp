@@ -56,6 +56,16 @@ size_t edit_distance(std::string_view a, std::string_view b) {
   return previous[b.size()];
 }
 
+constexpr size_t kLongestName = 200;  // comparing longer texts, which aren't typos, would take seconds
+
+/// "learning_rate" -> "lr"
+std::string initials_of(std::string_view name) {
+  std::string initials;
+  for (size_t i = 0; i < name.size(); ++i)
+    if (i == 0 || name[i - 1] == '_' || name[i - 1] == '-') initials += name[i];
+  return initials.size() > 1 ? folded(initials) : "";
+}
+
 bool contains_either_way(std::string_view a, std::string_view b) {
   constexpr size_t kShortest = 3;  // "lr" is part of too many names
   if (std::min(a.size(), b.size()) < kShortest) return false;
@@ -95,12 +105,14 @@ std::vector<std::string> nearest_names(std::string_view name, const std::vector<
     const std::string* name;
   };
   std::vector<Candidate> near;
-  std::string wanted = folded(name);
+  if (name.size() > kLongestName) return {};
+  std::string wanted = folded(name), initials = initials_of(name);
   for (const std::string& candidate : known) {
     std::string other = folded(candidate);
     size_t distance = edit_distance(wanted, other);
     size_t tolerated = std::max<size_t>(1, std::max(wanted.size(), other.size()) / 3);
-    if (distance <= tolerated || contains_either_way(wanted, other)) near.push_back({distance, &candidate});
+    if (distance <= tolerated || contains_either_way(wanted, other) || initials == other)
+      near.push_back({distance, &candidate});
   }
   std::ranges::stable_sort(near, {}, &Candidate::distance);
   std::vector<std::string> names;

@@ -11,9 +11,10 @@
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/stack.h>
-#include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
 #include <nlohmann/json.hpp>
 
 #include "core/json.h"
@@ -312,7 +313,16 @@ std::string first_difference(const MeshParameters& group) {
 
 at::Tensor bit_sum(const at::Tensor& tensor) {
   const at::NoGradGuard no_grad;
-  return at::sum(bits_of(tensor.detach().contiguous()), at::kLong);
+  constexpr int64_t longest_part = int64_t{1} << 22;  // bounds the temporaries, of 8 bytes per element
+  const at::Tensor bits = bits_of(tensor.detach().contiguous()).flatten();
+  const at::TensorOptions longs = bits.options().dtype(at::kLong);
+  const at::Tensor factors = at::arange(1, 2 * std::min(bits.numel(), longest_part) + 1, 2, longs);
+  at::Tensor sum = at::zeros({}, longs);
+  for (int64_t start = 0; start < bits.numel(); start += longest_part) {
+    const at::Tensor part = bits.narrow(0, start, std::min(longest_part, bits.numel() - start));
+    sum.add_((factors.narrow(0, 0, part.numel()) + 2 * start).mul_(part).sum());
+  }
+  return sum;
 }
 
 std::vector<size_t> differing(const std::vector<int64_t>& sums) {

@@ -89,8 +89,9 @@ class NanReplay final : public TrainerPolicy {
 // copy of the same part of a parameter (replicated over dp_replicate, tp or cp) always compute the same bits
 // for it. A checksum of each copy shows when one no longer does.
 
-/// The sum of the tensor's bits, read as integers of its element size, modulo 2^64: a 0-d int64 tensor on its
-/// device. Any one flipped bit changes it, the order of additions doesn't.
+/// The sum of the elements' bits, read as integers, times 1, 3, 5, ... by position, modulo 2^64: a 0-d int64
+/// tensor on the tensor's device. Any one flipped bit changes it, and so do swapped elements and changes that
+/// cancel in a plain sum; the order of additions doesn't.
 at::Tensor bit_sum(const at::Tensor& tensor);
 
 /// `sums`: the checksums of the copies of one part. Returns the positions that differ from the majority: all

@@ -260,8 +260,13 @@ class JsonlSink final : public MetricsSink {
         validations_path_(options.folder / "validation.jsonl") {}
 
   void begin_after(int64_t step) override {
-    for (const auto& path : {steps_path_, validations_path_})
-      if (step > 0) keep_rows_up_to(step, path);
+    if (step == 0 && !steps_) keep_earlier_run();
+    for (const auto& path : {steps_path_, validations_path_}) {
+      const int64_t num_broken = step > 0 ? keep_rows_up_to(step, path) : 0;
+      if (num_broken > 0)
+        log::warning_rank0(
+            str(path.string(), ": removed ", num_broken, " incomplete row(s), as a killed run leaves them"));
+    }
     steps_ = std::make_unique<AppendFile>(steps_path_, /*truncate=*/step == 0);
     if (step > 0 && std::filesystem::exists(validations_path_))
       validations_ = std::make_unique<AppendFile>(validations_path_, /*truncate=*/false);
@@ -278,6 +283,23 @@ class JsonlSink final : public MetricsSink {
   }
 
  private:
+  // A run from the start in the folder of an earlier one: metrics.jsonl becomes metrics.1.jsonl.
+  void keep_earlier_run() const {
+    std::error_code ignored;
+    if (std::filesystem::file_size(steps_path_, ignored) == 0 || ignored) return;
+    const auto kept = [](std::filesystem::path path, int number) {
+      return path.replace_extension(str(number, ".jsonl"));
+    };
+    int number = 1;
+    while (std::filesystem::exists(kept(steps_path_, number)) ||
+           std::filesystem::exists(kept(validations_path_, number)))
+      ++number;
+    for (const auto& path : {steps_path_, validations_path_})
+      if (std::filesystem::exists(path)) std::filesystem::rename(path, kept(path, number));
+    log::info_rank0(
+        str("the metrics of an earlier run in this folder are kept: ", kept(steps_path_, number).string()));
+  }
+
   std::filesystem::path steps_path_, validations_path_;
   std::unique_ptr<AppendFile> steps_, validations_;
 };

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include <ATen/ops/empty.h>
 
@@ -21,6 +22,8 @@ namespace {
 // Standard deviation / median absolute deviation of a normal distribution.
 constexpr double kSigmaOfMad = 1.4826;
 constexpr double kLeastSigma = 0.02;  // times the median: clocks and kernels aren't more exact
+constexpr double kSigmaOfOne = 0.2;   // times its value: one rank to compare with shows no spread
+constexpr std::chrono::minutes kBetweenWarnings(10);  // about the same rank
 
 double median_of(std::vector<double> values) {
   const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
@@ -37,6 +40,7 @@ std::vector<double> others_of(const std::vector<RankPace>& ranks, size_t rank) {
 }
 
 double sigma_of(const std::vector<double>& values, double median) {
+  if (values.size() == 1) return kSigmaOfOne * median;
   std::vector<double> distances;
   for (double value : values) distances.push_back(std::abs(value - median));
   return std::max(kSigmaOfMad * median_of(std::move(distances)), kLeastSigma * median);
@@ -162,11 +166,21 @@ void StragglerWatch::update_straggler(int64_t step, const std::optional<Straggle
   candidate_ = rank;
   if (found && intervals_ >= settings_.intervals) {
     straggler_ = found;
-    if (rank != before) log::warning_rank0(warning_text(step));
+    if (rank != before) warn(step);
   } else if (before >= 0 && absent_ >= settings_.intervals) {
     straggler_.reset();
-    log::info_rank0(str("step ", step, ": rank ", before, " no longer holds the others up"));
+    if (std::exchange(has_warned_, false))
+      log::info_rank0(str("step ", step, ": rank ", before, " no longer holds the others up"));
   }
+}
+
+void StragglerWatch::warn(int64_t step) {
+  const auto now = std::chrono::steady_clock::now();
+  const auto [last, is_first] = last_warnings_.try_emplace(straggler_->rank, now);
+  has_warned_ = is_first || now - last->second >= kBetweenWarnings;
+  if (!has_warned_) return;
+  last->second = now;
+  log::warning_rank0(warning_text(step));
 }
 
 std::string StragglerWatch::warning_text(int64_t step) const {

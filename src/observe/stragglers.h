@@ -9,7 +9,9 @@
 // Times are the host's. With NCCL a collective doesn't block the host, so a GPU's computation can't be
 // measured this way: there the own time is only that of the data, which the host does wait for.
 
+#include <chrono>
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -49,12 +51,13 @@ struct Straggler {
 
 /// Returns the rank that is slower than the other ranks of its stage by the most, if by more than the
 /// settings' limits and `least_share` of a step. The standard deviation is estimated from the median absolute
-/// deviation, which no single rank can spoil, and is at least 2 % of the median.
+/// deviation, which no single rank can spoil, and is at least 2 % of the median. A stage of two ranks shows no
+/// deviation: it is taken to be 20 %.
 std::optional<Straggler> find_straggler(const std::vector<RankPace>& ranks, const StragglerSettings& settings,
                                         double least_share = 0.01);
 
 /// Compares the ranks at each logged step, by one all-gather of four numbers. Rank 0 logs when a rank becomes
-/// the straggler and when it has recovered. The first interval includes lazy set-up and is ignored.
+/// the straggler, at most once in ten minutes for each rank, and when it has recovered. The first interval includes lazy set-up and is ignored.
 class StragglerWatch : public RunObserver {
  public:
   /// Collective over the world. `log` may be null; it receives each rank's own_s and wait_s.
@@ -73,6 +76,7 @@ class StragglerWatch : public RunObserver {
   void end_step();
   void compare(int64_t step);
   void update_straggler(int64_t step, const std::optional<Straggler>& found);
+  void warn(int64_t step);
   std::string warning_text(int64_t step) const;
 
   dist::World world_;
@@ -90,6 +94,8 @@ class StragglerWatch : public RunObserver {
   int64_t intervals_ = 0;  // in a row with this candidate
   int64_t absent_ = 0;     // in a row in which the straggler wasn't the slowest
   std::optional<Straggler> straggler_;
+  std::map<int, std::chrono::steady_clock::time_point> last_warnings_;  // by rank
+  bool has_warned_ = false;                                             // about this straggler
 };
 
 }  // namespace titan::train

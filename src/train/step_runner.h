@@ -50,6 +50,9 @@ class StepRunner {
 
 /// Throws Error unless global_valid_tokens > 0. Every runner calls it.
 void check_valid_tokens(int64_t global_valid_tokens);
+/// model.loss(), checked: throws Error unless it is a scalar in float32 or float64.
+at::Tensor checked_loss(TrainableModel& model, const at::Tensor& input, const at::Tensor& labels_BS,
+                        int64_t global_valid_tokens);
 
 /// Brings a step's loss and gradient norm to the host. If they are read at once, the host waits for the
 /// device in every step. If they are read late, it doesn't: the device itself skips the update of a step that

@@ -18,7 +18,8 @@ at::Tensor WholeModelRunner::forward_backward(const std::vector<data::Batch>& ba
     at::Tensor loss;
     {
       const dist::TraceRange traced([&] { return str("forward ", i); });
-      loss = model.loss(on_device(batches[i].input_BS), on_device(batches[i].labels_BS), global_valid_tokens);
+      loss = checked_loss(model, on_device(batches[i].input_BS), on_device(batches[i].labels_BS),
+                          global_valid_tokens);
       total.add_(loss.detach());
     }
     const dist::TraceRange traced([&] { return str("backward ", i); });
@@ -31,8 +32,8 @@ at::Tensor WholeModelRunner::forward_backward(const std::vector<data::Batch>& ba
 at::Tensor WholeModelRunner::forward(const data::Batch& batch, int64_t global_valid_tokens) {
   check_valid_tokens(global_valid_tokens);
   const dist::TraceRange traced([] { return "forward 0"; });
-  const at::Tensor loss =
-      models_[0].model->loss(on_device(batch.input_BS), on_device(batch.labels_BS), global_valid_tokens);
+  const at::Tensor loss = checked_loss(*models_[0].model, on_device(batch.input_BS),
+                                       on_device(batch.labels_BS), global_valid_tokens);
   return loss.detach().to(at::kDouble);
 }
 

@@ -235,6 +235,19 @@ TEST(Trainer, AnUnlistableFolderIsNotAConfigError) {
   }
 }
 
+TEST(BitSum, SeesSwappedAndCompensatingElements) {
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kDouble}) {
+    const at::Tensor tensor = at::arange(1, 6, at::dtype(dtype)), swapped = tensor.clone();
+    swapped[1] = tensor[3];
+    swapped[3] = tensor[1];
+    EXPECT_NE(bit_sum(swapped).item<int64_t>(), bit_sum(tensor).item<int64_t>()) << dtype;
+  }
+  const at::Tensor tensor = at::ones({5}), changed = tensor.clone();
+  changed.view(at::kInt)[0].add_(7);
+  changed.view(at::kInt)[4].sub_(7);
+  EXPECT_NE(bit_sum(changed).item<int64_t>(), bit_sum(tensor).item<int64_t>());
+}
+
 TEST(BitSum, SeesEveryBit) {
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kDouble}) {
     const at::Tensor tensor = at::randn({3, 5}, at::dtype(dtype));

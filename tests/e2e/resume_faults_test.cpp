@@ -68,6 +68,53 @@ INSTANTIATE_TEST_SUITE_P(
                "rank_00001.safetensors"}),
     [](const auto& info) { return std::string(info.param.name); });
 
+TEST(Resume, NamesTheModelsSettingThatChanged) {
+  const Words words = resumable(fresh_folder("config")) + Words{"--training.steps", "5"};
+  const auto run = fresh_folder("run");
+  train(run, words + Words{"--checkpoint.no_last_save_model_only"});
+  const CommandResult result = try_train(
+      words + Words{"--job.dump_folder", run.string(), "--training.steps", "6", "--model.args.dim", "32"});
+  EXPECT_EQ(result.status, 2) << result.err;
+  EXPECT_THAT(
+      result.err,
+      AllOf(HasSubstr("was saved with another model (its settings | this run's): model.args.dim: 64 | 32"),
+            Not(HasSubstr("and 1"))));
+}
+
+TEST(DamagedSteps, AreAllNamedIfNoneIsIntact) {
+  const Words words = resumable(fresh_folder("config")) + ranks(2);
+  const auto run = fresh_folder("run");
+  train(run, part_of_run(words, 10));
+  std::filesystem::remove(step_folder(run, 5) / "manifest.json");
+  flip_a_bit(step_folder(run, 10) / "rank_00000.safetensors", 1000);
+  const auto resume = [&] {
+    const CommandResult result = try_train(
+        words + Words{"--job.dump_folder", run.string(), "--training.steps", "11", "--max-restarts", "3"});
+    EXPECT_EQ(result.status, 2) << result.err;
+    EXPECT_THAT(result.err,
+                AllOf(HasSubstr("no intact checkpoint is left in " + (run / "checkpoint").string()),
+                      ContainsRegex("step-10/rank_00000.safetensors.*step-5/manifest.json is missing"),
+                      HasSubstr("exit code 2 is final")));
+  };
+  resume();  // the damage shows when tensors are read
+  std::filesystem::resize_file(step_folder(run, 10) / "rank_00000.safetensors", 1000);
+  resume();  // it shows in the file's size
+}
+
+// A run whose result is damaged isn't complete: it makes the result again.
+TEST(DamagedSteps, TheFinalModelIsSavedAgain) {
+  const Words words = resumable(fresh_folder("config")) + Words{"--checkpoint.last_save_model_only"};
+  const auto run = fresh_folder("run");
+  train(run, words);
+  const auto model = step_folder(run, 20) / "model.safetensors";
+  const auto size = std::filesystem::file_size(model);
+  std::filesystem::resize_file(model, size / 2);
+  const std::string log = train_log(run, words);
+  EXPECT_THAT(log, AllOf(HasSubstr("resuming after step"), Not(HasSubstr("this run is complete"))));
+  EXPECT_EQ(std::filesystem::file_size(model), size);
+  EXPECT_THAT(train_log(run, words), HasSubstr("this run is complete"));
+}
+
 using std::filesystem::perms;
 
 constexpr perms kReadOnly = perms::owner_read | perms::owner_exec | perms::others_read | perms::others_exec;
@@ -285,7 +332,7 @@ TEST(TwoRuns, CannotShareAFolder) {
   for (int i = 0; i < 6000 && !std::filesystem::exists(step); ++i) ::usleep(10'000);
   ASSERT_TRUE(std::filesystem::exists(step));
   const CommandResult second = try_train(words + Words{"--training.steps", "1000000"});
-  EXPECT_EQ(second.status, 1);
+  EXPECT_EQ(second.status, 2) << "a launcher must not try again";
   EXPECT_THAT(second.err, HasSubstr(std::to_string(first.pid())));
 }
 

@@ -43,7 +43,8 @@ TEST(Sweep, RunsAGridOnceAndThenSkipsIt) {
     EXPECT_THAT(result.out, HasSubstr(name));
   }
   EXPECT_THAT(result.out, ContainsRegex("[^t] finished"));
-  EXPECT_THAT(result.out, HasSubstr("settings that differ"));  // printed by titan compare
+  EXPECT_THAT(result.out, AllOf(HasSubstr("settings that differ"),
+                                ContainsRegex("\n +ranks +1 +1 +1 +1")));  // printed by titan compare
   EXPECT_NE(read_metrics(sweep.runs / "lr=0.001,seq_len=16").back().loss,
             read_metrics(sweep.runs / "lr=0.002,seq_len=16").back().loss);
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Installs into an empty folder, builds docs/examples/custom_trainer against it, and runs it with one and two ranks: the loss falls, and
-# both runs have the same curve. Then three ranks resume from what two have saved. check_install.sh BUILD_DIR SOURCE_DIR
+# both runs have the same curve. Then three ranks resume from what two have saved. docs/examples/custom_model is built against it, too,
+# and its model is trained both ways: as a shared object and by its own program. check_install.sh BUILD_DIR SOURCE_DIR
 set -euo pipefail
 build=$1
 source=$2
@@ -21,3 +22,9 @@ assert len(one) == len(two) == 5, (one, two)
 assert one[-1] < 0.8 * one[0], f"the loss didn't fall: {one}"
 assert all(abs(a - b) <= 1e-4 * abs(a) for a, b in zip(one, two)), f"two ranks differ: {one} {two}"
 PY
+
+cmake -S "$source/docs/examples/custom_model" -B "$folder/model" -G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_PREFIX_PATH="$folder/prefix" >"$folder/configure.log" || { cat "$folder/configure.log" >&2; exit 1; }
+cmake --build "$folder/model"
+cd "$source"
+"$folder/prefix/bin/titan" train docs/examples/custom_model/ngram.toml --experimental.custom_import "$folder/model/libngram.so" --training.steps 2 --job.dump_folder "$folder/module_run"
+"$folder/model/ngram_titan" train docs/examples/custom_model/ngram.toml --training.steps 2 --job.dump_folder "$folder/program_run"

@@ -19,9 +19,16 @@
 #include <string>
 #include <vector>
 
+#include "titan/core/error.h"
 #include "titan/core/registry.h"
 
 namespace titan::checkpoint {
+
+/// Another process writes to the folder. A run that is refused for it isn't started again.
+class FolderInUse : public Error {
+ public:
+  using Error::Error;
+};
 
 /// The operations on folders and files that saves and loads need. Every function may be called from several
 /// threads and throws Error that names the path. Links are never followed: they have Kind::Other.
@@ -79,8 +86,8 @@ class Storage {
   /// Returns when the names in a folder are durable.
   virtual void sync(const std::filesystem::path& /*folder*/) {}
 
-  /// Makes the folder and locks it until the handle is released or the process ends. Throws Error that names
-  /// the process that holds the lock. Returns null if this storage has no locks: then leftovers of killed
+  /// Makes the folder and locks it until the handle is released or the process ends. Throws FolderInUse that
+  /// names the process that holds the lock. Returns null if this storage has no locks: then leftovers of killed
   /// runs stay.
   virtual std::shared_ptr<const void> lock(const std::filesystem::path& folder);
   /// Why this process can't write to a folder; empty: it can.

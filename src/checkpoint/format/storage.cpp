@@ -207,8 +207,8 @@ class LocalStorage : public Storage {
     auto file = std::make_shared<LockFile>(folder / ".lock");
     const int error = file->try_lock();
     if (error == EWOULDBLOCK)
-      throw Error(str(folder.string(), " is being written to by ", file->holder(),
-                      "; a folder of checkpoints has one writer at a time"));
+      throw FolderInUse(str(folder.string(), " is being written to by ", file->holder(),
+                            "; a folder of checkpoints has one writer at a time"));
     if (means_no_locks(error)) {
       warn_of_no_locks(folder, str(" (", errno_text(error), ")"));
       return nullptr;

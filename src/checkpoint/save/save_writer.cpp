@@ -42,8 +42,9 @@ constexpr const char* kProbeName = ".probe";
 constexpr std::chrono::milliseconds kLongestDelay(60'000);
 
 struct Greeting {
-  std::string host, run_id, problem;  // the last two are rank 0's
-  static void fields(auto& wire, auto& self) { wire(self.host, self.run_id, self.problem); }
+  std::string host, run_id = {}, problem = {};  // the last two are rank 0's
+  bool has_writer = false;                      // the problem: another run writes to the folder
+  static void fields(auto& wire, auto& self) { wire(self.host, self.run_id, self.problem, self.has_writer); }
 };
 
 bool has_probe(const fs::path& folder, const std::string& run_id) {
@@ -76,9 +77,14 @@ void remove_probes(const fs::path& folder) {
 
 // Rank 0's part, before the others look for the probe.
 Greeting prepare(const fs::path& folder, OpenedFolder& opened) {
-  Greeting greeting{host_name(), random_id(), ""};
+  Greeting greeting{host_name(), random_id()};
   greeting.problem = problem_of([&] {
-    opened.lock.emplace(folder);
+    try {
+      opened.lock.emplace(folder);
+    } catch (const FolderInUse&) {
+      greeting.has_writer = true;
+      throw;
+    }
     clean_leftovers(folder, *opened.lock);
     if (opened.lock->held()) remove_probes(folder);
     write_text(folder / kProbeName, greeting.run_id);
@@ -261,7 +267,7 @@ void StepWriter::prune(int64_t step) {
 
 OpenedFolder open_to_read(dist::Group& group) {
   OpenedFolder opened;
-  greet(group, {host_name(), random_id(), ""}, opened);
+  greet(group, {host_name(), random_id()}, opened);
   return opened;
 }
 
@@ -269,10 +275,13 @@ OpenedFolder open_shared_folder(dist::Group& group, const fs::path& folder,
                                 std::chrono::milliseconds timeout) {
   OpenedFolder opened;
   const bool is_root = group.rank() == 0;
-  const std::string problem =
-      greet(group, is_root ? prepare(folder, opened) : Greeting{host_name(), "", ""}, opened).problem;
-  if (!problem.empty())
-    throw Error(titan::str("checkpoints can't be saved: ", rank_on(0, opened.hosts[0]), ": ", problem));
+  const Greeting first = greet(group, is_root ? prepare(folder, opened) : Greeting{host_name()}, opened);
+  if (!first.problem.empty()) {
+    const std::string text =
+        titan::str("checkpoints can't be saved: ", rank_on(0, opened.hosts[0]), ": ", first.problem);
+    if (first.has_writer) throw ConfigError(text);  // starting again wouldn't help
+    throw Error(text);
+  }
   const auto problems = group.all_gather_text(folder_problem(folder, opened.run_id, timeout), kOpenLabel);
   if (is_root) remove_quietly(folder / kProbeName);
   std::string all;

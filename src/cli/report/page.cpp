@@ -93,6 +93,8 @@ RunState state_of(const PageInput& input) {
   if (end.kind == ProcessEnd::Kind::Completed)
     return last == total ? RunState{"good", "completed"} : RunState{"good", "ended after " + place};
   if (end.kind == ProcessEnd::Kind::Stopped) return {"warn", str(end.words, " after ", place)};
+  if (is_failed_restart(end, run.processes.back(), run))
+    return {"good", "completed; a later start was ended by " + end.words};
   if (end.kind == ProcessEnd::Kind::Failed) return {"bad", "ended by " + end.words};
   return {"warn", str(end.words, ", ", place)};
 }

@@ -58,6 +58,26 @@ void warn_skipped(const std::vector<std::string>& problems) {
   for (const std::string& problem : problems) log::warning_rank0("skipped: " + problem);
 }
 
+// If settings of the model differ, they are the cause of many tensors' problems, and are named instead.
+[[noreturn]] void explain_by_settings(const ConfigError& error, const fs::path& step_folder,
+                                      const std::string& saved, const std::string& now) {
+  std::vector<std::string> model;
+  for (const std::string& line : config::setting_differences(saved, now, {}))
+    if (line.starts_with("model.args.") || line.starts_with("model.name:") ||
+        line.starts_with("model.flavor:"))
+      model.push_back(line);
+  if (model.empty()) throw error;
+  throw ConfigError(str(step_folder.string(), " was saved with another model (its settings | this run's): ",
+                        c10::Join("; ", model), ". ", error.problems().front()));
+}
+
+// A new run in the folder would replace what may still be rescued from it.
+[[noreturn]] void refuse_damaged(const fs::path& folder, const std::vector<std::string>& damages) {
+  throw ConfigError(
+      str("no intact checkpoint is left in ", folder.string(), ": ", c10::Join("; ", damages),
+          ". To start from the beginning, move the folder away or set another job.dump_folder"));
+}
+
 std::string seconds_text(double value) {
   char text[32];
   std::snprintf(text, sizeof text, "%.2f s", value);
@@ -134,8 +154,10 @@ bool RunCheckpoints::load() {
 }
 
 bool RunCheckpoints::load_newest() {
-  const auto step = find_step();
+  const StepChoice choice = find_step();
+  const std::optional<int64_t> step = choice.step;
   if (peers_ && load_from_memory(step)) return true;
+  if (!step && choice.is_damaged) refuse_damaged(options_.folder, choice.skipped);
   if (!step) {
     load_initial();
     loaded_step_ = 0;
@@ -165,9 +187,17 @@ void RunCheckpoints::load_or_fall_back(int64_t step) {
   const std::exception_ptr failure = damage_found_by([&] { load_step(step); }, step);
   if (!failure) return;
   const StepChoice before = choose_before(step);
-  // Step 0 holds the model alone, so the optimizer would keep what was read until here.
-  if (before.step.value_or(0) == 0) std::rethrow_exception(failure);
   warn_skipped(before.skipped);
+  // Step 0 holds the model alone, so the optimizer would keep what was read until here.
+  if (before.step.value_or(0) == 0) {
+    std::vector<std::string> damages = before.skipped;
+    try {
+      std::rethrow_exception(failure);
+    } catch (const Error& error) {
+      damages.insert(damages.begin(), error.what());
+    }
+    refuse_damaged(options_.folder, damages);
+  }
   load_or_fall_back(*before.step);
 }
 
@@ -225,7 +255,7 @@ void RunCheckpoints::warn_of_newer_steps(int64_t wanted) const {
 
 // If rank 0 can't read the folder, all ranks throw Error, not ConfigError: storage that doesn't answer now
 // may answer at the next start.
-std::optional<int64_t> RunCheckpoints::find_step() const {
+StepChoice RunCheckpoints::find_step() const {
   const int64_t wanted = options_.settings.load_step;
   const StepChoice choice = choose_on_rank_0(world_, [&] {
     if (wanted < 0) return choose_newest(options_.folder, kAnyStep);
@@ -235,9 +265,9 @@ std::optional<int64_t> RunCheckpoints::find_step() const {
   });
   if (!choice.error.empty()) throw ConfigError(choice.error);
   warn_skipped(choice.skipped);
-  if (!choice.step)
+  if (!choice.step && !choice.is_damaged)
     log::info_rank0(str("there is no saved state in ", options_.folder.string(), " to resume from"));
-  return choice.step;
+  return choice;
 }
 
 checkpoint::Loaded RunCheckpoints::load_whole(const fs::path& step_folder, std::vector<std::string> exclude) {
@@ -255,7 +285,12 @@ checkpoint::Loaded RunCheckpoints::load_whole(const fs::path& step_folder, std::
                                                     const std::set<int64_t>& ranks) {
       folder->bring_files(manifest, ranks);
     };
-  checkpoint::Loaded loaded = checkpointer_.load(step_folder, options);
+  checkpoint::Loaded loaded;
+  try {
+    loaded = checkpointer_.load(step_folder, options);
+  } catch (const ConfigError& error) {
+    explain_by_settings(error, step_folder, saved.config, options_.config);
+  }
   if (!reseeds) return loaded;
   rng_->reseed(saved.step);
   log::info_rank0(str("the ranks (", rng_->place(), ") differ from those that saved (",

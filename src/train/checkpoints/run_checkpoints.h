@@ -30,7 +30,8 @@ struct StepChoice {
   std::optional<int64_t> step = {};       ///< unset: there is none
   std::vector<std::string> skipped = {};  ///< why newer steps aren't used, one line each
   std::string error = {};                 ///< why the requested step can't be loaded; else empty
-  static void fields(auto& wire, auto& self) { wire(self.step, self.skipped, self.error); }
+  bool is_damaged = false;                ///< a newer step is damaged, not just of no use to a resumed run
+  static void fields(auto& wire, auto& self) { wire(self.step, self.skipped, self.error, self.is_damaged); }
 };
 
 /// Chooses the newest sound step before `before`, judged without reading tensors. A step with non-finite
@@ -40,7 +41,8 @@ StepChoice choose_newest(const std::filesystem::path& folder, int64_t before,
 /// Chooses the step `wanted`, or says why it can't be loaded.
 StepChoice choose_step(const std::filesystem::path& folder, int64_t wanted);
 
-/// The newest step of all, even if it holds the model alone; unset if it isn't sound.
+/// The newest step of all, even if it holds the model alone; unset if it isn't sound. A model counts as sound
+/// if the headers of its files agree with their sizes.
 std::optional<int64_t> last_step_in(const std::filesystem::path& folder);
 
 /// Finds damage inside the files. Reads all of them, each on one rank. Collective over the world.
@@ -50,7 +52,8 @@ std::vector<std::string> find_damage(const std::filesystem::path& step_folder, c
 struct ManifestSummary {
   int64_t step = 0;
   std::string rng_place;  ///< RngState::place; empty: generators weren't saved
-  static void fields(auto& wire, auto& self) { wire(self.step, self.rng_place); }
+  std::string config;     ///< resolved, as TOML
+  static void fields(auto& wire, auto& self) { wire(self.step, self.rng_place, self.config); }
 };
 /// Rank 0 reads it; if it can't, every rank throws Error. Collective over the world.
 ManifestSummary read_summary(const std::filesystem::path& step_folder, const dist::World& world);
@@ -115,8 +118,8 @@ class RunCheckpoints {
 
   /// Loads the first that exists: the step of load_step or the newest complete one in the folder; the initial
   /// state; nothing. If the newest step turns out to be damaged when it is read, the one before it is loaded.
-  /// Logs what was loaded, or why nothing was. Throws ConfigError if a requested step isn't complete. True:
-  /// the run resumes from its own folder.
+  /// Logs what was loaded, or why nothing was. Throws ConfigError if a requested step isn't complete, or if
+  /// there are steps but all are damaged. True: the run resumes from its own folder.
   bool load();
 
   /// Loads all objects except `exclude` from the newest complete step of this run before `step`, or from an
@@ -162,7 +165,7 @@ class RunCheckpoints {
 
  private:
   bool load_newest();
-  std::optional<int64_t> find_step() const;
+  StepChoice find_step() const;
   void warn_of_newer_steps(int64_t wanted) const;
   void load_or_fall_back(int64_t step);
   std::exception_ptr damage_found_by(const std::function<void()>& load, int64_t step) const;

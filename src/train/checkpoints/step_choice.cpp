@@ -9,6 +9,7 @@
 #include "checkpoint/format/rank_file.h"
 #include "checkpoint/save/rank_tree.h"
 #include "core/json.h"
+#include "titan/checkpoint/hugging_face.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/checkpoint/storage.h"
 #include "titan/core/error.h"
@@ -29,6 +30,11 @@ bool holds_model_alone(const fs::path& step_folder) {
   std::error_code ignored;
   const auto has = [&](const char* name) { return fs::exists(step_folder / name, ignored); };
   return !has(checkpoint::kManifestName) && (has(kModelFile) || has("config.json"));
+}
+
+// Damage that the headers and sizes of a model's files show.
+std::string model_damage(const fs::path& step_folder) {
+  return problem_of([&] { HfFolder{step_folder}; });
 }
 
 std::vector<std::string> problems_with(const fs::path& step_folder) {
@@ -61,7 +67,14 @@ StepChoice choose_newest(const fs::path& folder, int64_t before, const std::func
       problems = {entry->path.string() +
                   ": not all of its numbers are finite (checkpoint.load_step loads it anyway)"};
     }
-    if (problems.empty()) choice.step = entry->step;
+    if (problems.empty())
+      choice.step = entry->step;
+    else if (!holds_model_alone(entry->path))
+      choice.is_damaged = true;
+    else if (std::string damage = model_damage(entry->path); !damage.empty()) {
+      choice.is_damaged = true;
+      problems = {std::move(damage)};
+    }
     choice.skipped.insert(choice.skipped.end(), problems.begin(), problems.end());
   }
   return !choice.step && not_finite ? *not_finite : choice;
@@ -71,7 +84,8 @@ std::optional<int64_t> last_step_in(const fs::path& folder) {
   const std::vector<checkpoint::StepEntry> entries = checkpoint::list_steps(folder);
   if (entries.empty()) return std::nullopt;
   const fs::path& newest = entries.back().path;
-  const bool is_whole = holds_model_alone(newest) || problems_with(newest).empty();
+  const bool is_whole =
+      holds_model_alone(newest) ? model_damage(newest).empty() : problems_with(newest).empty();
   return is_whole ? std::optional(entries.back().step) : std::nullopt;
 }
 
@@ -129,7 +143,8 @@ ManifestSummary read_summary(const fs::path& step_folder, const dist::World& wor
   return from_wire<ManifestSummary>(from_rank_0(world, kChoiceLabel, [&] {
     const checkpoint::Manifest manifest = checkpoint::read_manifest(step_folder);
     const auto place = manifest.texts.find("rng");
-    return to_wire(ManifestSummary{manifest.step, place == manifest.texts.end() ? "" : place->second});
+    return to_wire(
+        ManifestSummary{manifest.step, place == manifest.texts.end() ? "" : place->second, manifest.config});
   }));
 }
 

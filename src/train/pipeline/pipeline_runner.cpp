@@ -233,7 +233,8 @@ class RunningStep {
     const at::Tensor input = input_of(due, cell);
     if (!at::GradMode::is_enabled()) cell.input.reset();  // no backward will need it
     if (is_last(due)) {
-      const at::Tensor loss = model.loss(input, on_device(batch_of(due).labels_BS), global_valid_tokens_);
+      const at::Tensor loss =
+          checked_loss(model, input, on_device(batch_of(due).labels_BS), global_valid_tokens_);
       cell.root = GraphRoot(loss);
       cell.grad_output = at::ones_like(loss, loss.options().requires_grad(false));
       loss_.add_(loss.detach());

@@ -96,6 +96,21 @@ TEST(RunHistory, ExplainsAnEndByAnotherRanksError) {
             "an error in optim of step 2 on rank 1 (node1)");
 }
 
+TEST(RunHistory, AFailedStartDoesNotSpoilAFinishedRun) {
+  const LoggedRun run("failed_restart");
+  std::ofstream(run.folder / "metrics.jsonl") << "{\"step\": 100, \"loss\": 2}\n";
+  run.log(0, "20260101-000000-000000", 1,
+          {"step 100 step_start", "step 100 fwd_bwd_end", "step 100 teardown_end"});
+  run.log(0, "20260101-010000-000000", 1, {"step 0 build_error"});
+  RunHistory history = read_history(run.folder);
+  ASSERT_EQ(history.processes.size(), 2u);
+  const ProcessEnd end = end_of(history, 1, history.processes[1].last_us());
+  EXPECT_EQ(end.kind, ProcessEnd::Kind::Failed);
+  EXPECT_TRUE(is_failed_restart(end, history.processes[1], history));
+  history.settings["training.steps"] = "200";
+  EXPECT_FALSE(is_failed_restart(end, history.processes[1], history)) << "the run was to continue";
+}
+
 std::vector<std::string> many_steps(int64_t first, int64_t last) {
   std::vector<std::string> lines;
   for (int64_t step = first; step <= last; ++step)

@@ -2,7 +2,10 @@
 
 #include <csignal>
 
+#include <ATen/ops/ones.h>
+
 #include "cli/commands.h"
+#include "titan/checkpoint/safetensors.h"
 #include "unit/cli/logged_run.h"
 
 namespace titan::cli::sweep {
@@ -19,7 +22,7 @@ LoggedRun run_of_100(const char* enable) {
 
 void leave_model(const LoggedRun& run, const char* step) {
   fs::create_directories(run.folder / "checkpoint" / step);
-  std::ofstream(run.folder / "checkpoint" / step / "model.safetensors") << "model";
+  save_safetensors(run.folder / "checkpoint" / step / "model.safetensors", {{"weight", at::ones({3})}});
 }
 
 constexpr const char* kFirst = "20261121-234000-000001";

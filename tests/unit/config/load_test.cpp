@@ -147,6 +147,15 @@ TEST(Load, JsonProblemsHaveLineAndColumn) {
                       "a.json:3:5: training.seq_len = null: must be an int, not null"}));
 }
 
+TEST(Load, LongNamesAreCutInMessages) {
+  const std::string name(1'000'000, 'k');
+  const Result result = load_text("[" + name + "]\na = 1\n[training]\n" + name + " = 1\n");
+  const std::string cut = name.substr(0, 100) + "...";
+  EXPECT_EQ(result.problems,
+            (Problems{"a.toml:1:2: [" + cut + "]: unknown table",
+                      "a.toml:4:1: training." + name.substr(0, 91) + "... = 1: unknown key"}));
+}
+
 TEST(Load, UnknownKeysSuggestTheNearestName) {
   Result result = load_text(R"(steps = 5
 [training]

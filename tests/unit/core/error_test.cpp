@@ -57,9 +57,14 @@ TEST(NearestNames, FindsPartsOfNames) {
   EXPECT_EQ(nearest_names("batch_size", {"local_batch_size", "lr"}), Names{"local_batch_size"});
 }
 
+TEST(NearestNames, FindsAbbreviations) {
+  EXPECT_EQ(nearest_names("learning_rate", {"lr", "steps"}), Names{"lr"});
+}
+
 TEST(NearestNames, ReturnsNothingIfNoneIsNear) {
   EXPECT_TRUE(nearest_names("flavor_of_the_day", {"lr", "steps"}).empty());
   EXPECT_TRUE(nearest_names("lr", {}).empty());
+  EXPECT_TRUE(nearest_names(std::string(10'000'000, 's'), {"steps"}).empty()) << "and at once";
 }
 
 TEST(NearestNames, LimitDropsTheFarthest) {

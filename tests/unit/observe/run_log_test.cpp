@@ -27,7 +27,7 @@ TEST(RunLog, KeepsRowsUpToAStep) {
   const fs::path path = folder.path() / "rows.jsonl";
   const std::string first = "{\"step\": 1, \"loss\": 2.5}\n", tenth = "{\"step\": 10, \"loss\": null}\n";
   std::ofstream(path) << first << tenth << "{\"step\": 11, \"loss\": 1}\n";
-  keep_rows_up_to(10, path);
+  EXPECT_EQ(keep_rows_up_to(10, path), 0);
   EXPECT_EQ(text_of(path), first + tenth);
   keep_rows_up_to(9, path);
   EXPECT_EQ(text_of(path), first);
@@ -41,7 +41,7 @@ TEST(RunLog, RemovesLinesThatAreNotRows) {
   for (const std::string& rest :
        {"{\"step\": 2, \"lo", "{\"step\": 2}", "\n", "[2]\n", "{\"stop\": 2}\n", "{\"step\": \"2\"}\n"}) {
     std::ofstream(path) << row << rest;
-    keep_rows_up_to(5, path);
+    EXPECT_EQ(keep_rows_up_to(5, path), 1);
     EXPECT_EQ(text_of(path), row) << rest;
   }
   keep_rows_up_to(5, folder.path() / "none.jsonl");
@@ -74,6 +74,8 @@ TEST(RunLog, LoggerTruncatesOrAppends) {
             json_line(ValidationMetrics{.step = 1}) + "\n" + json_line(ValidationMetrics{.step = 3}) + "\n");
   log({}, 2);
   EXPECT_EQ(text_of(rows), two);
+  EXPECT_EQ(text_of(folder.path() / "metrics.1.jsonl"), one + three) << "the earlier run is kept";
+  EXPECT_TRUE(fs::exists(folder.path() / "validation.1.jsonl"));
   EXPECT_EQ(text_of(validation), json_line(ValidationMetrics{.step = 2}) + "\n");
 }
 

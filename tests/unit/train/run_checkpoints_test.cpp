@@ -3,7 +3,10 @@
 #include <fstream>
 #include <limits>
 
+#include <ATen/ops/ones.h>
+
 #include "checkpoint_files.h"
+#include "titan/checkpoint/safetensors.h"
 #include "titan/checkpoint/step_folder.h"
 #include "train/checkpoints/peer_saves.h"
 #include "unit/checkpoint/temp_folder.h"
@@ -84,7 +87,7 @@ void save_state(const std::filesystem::path& folder, int64_t step, double value 
 
 void save_model_alone(const std::filesystem::path& folder, int64_t step) {
   std::filesystem::create_directories(checkpoint::step_path(folder, step));
-  std::ofstream(checkpoint::step_path(folder, step) / "model.safetensors") << "a model";
+  save_safetensors(checkpoint::step_path(folder, step) / "model.safetensors", {{"weight", at::ones({3})}});
 }
 
 // A run that resumed from it would overflow again at once.
@@ -117,6 +120,11 @@ TEST(StepChoice, TheLastStepMayBeAModel) {
   EXPECT_EQ(last_step_in(folder.path()), 5);
   save_model_alone(folder.path(), 7);
   EXPECT_EQ(last_step_in(folder.path()), 7);
+  std::filesystem::resize_file(folder / "step-7/model.safetensors", 90);
+  EXPECT_EQ(last_step_in(folder.path()), std::nullopt) << "the model's file was cut";
+  const StepChoice choice = choose_newest(folder.path(), kAll);
+  EXPECT_EQ(choice.step, 5);
+  EXPECT_TRUE(choice.is_damaged);
   save_state(folder.path(), 9);
   std::filesystem::remove(folder / "step-9/rank_00000.safetensors");
   EXPECT_EQ(last_step_in(folder.path()), std::nullopt) << "the newest step is incomplete";

@@ -45,6 +45,26 @@ std::optional<ValidationResult> validate_whole(TrainableModel& model, const Vali
   return validate(runner, DeviceMesh(), batches, max_batches);
 }
 
+class HalfPrecisionLoss : public BigramModel {
+ public:
+  using BigramModel::BigramModel;
+  at::Tensor loss(const at::Tensor& tokens_BS, const at::Tensor& labels_BS, int64_t tokens) override {
+    return BigramModel::loss(tokens_BS, labels_BS, tokens).to(at::kBFloat16);
+  }
+};
+
+TEST(WholeModelRunner, RefusesALossInHalfPrecision) {
+  HalfPrecisionLoss model(16);
+  try {
+    run(model, random_batches(1, 2), 14);
+    ADD_FAILURE() << "the loss was accepted";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("must be a scalar in float32 or float64, but is BFloat16"),
+              std::string::npos)
+        << error.what();
+  }
+}
+
 TEST(SplitRows, KeepsOrderAndCountsLabels) {
   const data::Batch whole = joined(random_batches(2, 2));
   const auto parts = split_rows({whole}, 1);
