@@ -101,7 +101,8 @@ class Catalog {
     auto slips = nearest_names(key, siblings, 1);
     if (!slips.empty()) return suggestion({str(table_of(name), ".", slips.front())});
     if (!elsewhere.empty()) return suggestion(elsewhere);
-    return did_you_mean(name, similar);
+    const std::string typo = did_you_mean(name, similar);
+    return typo.empty() && !similar.empty() ? suggestion({similar.front()}) : typo;
   }
 
   std::string suggest_table(std::string_view name) const {

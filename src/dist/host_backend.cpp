@@ -220,8 +220,9 @@ class HostChannel {
 
   /// Waits until `value` of `peer` reaches this call's number.
   void wait_for(int peer, const std::atomic<uint64_t>& value, const char* what) {
-    constexpr long longest_sleep_ms = 50;           // between looks at whether the peer is still there
-    constexpr std::chrono::seconds longest_gap(1);  // a longer one means that this process was stopped
+    constexpr long longest_sleep_ms = 50;  // between looks at whether the peer is still there
+    // A longer gap means that this process stood still, and perhaps the peer with it.
+    constexpr std::chrono::milliseconds longest_gap(4 * longest_sleep_ms);
     const std::chrono::milliseconds limit(timeout_);
     Clock::duration waited{0};
     auto last_look = Clock::now();

@@ -317,7 +317,7 @@ std::optional<std::string> world_size_problem(const ParallelDims& dims, int worl
   return str("parallelism: dp_replicate ", dims.dp_replicate, " x dp_shard ", dims.dp_shard, rows, " x tp ",
              dims.tp, " x pp ", dims.pp, " = ", dims.world_size(), " ranks, but the job has ", world_size,
              "; change a degree (data_parallel_shard_degree = -1 takes what is left) or start ",
-             dims.world_size(), " ranks (--nproc ", dims.world_size(), ")");
+             dims.world_size(), " ranks (on one machine: titan train --nproc ", dims.world_size(), ")");
 }
 
 void check_sequence_length(const ParallelDims& dims, const std::string& key, int64_t seq_len,

@@ -285,8 +285,11 @@ class JsonlSink final : public MetricsSink {
  private:
   // A run from the start in the folder of an earlier one: metrics.jsonl becomes metrics.1.jsonl.
   void keep_earlier_run() const {
-    std::error_code ignored;
-    if (std::filesystem::file_size(steps_path_, ignored) == 0 || ignored) return;
+    const auto has_rows = [](const std::filesystem::path& path) {
+      std::error_code error;
+      return std::filesystem::file_size(path, error) > 0 && !error;
+    };
+    if (!has_rows(steps_path_) && !has_rows(validations_path_)) return;
     const auto kept = [](std::filesystem::path path, int number) {
       return path.replace_extension(str(number, ".jsonl"));
     };
@@ -294,8 +297,12 @@ class JsonlSink final : public MetricsSink {
     while (std::filesystem::exists(kept(steps_path_, number)) ||
            std::filesystem::exists(kept(validations_path_, number)))
       ++number;
-    for (const auto& path : {steps_path_, validations_path_})
-      if (std::filesystem::exists(path)) std::filesystem::rename(path, kept(path, number));
+    for (const auto& path : {steps_path_, validations_path_}) {
+      if (!has_rows(path)) continue;
+      std::error_code error;
+      std::filesystem::rename(path, kept(path, number), error);
+      TITAN_CHECK(!error, "cannot rename ", path.string(), ": ", error.message());
+    }
     log::info_rank0(
         str("the metrics of an earlier run in this folder are kept: ", kept(steps_path_, number).string()));
   }

@@ -166,7 +166,8 @@ void StragglerWatch::update_straggler(int64_t step, const std::optional<Straggle
   candidate_ = rank;
   if (found && intervals_ >= settings_.intervals) {
     straggler_ = found;
-    if (rank != before) warn(step);
+    if (rank != before) has_warned_ = false;
+    if (!has_warned_) warn(step);
   } else if (before >= 0 && absent_ >= settings_.intervals) {
     straggler_.reset();
     if (std::exchange(has_warned_, false))

@@ -368,7 +368,6 @@ TEST_F(Stop, LauncherContinuesAStoppedRank) {
   start(endless());
   ASSERT_TRUE(wait_until([&] { return last_logged() >= 2; }));
   ASSERT_EQ(::kill(ranks_[1], SIGSTOP), 0);
-  sleep_s(0.5);
   job_->signal(SIGTERM);
   result_ = job_->wait(kGraceS);
   EXPECT_EQ(result_.status, 0) << result_.err;

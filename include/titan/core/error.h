@@ -70,7 +70,8 @@ namespace detail {
 std::string reason_of(const std::exception& error);
 
 /// The names in `known` that `name` may have been meant as, best first: few edits away (case, '-' for '_' and
-/// swapped neighbors are cheap), or one contains the other.
+/// swapped neighbors are cheap), one contains the other, or a known name is its initials ("lr" for
+/// "learning_rate"). None for names of more than 200 characters.
 std::vector<std::string> nearest_names(std::string_view name, const std::vector<std::string>& known,
                                        size_t limit = 3);
 /// "; did you mean 'seq_len'?": the nearest of `known`, or "" if none is near.

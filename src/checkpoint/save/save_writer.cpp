@@ -40,6 +40,8 @@ constexpr dist::Label kOpenLabel{.phase = "checkpoint::open_folder"};
 constexpr const char* kProbeName = ".probe";
 // On a network file system, other hosts may see a new file late: NFS caches a folder's contents this long.
 constexpr std::chrono::milliseconds kLongestDelay(60'000);
+// A killed run's last process may still hold the folder's lock for a moment.
+constexpr std::chrono::seconds kLastWriterEnds(3);
 
 struct Greeting {
   std::string host, run_id = {}, problem = {};  // the last two are rank 0's
@@ -79,11 +81,15 @@ void remove_probes(const fs::path& folder) {
 Greeting prepare(const fs::path& folder, OpenedFolder& opened) {
   Greeting greeting{host_name(), random_id()};
   greeting.problem = problem_of([&] {
-    try {
-      opened.lock.emplace(folder);
-    } catch (const FolderInUse&) {
-      greeting.has_writer = true;
-      throw;
+    const auto end = std::chrono::steady_clock::now() + kLastWriterEnds;
+    while (!opened.lock) {
+      try {
+        opened.lock.emplace(folder);
+      } catch (const FolderInUse&) {
+        greeting.has_writer = std::chrono::steady_clock::now() >= end;
+        if (greeting.has_writer) throw;
+        std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      }
     }
     clean_leftovers(folder, *opened.lock);
     if (opened.lock->held()) remove_probes(folder);

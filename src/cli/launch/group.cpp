@@ -416,6 +416,7 @@ class RankGroup {
     int status = 0;
     while (rank.running && waitpid(rank.pid, &status, WNOHANG | WUNTRACED | WCONTINUED) == rank.pid) {
       rank.stopped = WIFSTOPPED(status);
+      if (asked_to_save_) continue_if_stopped(rank);
       if (!WIFEXITED(status) && !WIFSIGNALED(status)) continue;
       rank.status = status;
       rank.running = false;
@@ -462,7 +463,7 @@ class RankGroup {
     }
   }
 
-  // Ctrl-Z. The ranks' own time limits don't count the time in which all of them stand still.
+  // Ctrl-Z. The ranks' watchdogs don't count the time in which all of them stand still.
   void stop_ranks() {
     stopped_at_ = Clock::now();
     signal_all(SIGSTOP);
@@ -472,6 +473,8 @@ class RankGroup {
     const auto pause = Clock::now() - stopped_at_;
     for (auto* time : {&kill_at_, &killed_at_})
       if (*time) **time += pause;
+    started_ += pause;
+    stop_requested_at_ += pause;
   }
 
   // Ranks report what they are doing; nothing ends.
@@ -485,8 +488,7 @@ class RankGroup {
     if (stop_signal_ == 0) {
       stop_signal_ = signal;
       stop_requested_at_ = Clock::now();
-      tell_ranks(signal);
-      return continue_stopped();
+      return tell_ranks(signal);
     }
     if (Clock::now() - stop_requested_at_ < kSameSignal) return;
     stop_requested_twice_ = true;
@@ -496,6 +498,9 @@ class RankGroup {
   void tell_ranks(int signal) {
     if (!kill_at_) kill_at_ = Clock::now() + options_.job.stop_grace;
     signal_all(signal);
+    asked_to_save_ = true;
+    reap();
+    for (auto& rank : ranks_) continue_if_stopped(rank);
   }
 
   /// Sends SIGTERM with a note (interruption.h).
@@ -505,13 +510,12 @@ class RankGroup {
   }
 
   // A rank that somebody stopped could neither save nor let its peers save.
-  void continue_stopped() {
-    for (size_t rank = 0; rank < ranks_.size(); ++rank) {
-      if (!ranks_[rank].running || !ranks_[rank].stopped) continue;
-      tell("rank ", rank, " (pid ", ranks_[rank].pid,
-           ") was stopped by a signal; continuing it, so that the run can end");
-      kill(-ranks_[rank].pid, SIGCONT);
-    }
+  void continue_if_stopped(Rank& rank) {
+    if (!rank.running || !rank.stopped || first_failed_ >= 0) return;
+    tell("rank ", &rank - ranks_.data(), " (pid ", rank.pid,
+         ") was stopped by a signal; continuing it, so that the run can end");
+    kill(-rank.pid, SIGCONT);
+    rank.stopped = false;
   }
 
   // A stopped process doesn't react to SIGTERM.
@@ -612,6 +616,7 @@ class RankGroup {
   int first_failed_ = -1;
   std::chrono::duration<double> failed_after_{};
   bool outgrown_ = false;
+  bool asked_to_save_ = false;  // all ranks have been asked to save and end
   int stop_signal_ = 0;
   Clock::time_point stop_requested_at_{};
   Clock::time_point stopped_at_{};  // by Ctrl-Z

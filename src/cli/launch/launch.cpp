@@ -144,7 +144,7 @@ class Launcher {
         return 0;
       case GroupEnd::Kind::Stopped:
         tell("not all ranks shut down cleanly: ", end.ended_badly,
-             "; the steps after the newest complete checkpoint are lost");
+             "; steps after the newest complete checkpoint may be lost");
         return 128 + end.stop_signal;
       case GroupEnd::Kind::CantStart:
         return after_no_start(end);

@@ -66,7 +66,9 @@ void warn_skipped(const std::vector<std::string>& problems) {
     if (line.starts_with("model.args.") || line.starts_with("model.name:") ||
         line.starts_with("model.flavor:"))
       model.push_back(line);
-  if (model.empty()) throw error;
+  const bool is_about_model = std::ranges::any_of(
+      error.problems(), [](const std::string& line) { return line.find("'model.") != line.npos; });
+  if (model.empty() || !is_about_model) throw;  // `error`, which the caller handles
   throw ConfigError(str(step_folder.string(), " was saved with another model (its settings | this run's): ",
                         c10::Join("; ", model), ". ", error.problems().front()));
 }

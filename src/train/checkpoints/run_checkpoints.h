@@ -119,7 +119,7 @@ class RunCheckpoints {
   /// Loads the first that exists: the step of load_step or the newest complete one in the folder; the initial
   /// state; nothing. If the newest step turns out to be damaged when it is read, the one before it is loaded.
   /// Logs what was loaded, or why nothing was. Throws ConfigError if a requested step isn't complete, or if
-  /// there are steps but all are damaged. True: the run resumes from its own folder.
+  /// no step can be resumed from and at least one is damaged. True: the run resumes from its own folder.
   bool load();
 
   /// Loads all objects except `exclude` from the newest complete step of this run before `step`, or from an

@@ -53,6 +53,14 @@ TEST_F(JobConfigTest, ModelArgsOverrideTheFlavor) {
   EXPECT_EQ(static_cast<const BigramArgs*>(load({"--model.args.vocab_size", "5"}).args())->vocab_size, 5);
 }
 
+TEST_F(JobConfigTest, SuggestsAbbreviatedKeys) {
+  for (const char* key : {"--optimizer.learning_rate", "--training.learning_rate"}) {
+    const auto problems = problems_of({key, "1"});
+    ASSERT_EQ(problems.size(), 1u);
+    EXPECT_NE(problems[0].find("did you mean 'optimizer.lr'?"), std::string::npos) << problems[0];
+  }
+}
+
 TEST_F(JobConfigTest, UnknownNamesListTheKnown) {
   auto flavor = problems_of({"--model.flavor", "smal"});
   ASSERT_EQ(flavor.size(), 1u);
