@@ -14,11 +14,26 @@ namespace titan::activations {
 namespace {
 
 using torch::autograd::Engine;
+using torch::autograd::edge_list;
+using torch::autograd::variable_list;
 
 thread_local SavedTensorHooks* current_hooks = nullptr;
 
+// LibTorch starts the devices' threads once per process, for the first engine that runs a backward. Backwards
+// therefore run in the base engine: if it had run one before, this engine would have no thread for a GPU.
 class HookedEngine final : public Engine {
  public:
+  variable_list execute(const edge_list& roots, const variable_list& inputs, bool keep_graph,
+                        bool create_graph, bool accumulate_grad, const edge_list& outputs) override {
+    return get_base_engine().execute(roots, inputs, keep_graph, create_graph, accumulate_grad, outputs);
+  }
+  c10::intrusive_ptr<at::ivalue::Future> execute_with_graph_task(
+      const std::shared_ptr<torch::autograd::GraphTask>& graph_task,
+      std::shared_ptr<torch::autograd::Node> graph_root,
+      torch::autograd::InputBuffer&& input_buffer) override {
+    return get_base_engine().execute_with_graph_task(graph_task, std::move(graph_root),
+                                                     std::move(input_buffer));
+  }
   std::unique_ptr<SavedVariableHooks> get_default_saved_variable_hooks() override {
     return current_hooks ? current_hooks->make() : nullptr;
   }
