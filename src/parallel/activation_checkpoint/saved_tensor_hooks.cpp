@@ -13,8 +13,8 @@ namespace titan::activations {
 
 namespace {
 
-using torch::autograd::Engine;
 using torch::autograd::edge_list;
+using torch::autograd::Engine;
 using torch::autograd::variable_list;
 
 thread_local SavedTensorHooks* current_hooks = nullptr;

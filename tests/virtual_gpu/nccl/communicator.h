@@ -1,0 +1,91 @@
+#pragma once
+
+#include <nccl.h>
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace virtual_gpu {
+
+constexpr int max_ranks = 16;
+constexpr size_t slot_bytes = size_t{1} << 20;
+constexpr size_t mailbox_bytes = size_t{1} << 18;
+
+/// One message from one rank to another, or a part of a long one.
+struct Mailbox {
+  std::atomic<uint32_t> is_full;
+  char data[mailbox_bytes];
+};
+
+/// Memory that the ranks of a communicator share: zeroed at first, and mapped by every process.
+struct Shared {
+  std::atomic<uint32_t> num_arrived;
+  std::atomic<uint32_t> round;
+  /// 1: the sender has come to connect, 2: the receiver has, 3: both have. [sender][receiver]
+  std::atomic<uint32_t> connections[max_ranks][max_ranks];
+  char slots[max_ranks][slot_bytes];
+  Mailbox mailboxes[max_ranks][max_ranks];
+};
+
+/// A communicator. Operations of one communicator run one after another, in the order in which the host submitted them.
+class Communicator : public std::enable_shared_from_this<Communicator> {
+ public:
+  /// Maps the shared memory of this name. It is not connected before connect() has returned true.
+  static std::shared_ptr<Communicator> open(const std::string& name, int rank, int size);
+  ~Communicator();
+  /// Waits for all ranks; false if the communicator was aborted meanwhile.
+  bool connect();
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  const std::string& name() const { return name_; }
+  Shared& shared() const { return *shared_; }
+  /// As in NCCL, an abort ends what this rank waits for; other ranks learn nothing of it.
+  bool is_aborted() const { return is_aborted_; }
+  void abort() { is_aborted_ = true; }
+
+  /// Waits on the host until all ranks are here. @returns false after an abort
+  bool host_barrier();
+  /// Counts this rank as arrived; the condition holds when all are, or after an abort.
+  std::function<bool()> arrive();
+
+  /// Places in the order of this communicator's operations.
+  uint64_t take_ticket() { return next_ticket_++; }
+  bool is_turn(uint64_t ticket) const { return num_finished_ == ticket; }
+  void finish(uint64_t ticket) { num_finished_ = ticket + 1; }
+
+  /// In strict mode, what NCCL does when two ranks first send to each other: waits on the host until the peer has made
+  /// the matching call.
+  void announce_connection(int sender, int receiver);
+  void wait_for_connection(int sender, int receiver);
+
+  ncclResult_t state = ncclSuccess;  ///< ncclInProgress while a communicator that doesn't block is made
+  int num_splits = 0;
+  std::vector<double> factors;  ///< for reductions made by ncclRedOpCreatePreMulSum
+
+ private:
+  Communicator(std::string name, int rank, int size) : name_(std::move(name)), rank_(rank), size_(size) {}
+
+  std::string name_;
+  int rank_ = 0;
+  int size_ = 1;
+  Shared* shared_ = nullptr;
+  std::atomic<bool> is_aborted_ = false;
+  std::atomic<uint64_t> next_ticket_ = 0;
+  std::atomic<uint64_t> num_finished_ = 0;
+};
+
+/// Whether VIRTUAL_GPU_NCCL=strict.
+bool is_strict();
+
+}  // namespace virtual_gpu
+
+/// NCCL's handle.
+struct ncclComm {
+  std::shared_ptr<virtual_gpu::Communicator> communicator;
+};

@@ -1,0 +1,430 @@
+// NCCL's functions over shared memory. Calls are queued as operations on their streams, as NCCL's kernels are; the scheduler
+// runs them, and they wait for other ranks without blocking other streams.
+
+#include <nccl.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <optional>
+#include <random>
+#include <thread>
+
+#include "nccl/communicator.h"
+#include "nccl/reduce.h"
+#include "nccl/task.h"
+#include "runtime/virtual_gpu.h"
+
+namespace virtual_gpu {
+namespace {
+
+using CommunicatorPtr = std::shared_ptr<Communicator>;
+
+// In memory-only mode only counts and checks are sent, which the program looks at.
+bool is_left_out(size_t bytes) { return !computes() && bytes > small_bytes; }
+
+void copy_bytes(char* to, const char* from, size_t bytes) {
+  if (to != from) std::memmove(to, from, bytes);
+}
+
+// The ticket is taken when the host submits the call; a captured call takes one at each launch.
+struct Turn {
+  CommunicatorPtr communicator;
+  std::optional<uint64_t> ticket;
+};
+Turn turn_of(const CommunicatorPtr& c, cudaStream_t stream) {
+  if (is_capturing(stream)) return {c, {}};
+  return {c, c->take_ticket()};
+}
+
+// Calls `visit(offset, bytes)` for each part, when all ranks' parts are in their slots.
+using Visit = std::function<void(size_t offset, size_t bytes)>;
+Task exchange(Turn turn, std::vector<const char*> sources, size_t bytes, std::vector<Visit> visits) {
+  Communicator& c = *turn.communicator;
+  const uint64_t ticket = turn.ticket ? *turn.ticket : c.take_ticket();
+  co_await until([&c, ticket] { return c.is_turn(ticket); });
+  for (size_t i = 0; i < sources.size(); ++i) {
+    for (size_t offset = 0; offset < bytes; offset += slot_bytes) {
+      const size_t part = std::min(slot_bytes, bytes - offset);
+      if (sources[i]) copy_bytes(c.shared().slots[c.rank()], sources[i] + offset, part);
+      co_await until(c.arrive());
+      if (c.is_aborted()) break;
+      if (visits[i]) visits[i](offset, part);
+      co_await until(c.arrive());
+      if (c.is_aborted()) break;
+    }
+    if (c.is_aborted()) break;
+  }
+  c.finish(ticket);
+}
+
+ncclResult_t submit_exchange(const CommunicatorPtr& c, cudaStream_t stream, Operation operation,
+                             std::vector<const char*> sources, size_t bytes, std::vector<Visit> visits) {
+  if (c->is_aborted()) return ncclRemoteError;
+  size_t largest = 0;
+  for (const Range& range : operation.ranges) largest = std::max(largest, range.bytes);
+  if (is_left_out(largest)) {
+    operation.begin = computation("", {}, [] {}).begin;
+  } else {
+    const Turn turn = turn_of(c, stream);
+    operation.begin = begin_task([=] { return exchange(turn, sources, bytes, visits); });
+  }
+  submit(stream, std::move(operation));
+  return ncclSuccess;
+}
+
+Reduction reduction_of(const CommunicatorPtr& c, ncclRedOp_t op) {
+  return {op, op >= ncclNumOps ? c->factors[static_cast<size_t>(op - ncclNumOps)] : 1.0};
+}
+
+Visit reduce_into(const CommunicatorPtr& c, char* to, ncclDataType_t type, Reduction reduction) {
+  return [c, to, type, reduction](size_t offset, size_t bytes) {
+    const char* sources[max_ranks];
+    for (int rank = 0; rank < c->size(); ++rank) sources[rank] = c->shared().slots[rank];
+    reduce(type, reduction, sources, c->size(), to + offset, bytes / bytes_of(type));
+  };
+}
+
+// ---- point to point, and groups of calls
+
+struct Transfer {
+  CommunicatorPtr communicator;
+  int peer = 0;
+  char* data = nullptr;
+  size_t bytes = 0;
+  bool is_send = false;
+  cudaStream_t stream = nullptr;
+
+  Mailbox& mailbox() const {
+    const int sender = is_send ? communicator->rank() : peer;
+    const int receiver = is_send ? peer : communicator->rank();
+    return communicator->shared().mailboxes[sender][receiver];
+  }
+};
+
+thread_local int group_depth = 0;
+thread_local std::vector<Transfer> grouped;
+
+// Moves what can be moved now. Transfers with the same peer and direction follow one another.
+bool move_parts(const std::vector<Transfer>& transfers, std::vector<size_t>& num_moved) {
+  bool all_done = true;
+  std::vector<std::pair<int, bool>> busy;
+  for (size_t i = 0; i < transfers.size(); ++i) {
+    const Transfer& t = transfers[i];
+    if (num_moved[i] == t.bytes) continue;
+    all_done = false;
+    const std::pair direction(t.peer, t.is_send);
+    if (std::ranges::find(busy, direction) != busy.end()) continue;
+    busy.push_back(direction);
+    Mailbox& mailbox = t.mailbox();
+    if (mailbox.is_full != (t.is_send ? 0u : 1u)) continue;
+    const size_t part = std::min(mailbox_bytes, t.bytes - num_moved[i]);
+    if (t.is_send)
+      std::memcpy(mailbox.data, t.data + num_moved[i], part);
+    else
+      std::memcpy(t.data + num_moved[i], mailbox.data, part);
+    mailbox.is_full = t.is_send ? 1 : 0;
+    num_moved[i] += part;
+  }
+  return all_done;
+}
+
+Task move_all(Turn turn, std::vector<Transfer> transfers) {
+  Communicator& c = *turn.communicator;
+  const uint64_t ticket = turn.ticket ? *turn.ticket : c.take_ticket();
+  co_await until([&c, ticket] { return c.is_turn(ticket); });
+  std::vector<size_t> num_moved(transfers.size());
+  co_await until([&] { return move_parts(transfers, num_moved) || c.is_aborted(); });
+  c.finish(ticket);
+}
+
+// NCCL connects two ranks when one first sends to the other, and blocks both hosts until that is done.
+void connect_strictly(const std::vector<Transfer>& transfers) {
+  for (const bool waits : {false, true}) {
+    for (const Transfer& t : transfers) {
+      const int sender = t.is_send ? t.communicator->rank() : t.peer;
+      const int receiver = t.is_send ? t.peer : t.communicator->rank();
+      if (waits)
+        t.communicator->wait_for_connection(sender, receiver);
+      else
+        t.communicator->announce_connection(sender, receiver);
+    }
+  }
+}
+
+// One operation per communicator moves all its transfers, on the first one's stream; other streams wait for it.
+ncclResult_t submit_group() {
+  std::vector<Transfer> waiting = std::exchange(grouped, {});
+  if (is_strict()) connect_strictly(waiting);
+  while (!waiting.empty()) {
+    const CommunicatorPtr c = waiting.front().communicator;
+    const cudaStream_t stream = waiting.front().stream;
+    std::vector<Transfer> mine;
+    std::vector<cudaStream_t> other_streams;
+    Operation operation;
+    bool sends = false;
+    bool receives = false;
+    std::erase_if(waiting, [&](const Transfer& t) {
+      if (t.communicator != c) return false;
+      operation.ranges.push_back({t.data, t.bytes, !t.is_send});
+      (t.is_send ? sends : receives) = true;
+      if (t.stream != stream && std::ranges::find(other_streams, t.stream) == other_streams.end())
+        other_streams.push_back(t.stream);
+      if (!is_left_out(t.bytes)) mine.push_back(t);
+      return true;
+    });
+    operation.name = sends && receives ? "ncclSend and ncclRecv" : sends ? "ncclSend" : "ncclRecv";
+    if (c->is_aborted()) return ncclRemoteError;
+    cudaEvent_t event = nullptr;
+    cudaEventCreate(&event);
+    for (cudaStream_t other : other_streams) {
+      cudaEventRecord(event, other);
+      cudaStreamWaitEvent(stream, event, 0);
+    }
+    const Turn turn = turn_of(c, stream);
+    operation.begin = begin_task([turn, mine] { return move_all(turn, mine); });
+    submit(stream, std::move(operation));
+    for (cudaStream_t other : other_streams) {
+      cudaEventRecord(event, stream);
+      cudaStreamWaitEvent(other, event, 0);
+    }
+    cudaEventDestroy(event);
+  }
+  return ncclSuccess;
+}
+
+ncclResult_t transfer(Transfer t) {
+  grouped.push_back(std::move(t));
+  return group_depth > 0 ? ncclSuccess : submit_group();
+}
+
+// ---- communicators
+
+ncclResult_t make(ncclComm_t* handle, const std::string& name, int rank, int size,
+                  const ncclConfig_t* config) {
+  CommunicatorPtr c = Communicator::open(name, rank, size);
+  if (!c) return ncclSystemError;
+  *handle = new ncclComm{c};
+  if (config && config->blocking == 0) {
+    c->state = ncclInProgress;
+    std::thread([c] { c->state = c->connect() ? ncclSuccess : ncclRemoteError; }).detach();
+    return ncclInProgress;
+  }
+  return c->connect() ? ncclSuccess : ncclRemoteError;
+}
+
+// The ranks of the same color, ordered by key; what ncclCommSplit documents.
+struct Part {
+  int rank = 0;
+  int size = 0;
+};
+std::optional<Part> split(Communicator& c, int color, int key) {
+  const int mine[2] = {color, key};
+  std::memcpy(c.shared().slots[c.rank()], mine, sizeof mine);
+  if (!c.host_barrier()) return std::nullopt;
+  std::vector<std::pair<int, int>> members;
+  for (int rank = 0; rank < c.size(); ++rank) {
+    int theirs[2];
+    std::memcpy(theirs, c.shared().slots[rank], sizeof theirs);
+    if (theirs[0] == color) members.emplace_back(theirs[1], rank);
+  }
+  if (!c.host_barrier()) return std::nullopt;
+  std::ranges::sort(members);
+  const auto self = std::ranges::find(members, std::pair(key, c.rank()));
+  return Part{static_cast<int>(self - members.begin()), static_cast<int>(members.size())};
+}
+
+}  // namespace
+}  // namespace virtual_gpu
+
+using namespace virtual_gpu;
+
+extern "C" {
+
+ncclResult_t ncclGetVersion(int* version) {
+  *version = NCCL_VERSION_CODE;
+  return ncclSuccess;
+}
+ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
+  std::random_device random;
+  *id = {};
+  std::snprintf(id->internal, sizeof id->internal, "/virtual_gpu_%08x%08x%08x", random(), random(), random());
+  return ncclSuccess;
+}
+ncclResult_t ncclCommInitRankConfig(ncclComm_t* handle, int size, ncclUniqueId id, int rank,
+                                    ncclConfig_t* config) {
+  return make(handle, id.internal, rank, size, config);
+}
+ncclResult_t ncclCommInitRank(ncclComm_t* handle, int size, ncclUniqueId id, int rank) {
+  return make(handle, id.internal, rank, size, nullptr);
+}
+ncclResult_t ncclCommInitRankScalable(ncclComm_t* handle, int size, int rank, int, ncclUniqueId* ids,
+                                      ncclConfig_t* config) {
+  return make(handle, ids[0].internal, rank, size, config);
+}
+ncclResult_t ncclCommSplit(ncclComm_t handle, int color, int key, ncclComm_t* out, ncclConfig_t* config) {
+  Communicator& c = *handle->communicator;
+  const std::optional<Part> part = split(c, color, key);
+  if (!part) return ncclRemoteError;
+  const int number = c.num_splits++;
+  *out = nullptr;
+  if (color == NCCL_SPLIT_NOCOLOR) return ncclSuccess;
+  const std::string name = c.name() + "_" + std::to_string(number) + "_" + std::to_string(color);
+  return make(out, name, part->rank, part->size, config);
+}
+// Queued operations keep what they need, and end without the handle.
+ncclResult_t ncclCommDestroy(ncclComm_t handle) {
+  delete handle;
+  return ncclSuccess;
+}
+ncclResult_t ncclCommFinalize(ncclComm_t) { return ncclSuccess; }
+ncclResult_t ncclCommAbort(ncclComm_t handle) {
+  handle->communicator->abort();
+  delete handle;
+  return ncclSuccess;
+}
+ncclResult_t ncclCommGetAsyncError(ncclComm_t handle, ncclResult_t* error) {
+  const Communicator& c = *handle->communicator;
+  *error = c.is_aborted() ? ncclRemoteError : c.state;
+  return ncclSuccess;
+}
+ncclResult_t ncclCommCount(const ncclComm_t handle, int* count) {
+  *count = handle->communicator->size();
+  return ncclSuccess;
+}
+ncclResult_t ncclCommUserRank(const ncclComm_t handle, int* rank) {
+  *rank = handle->communicator->rank();
+  return ncclSuccess;
+}
+ncclResult_t ncclCommRegister(const ncclComm_t, void*, size_t, void** handle) {
+  *handle = nullptr;
+  return ncclSuccess;
+}
+ncclResult_t ncclCommDeregister(const ncclComm_t, void*) { return ncclSuccess; }
+ncclResult_t ncclMemAlloc(void** address, size_t bytes) {
+  return cudaMalloc(address, bytes) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
+}
+ncclResult_t ncclMemFree(void* address) {
+  return cudaFree(address) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
+}
+
+const char* ncclGetErrorString(ncclResult_t result) {
+  switch (result) {
+    case ncclSuccess:
+      return "no error";
+    case ncclUnhandledCudaError:
+      return "unhandled cuda error";
+    case ncclSystemError:
+      return "unhandled system error";
+    case ncclRemoteError:
+      return "remote process exited or there was a network error";
+    case ncclInProgress:
+      return "NCCL operation in progress";
+    default:
+      return "error of the virtual NCCL";
+  }
+}
+const char* ncclGetLastError(ncclComm_t) { return ""; }
+
+ncclResult_t ncclGroupStart() {
+  ++group_depth;
+  return ncclSuccess;
+}
+ncclResult_t ncclGroupEnd() { return --group_depth == 0 ? submit_group() : ncclSuccess; }
+
+ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* op, void* factor, ncclDataType_t type,
+                                      ncclScalarResidence_t, ncclComm_t handle) {
+  std::vector<double>& factors = handle->communicator->factors;
+  factors.push_back(scalar_from(type, factor));
+  *op = static_cast<ncclRedOp_t>(ncclNumOps + factors.size() - 1);
+  return ncclSuccess;
+}
+ncclResult_t ncclRedOpDestroy(ncclRedOp_t, ncclComm_t) { return ncclSuccess; }
+
+ncclResult_t ncclAllReduce(const void* from, void* to, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                           ncclComm_t handle, cudaStream_t stream) {
+  const CommunicatorPtr& c = handle->communicator;
+  const size_t bytes = count * bytes_of(type);
+  return submit_exchange(c, stream, {"ncclAllReduce", {{from, bytes, false}, {to, bytes, true}}, {}},
+                         {static_cast<const char*>(from)}, bytes,
+                         {reduce_into(c, static_cast<char*>(to), type, reduction_of(c, op))});
+}
+ncclResult_t ncclReduce(const void* from, void* to, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                        int root, ncclComm_t handle, cudaStream_t stream) {
+  const CommunicatorPtr& c = handle->communicator;
+  const size_t bytes = count * bytes_of(type);
+  const bool is_root = c->rank() == root;
+  Operation operation{"ncclReduce", {{from, bytes, false}}, {}};
+  if (is_root) operation.ranges.push_back({to, bytes, true});
+  Visit visit;
+  if (is_root) visit = reduce_into(c, static_cast<char*>(to), type, reduction_of(c, op));
+  return submit_exchange(c, stream, operation, {static_cast<const char*>(from)}, bytes, {visit});
+}
+ncclResult_t ncclBroadcast(const void* from, void* to, size_t count, ncclDataType_t type, int root,
+                           ncclComm_t handle, cudaStream_t stream) {
+  const CommunicatorPtr& c = handle->communicator;
+  const size_t bytes = count * bytes_of(type);
+  Operation operation{"ncclBroadcast", {{to, bytes, true}}, {}};
+  if (c->rank() == root) operation.ranges.push_back({from, bytes, false});
+  const Visit take = [c, root, to](size_t offset, size_t part) {
+    copy_bytes(static_cast<char*>(to) + offset, c->shared().slots[root], part);
+  };
+  return submit_exchange(c, stream, operation, {c->rank() == root ? static_cast<const char*>(from) : nullptr},
+                         bytes, {take});
+}
+ncclResult_t ncclBcast(void* data, size_t count, ncclDataType_t type, int root, ncclComm_t handle,
+                       cudaStream_t stream) {
+  return ncclBroadcast(data, data, count, type, root, handle, stream);
+}
+ncclResult_t ncclAllGather(const void* from, void* to, size_t count, ncclDataType_t type, ncclComm_t handle,
+                           cudaStream_t stream) {
+  const CommunicatorPtr& c = handle->communicator;
+  const size_t bytes = count * bytes_of(type);
+  const Visit take = [c, to, bytes](size_t offset, size_t part) {
+    for (int rank = 0; rank < c->size(); ++rank)
+      copy_bytes(static_cast<char*>(to) + static_cast<size_t>(rank) * bytes + offset, c->shared().slots[rank],
+                 part);
+  };
+  const size_t all_bytes = bytes * static_cast<size_t>(c->size());
+  return submit_exchange(c, stream, {"ncclAllGather", {{from, bytes, false}, {to, all_bytes, true}}, {}},
+                         {static_cast<const char*>(from)}, bytes, {take});
+}
+ncclResult_t ncclReduceScatter(const void* from, void* to, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                               ncclComm_t handle, cudaStream_t stream) {
+  const CommunicatorPtr& c = handle->communicator;
+  const size_t bytes = count * bytes_of(type);
+  std::vector<const char*> sources;
+  std::vector<Visit> visits;
+  for (int rank = 0; rank < c->size(); ++rank) {
+    sources.push_back(static_cast<const char*>(from) + static_cast<size_t>(rank) * bytes);
+    Visit visit;
+    if (rank == c->rank()) visit = reduce_into(c, static_cast<char*>(to), type, reduction_of(c, op));
+    visits.push_back(std::move(visit));
+  }
+  const size_t all_bytes = bytes * static_cast<size_t>(c->size());
+  return submit_exchange(c, stream, {"ncclReduceScatter", {{from, all_bytes, false}, {to, bytes, true}}, {}},
+                         std::move(sources), bytes, std::move(visits));
+}
+ncclResult_t ncclSend(const void* data, size_t count, ncclDataType_t type, int peer, ncclComm_t handle,
+                      cudaStream_t stream) {
+  auto* bytes = static_cast<char*>(const_cast<void*>(data));
+  return transfer({handle->communicator, peer, bytes, count * bytes_of(type), true, stream});
+}
+ncclResult_t ncclRecv(void* data, size_t count, ncclDataType_t type, int peer, ncclComm_t handle,
+                      cudaStream_t stream) {
+  return transfer(
+      {handle->communicator, peer, static_cast<char*>(data), count * bytes_of(type), false, stream});
+}
+ncclResult_t ncclAlltoAll(const void* from, void* to, size_t count, ncclDataType_t type, ncclComm_t handle,
+                          cudaStream_t stream) {
+  const size_t bytes = count * bytes_of(type);
+  ncclGroupStart();
+  for (int rank = 0; rank < handle->communicator->size(); ++rank) {
+    const size_t offset = static_cast<size_t>(rank) * bytes;
+    ncclSend(static_cast<const char*>(from) + offset, bytes, ncclInt8, rank, handle, stream);
+    ncclRecv(static_cast<char*>(to) + offset, bytes, ncclInt8, rank, handle, stream);
+  }
+  return ncclGroupEnd();
+}
+
+}  // extern "C"

@@ -1,0 +1,152 @@
+// Captures and graphs. A capture records items and runs none; a launch runs a copy of them, each captured stream in a
+// lane of its own, so that what could run at the same time still can.
+
+#include <algorithm>
+#include <map>
+
+#include "runtime/counters.h"
+#include "runtime/races.h"
+#include "runtime/stream.h"
+
+namespace virtual_gpu {
+namespace {
+
+// A stream other than the origin must have been joined: its last item is a marker that another stream waits for.
+bool all_are_joined(const Capture& capture) {
+  for (const auto& [stream, items] : capture.graph->lanes) {
+    if (stream == capture.origin || items.empty()) continue;
+    const auto* last = std::get_if<Reached>(&items.back());
+    if (!last) return std::holds_alternative<WaitFor>(items.back()) && items.size() == 1;
+    bool is_waited_for = false;
+    for (const auto& [other, other_items] : capture.graph->lanes)
+      for (const Item& item : other_items)
+        if (const auto* wait = std::get_if<WaitFor>(&item)) is_waited_for |= wait->marker == last->marker;
+    if (!is_waited_for) return false;
+  }
+  return true;
+}
+
+void launch(Lock& lock, const Graph& graph, Stream& origin) {
+  State& s = state();
+  std::map<const Marker*, MarkerPtr> markers;
+  const auto fresh = [&](const MarkerPtr& marker) {
+    MarkerPtr& copy = markers[marker.get()];
+    if (!copy) copy = std::make_shared<Marker>();
+    return copy;
+  };
+  const auto start = std::make_shared<Marker>();
+  push(lock, origin, Reached{start});
+  std::vector<MarkerPtr> ends;
+  for (const auto& [captured, items] : graph.lanes) {
+    auto lane = std::make_unique<Stream>();
+    lane->device = origin.device;
+    lane->id = origin.id;
+    lane->is_destroyed = true;  // deleted when its items have run
+    lane->items.push_back(WaitFor{start});
+    for (const Item& item : items) {
+      if (const auto* reached = std::get_if<Reached>(&item)) {
+        lane->items.push_back(Reached{fresh(reached->marker)});
+      } else if (const auto* wait = std::get_if<WaitFor>(&item)) {
+        lane->items.push_back(WaitFor{fresh(wait->marker)});
+      } else {
+        const auto& operation = std::get<Operation>(item);
+        check_ranges(origin, operation);
+        count_operation(operation);
+        lane->items.push_back(operation);
+      }
+    }
+    ends.push_back(std::make_shared<Marker>());
+    lane->items.push_back(Reached{ends.back()});
+    s.streams.push_back(std::move(lane));
+  }
+  for (const MarkerPtr& end : ends) push(lock, origin, WaitFor{end});
+  if (s.settings.launch_blocking) wait_for(lock, origin);
+}
+
+}  // namespace
+}  // namespace virtual_gpu
+
+using namespace virtual_gpu;
+
+extern "C" {
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode mode) {
+  State& s = state();
+  Lock lock(s.mutex);
+  if (handle == nullptr || handle == cudaStreamLegacy) return fail(cudaErrorStreamCaptureUnsupported);
+  Stream& stream = stream_of(handle);
+  if (stream.capture) return fail(cudaErrorIllegalState);
+  stream.capture = std::make_shared<Capture>();
+  stream.capture->id = s.next_capture++;
+  stream.capture->origin = &stream;
+  stream.capture->mode = mode;
+  stream.capture->thread = std::this_thread::get_id();
+  s.captures.push_back(stream.capture);
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
+  State& s = state();
+  Lock lock(s.mutex);
+  Stream& stream = stream_of(handle);
+  *graph = nullptr;
+  const std::shared_ptr<Capture> capture = stream.capture;
+  if (!capture) return fail(cudaErrorIllegalState);
+  if (capture->origin != &stream) return fail(cudaErrorStreamCaptureUnmatched);
+  for (const auto& other : s.streams)
+    if (other->capture == capture) other->capture = nullptr;
+  std::erase(s.captures, capture);
+  if (capture->is_broken) return fail(cudaErrorStreamCaptureInvalidated);
+  if (!all_are_joined(*capture)) return fail(cudaErrorStreamCaptureUnjoined);
+  *graph = reinterpret_cast<cudaGraph_t>(new std::shared_ptr<Graph>(capture->graph));
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureStatus* status,
+                                     unsigned long long* id, cudaGraph_t* graph,
+                                     const cudaGraphNode_t** nodes, const cudaGraphEdgeData** edges,
+                                     size_t* num_nodes) {
+  Lock lock(state().mutex);
+  const auto& capture = stream_of(handle).capture;
+  *status = !capture             ? cudaStreamCaptureStatusNone
+            : capture->is_broken ? cudaStreamCaptureStatusInvalidated
+                                 : cudaStreamCaptureStatusActive;
+  if (id) *id = capture ? capture->id : 0;
+  if (graph) *graph = capture ? reinterpret_cast<cudaGraph_t>(&capture->graph) : nullptr;
+  if (nodes) *nodes = nullptr;
+  if (edges) *edges = nullptr;
+  if (num_nodes) *num_nodes = 0;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureStatus* status) {
+  return cudaStreamGetCaptureInfo(handle, status, nullptr, nullptr, nullptr, nullptr, nullptr);
+}
+
+cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* num_nodes) {
+  *num_nodes = (*reinterpret_cast<std::shared_ptr<Graph>*>(graph))->num_items;
+  return cudaSuccess;
+}
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* executable, cudaGraph_t graph,
+                                          unsigned long long) {
+  *executable = reinterpret_cast<cudaGraphExec_t>(
+      new std::shared_ptr<Graph>(*reinterpret_cast<std::shared_ptr<Graph>*>(graph)));
+  return cudaSuccess;
+}
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph, unsigned long long flags) {
+  return cudaGraphInstantiateWithFlags(executable, graph, flags);
+}
+cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t handle) {
+  Lock lock(state().mutex);
+  launch(lock, **reinterpret_cast<std::shared_ptr<Graph>*>(executable), stream_of(handle));
+  return cudaSuccess;
+}
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+  delete reinterpret_cast<std::shared_ptr<Graph>*>(graph);
+  return cudaSuccess;
+}
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
+  delete reinterpret_cast<std::shared_ptr<Graph>*>(executable);
+  return cudaSuccess;
+}
+
+}  // extern "C"

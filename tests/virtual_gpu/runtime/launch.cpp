@@ -1,0 +1,142 @@
+// Registration and launch of kernels. A program's kernels register under the addresses of their host stubs; a launch looks for
+// a host version by the kernel's name.
+
+#include <cxxabi.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <unordered_map>
+
+#include "runtime/counters.h"
+#include "runtime/stream.h"
+
+namespace virtual_gpu {
+namespace {
+
+struct Kernels {
+  std::mutex mutex;
+  std::unordered_map<const void*, const char*> names;  // by the host stub's address; mangled
+  std::vector<std::pair<std::string, HostKernel>> host_versions;
+  std::unordered_map<const void*, const HostKernel*> found;
+};
+Kernels& kernels() {
+  static auto* k = new Kernels;
+  return *k;
+}
+
+std::string demangled(const char* name) {
+  int status = 0;
+  const std::unique_ptr<char, void (*)(void*)> text(abi::__cxa_demangle(name, nullptr, nullptr, &status),
+                                                    std::free);
+  return text ? text.get() : name;
+}
+
+const HostKernel* host_version(const void* function) {
+  Kernels& k = kernels();
+  const std::lock_guard lock(k.mutex);
+  if (const auto known = k.found.find(function); known != k.found.end()) return known->second;
+  const auto name = k.names.find(function);
+  const std::string text = name == k.names.end() ? "a kernel that didn't register" : demangled(name->second);
+  for (const auto& [part, version] : k.host_versions)
+    if (text.find(part) != std::string::npos) return k.found[function] = &version;
+  if (state().settings.memory_only) return nullptr;
+  not_supported("the kernel " + text.substr(0, 600),
+                "Give it a host version with virtual_gpu::register_kernel.");
+}
+
+cudaError_t launch(const void* function, const Launch& launch) {
+  if (const HostKernel* kernel = host_version(function)) (*kernel)(launch);
+  return cudaSuccess;
+}
+
+thread_local std::vector<Launch> pushed;  // between <<<...>>> and the stub's call
+
+}  // namespace
+
+void register_kernel(std::string name, HostKernel kernel) {
+  const std::lock_guard lock(kernels().mutex);
+  kernels().host_versions.emplace_back(std::move(name), std::move(kernel));
+}
+
+}  // namespace virtual_gpu
+
+using namespace virtual_gpu;
+
+extern "C" {
+
+void** __cudaRegisterFatBinary(void*) {
+  static void* handle = nullptr;
+  return &handle;
+}
+void __cudaRegisterFatBinaryEnd(void**) {}
+void __cudaUnregisterFatBinary(void**) {}
+void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, uint3*, uint3*, dim3*,
+                            dim3*, int*) {
+  const std::lock_guard lock(kernels().mutex);
+  kernels().names[host] = name;
+}
+void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
+void __cudaRegisterManagedVar(void**, void**, char*, const char*, int, size_t, int, int) {}
+char __cudaInitModule(void**) { return 1; }
+
+unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared_bytes, CUstream_st* stream) {
+  pushed.push_back({grid, block, shared_bytes, nullptr, stream});
+  return 0;
+}
+cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared_bytes, void* stream) {
+  const Launch call = pushed.back();
+  pushed.pop_back();
+  *grid = call.grid;
+  *block = call.block;
+  *shared_bytes = call.shared_bytes;
+  *static_cast<cudaStream_t*>(stream) = call.stream;
+  return cudaSuccess;
+}
+cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
+  *kernel = static_cast<cudaKernel_t>(const_cast<void*>(function));
+  return cudaSuccess;
+}
+cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments,
+                               size_t shared_bytes, cudaStream_t stream) {
+  return launch(kernel, {grid, block, shared_bytes, arguments, stream});
+}
+cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void** arguments,
+                             size_t shared_bytes, cudaStream_t stream) {
+  return launch(function, {grid, block, shared_bytes, arguments, stream});
+}
+cudaError_t cudaLaunchCooperativeKernel(const void* function, dim3 grid, dim3 block, void** arguments,
+                                        size_t shared_bytes, cudaStream_t stream) {
+  return launch(function, {grid, block, shared_bytes, arguments, stream});
+}
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* function, void** arguments) {
+  return launch(function,
+                {config->gridDim, config->blockDim, config->dynamicSmemBytes, arguments, config->stream});
+}
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  *attributes = {};
+  attributes->maxThreadsPerBlock = 1024;
+  attributes->numRegs = 32;
+  attributes->ptxVersion = attributes->binaryVersion = compute_capability();
+  attributes->maxDynamicSharedSizeBytes = 232'448;
+  return cudaSuccess;
+}
+cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) {
+  *blocks = 2;
+  return cudaSuccess;
+}
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int, size_t,
+                                                                   unsigned) {
+  *blocks = 2;
+  return cudaSuccess;
+}
+cudaError_t cudaGetSymbolAddress(void** address, const void* symbol) {
+  *address = const_cast<void*>(symbol);
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpyToSymbol(const void*, const void*, size_t, size_t, cudaMemcpyKind) {
+  return cudaSuccess;
+}
+
+}  // extern "C"

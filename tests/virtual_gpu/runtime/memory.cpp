@@ -1,0 +1,250 @@
+#include "runtime/memory.h"
+
+#include <dlfcn.h>
+#include <sys/mman.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "runtime/counters.h"
+#include "runtime/device.h"
+#include "runtime/races.h"
+
+namespace virtual_gpu {
+namespace {
+
+std::map<uintptr_t, Block>& blocks() {
+  static auto* b = new std::map<uintptr_t, Block>;
+  return *b;
+}
+std::map<int, size_t>& used_bytes() {
+  static auto* u = new std::map<int, size_t>;
+  return *u;
+}
+
+constexpr size_t page_bytes = size_t{2} << 20;
+size_t whole_pages(size_t bytes) { return (bytes + page_bytes - 1) / page_bytes * page_bytes; }
+
+bool is_device_memory(const void* address) {
+  const Block* block = find_block(address);
+  return block && !block->is_pinned_host;
+}
+
+// The kernels replace LibTorch's own, so they are loaded after LibTorch's are registered and before the first one
+// runs: at the first allocation.
+void load_kernels() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    const char* path = std::getenv("VIRTUAL_GPU_KERNELS");
+    if (path && !dlopen(path, RTLD_NOW | RTLD_LOCAL))
+      not_supported(dlerror(), "VIRTUAL_GPU_KERNELS can't be loaded.");
+  });
+}
+
+cudaError_t allocate(void** address, size_t bytes, bool is_pinned_host) {
+  Lock lock(state().mutex);
+  if (const cudaError_t error = check_no_capture()) return error;
+  *address = nullptr;
+  if (bytes == 0) return cudaSuccess;
+  size_t& used = used_bytes()[current_device()];
+  if (!is_pinned_host && used + bytes > usable_bytes()) return fail(cudaErrorMemoryAllocation);
+  *address = reserve(bytes);
+  if (!*address) return fail(cudaErrorMemoryAllocation);
+  if (!is_pinned_host) {
+    used += bytes;
+    count_allocation(bytes);
+  }
+  add_block(*address, {.bytes = bytes, .device = current_device(), .is_pinned_host = is_pinned_host});
+  return cudaSuccess;
+}
+
+cudaError_t give_back(void* address, bool is_pinned_host) {
+  Lock lock(state().mutex);
+  if (!address) return cudaSuccess;
+  if (const cudaError_t error = check_no_capture()) return error;
+  const auto found = blocks().find(reinterpret_cast<uintptr_t>(address));
+  if (found == blocks().end() || found->second.is_pinned_host != is_pinned_host)
+    return fail(cudaErrorInvalidValue);
+  const Block block = found->second;
+  wait_for_device(lock, block.device);
+  for (const auto& stream : state().streams)
+    if (stream->device == block.device) host_has_seen(*stream);
+  if (!is_pinned_host) used_bytes()[block.device] -= block.bytes;
+  forget_range(address, block.bytes);
+  remove_block(address);
+  release(address, block.bytes);
+  return cudaSuccess;
+}
+
+Range range_of(const void* address, size_t bytes, bool is_written) {
+  Lock lock(state().mutex);
+  // The host's other memory is not the device's business: the driver copies it before the call returns.
+  return find_block(address) ? Range{address, bytes, is_written} : Range{};
+}
+
+cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t stream, const char* name) {
+  if (bytes == 0) return cudaSuccess;
+  bool from_pageable = false;
+  bool to_pageable = false;
+  bool from_device = false;
+  bool to_device = false;
+  {
+    Lock lock(state().mutex);
+    from_pageable = !find_block(from);
+    to_pageable = !find_block(to);
+    from_device = is_device_memory(from);
+    to_device = is_device_memory(to);
+  }
+  if ((from_pageable || to_pageable) && is_capturing(stream)) return fail(cudaErrorStreamCaptureUnsupported);
+  Operation operation{name, {range_of(from, bytes, false), range_of(to, bytes, true)}, {}};
+  std::erase_if(operation.ranges, [](const Range& range) { return range.bytes == 0; });
+  // In memory-only mode, nothing is written to the device, and what comes from it is zeros.
+  const bool computed = computes() || bytes <= small_bytes;
+  std::function<void()> work = [=] {
+    if (computed)
+      std::memmove(to, from, bytes);
+    else if (!to_device)
+      std::memset(to, 0, bytes);
+  };
+  if (from_pageable && to_device) {
+    // As the driver does: the bytes are staged before the call returns.
+    if (computed) {
+      auto staged = std::make_shared<std::vector<char>>(static_cast<const char*>(from),
+                                                        static_cast<const char*>(from) + bytes);
+      work = [to, staged] { std::memcpy(to, staged->data(), staged->size()); };
+    } else {
+      work = [] {};
+    }
+  }
+  operation = computation(operation.name, operation.ranges, std::move(work));
+  submit(stream, std::move(operation));
+  if (to_pageable && from_device) wait_for(stream);  // a copy to pageable memory ends before the call returns
+  return cudaSuccess;
+}
+
+}  // namespace
+
+const Block* find_block(const void* address) {
+  const auto at = reinterpret_cast<uintptr_t>(address);
+  auto next = blocks().upper_bound(at);
+  if (next == blocks().begin()) return nullptr;
+  --next;
+  return at < next->first + next->second.bytes ? &next->second : nullptr;
+}
+void add_block(const void* address, Block block) { blocks()[reinterpret_cast<uintptr_t>(address)] = block; }
+void remove_block(const void* address) { blocks().erase(reinterpret_cast<uintptr_t>(address)); }
+
+void* reserve(size_t bytes) {
+  void* address = mmap(nullptr, whole_pages(bytes), PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  return address == MAP_FAILED ? nullptr : address;
+}
+void release(void* address, size_t bytes) { munmap(address, whole_pages(bytes)); }
+
+}  // namespace virtual_gpu
+
+using namespace virtual_gpu;
+
+extern "C" {
+
+cudaError_t cudaMalloc(void** address, size_t bytes) {
+  load_kernels();
+  return allocate(address, bytes, false);
+}
+cudaError_t cudaFree(void* address) { return give_back(address, false); }
+cudaError_t cudaMallocAsync(void** address, size_t bytes, cudaStream_t) { return cudaMalloc(address, bytes); }
+cudaError_t cudaFreeAsync(void* address, cudaStream_t) { return cudaFree(address); }
+cudaError_t cudaHostAlloc(void** address, size_t bytes, unsigned) { return allocate(address, bytes, true); }
+cudaError_t cudaMallocHost(void** address, size_t bytes) { return allocate(address, bytes, true); }
+cudaError_t cudaFreeHost(void* address) { return give_back(address, true); }
+
+cudaError_t cudaHostRegister(void* address, size_t bytes, unsigned) {
+  Lock lock(state().mutex);
+  if (find_block(address)) return fail(cudaErrorHostMemoryAlreadyRegistered);
+  add_block(address, {.bytes = bytes, .device = current_device(), .is_pinned_host = true});
+  return cudaSuccess;
+}
+cudaError_t cudaHostUnregister(void* address) {
+  Lock lock(state().mutex);
+  const Block* block = find_block(address);
+  if (!block) return fail(cudaErrorHostMemoryNotRegistered);
+  forget_range(address, block->bytes);
+  remove_block(address);
+  return cudaSuccess;
+}
+cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned) {
+  *device = host;
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
+  Lock lock(state().mutex);
+  *total = total_bytes();
+  *free = usable_bytes() - used_bytes()[current_device()];
+  return cudaSuccess;
+}
+
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* address) {
+  Lock lock(state().mutex);
+  *attributes = {};
+  const Block* block = find_block(address);
+  auto* pointer = const_cast<void*>(address);
+  if (!block) {
+    attributes->type = cudaMemoryTypeUnregistered;
+    attributes->device = -2;
+    attributes->hostPointer = pointer;
+    return cudaSuccess;
+  }
+  attributes->type = block->is_pinned_host ? cudaMemoryTypeHost : cudaMemoryTypeDevice;
+  attributes->device = block->device;
+  attributes->devicePointer = pointer;
+  attributes->hostPointer = block->is_pinned_host ? pointer : nullptr;
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+  return copy(to, from, bytes, stream, "cudaMemcpyAsync");
+}
+cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+  if (const cudaError_t error = copy(to, from, bytes, nullptr, "cudaMemcpy")) return error;
+  return cudaStreamSynchronize(nullptr);
+}
+cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, cudaStream_t stream) {
+  return copy(to, from, bytes, stream, "cudaMemcpyPeerAsync");
+}
+cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
+                              size_t height, cudaMemcpyKind, cudaStream_t stream) {
+  for (size_t row = 0; row < height; ++row) {
+    const cudaError_t error =
+        copy(static_cast<char*>(to) + row * to_pitch, static_cast<const char*>(from) + row * from_pitch,
+             width, stream, "cudaMemcpy2DAsync");
+    if (error) return error;
+  }
+  return cudaSuccess;
+}
+cudaError_t cudaMemsetAsync(void* address, int value, size_t bytes, cudaStream_t stream) {
+  submit(stream, computation("cudaMemsetAsync", {{address, bytes, true}}, [=] {
+           if (computes() || bytes <= small_bytes) std::memset(address, value, bytes);
+         }));
+  return cudaSuccess;
+}
+cudaError_t cudaMemset(void* address, int value, size_t bytes) {
+  return cudaMemsetAsync(address, value, bytes, nullptr);
+}
+
+// Memory pools exist, and have nothing to set: cudaMallocAsync allocates at once.
+cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int) {
+  static char the_pool;
+  *pool = reinterpret_cast<cudaMemPool_t>(&the_pool);
+  return cudaSuccess;
+}
+cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t, cudaMemPoolAttr, void* value) {
+  std::memset(value, 0, sizeof(uint64_t));
+  return cudaSuccess;
+}
+cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void*) { return cudaSuccess; }
+cudaError_t cudaMemPoolSetAccess(cudaMemPool_t, const cudaMemAccessDesc*, size_t) { return cudaSuccess; }
+cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, size_t) { return cudaSuccess; }
+
+}  // extern "C"

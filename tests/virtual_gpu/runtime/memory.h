@@ -1,0 +1,24 @@
+#pragma once
+
+#include "runtime/stream.h"
+
+/// Device memory is memory of the host that is reserved and gets pages when it is first touched.
+namespace virtual_gpu {
+
+struct Block {
+  size_t bytes = 0;
+  int device = 0;
+  bool is_pinned_host = false;
+  bool is_mapped = false;  ///< by the driver's calls, which also unmap it
+};
+
+/// The block that contains the address, or null. The state's mutex is held.
+const Block* find_block(const void* address);
+void add_block(const void* address, Block block);
+void remove_block(const void* address);
+
+/// Address space of at least this size, zeroed at first use; null if there is none left.
+void* reserve(size_t bytes);
+void release(void* address, size_t bytes);
+
+}  // namespace virtual_gpu

@@ -1,0 +1,428 @@
+#include "runtime/stream.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <string_view>
+#include <thread>
+
+#include "runtime/counters.h"
+#include "runtime/races.h"
+
+namespace virtual_gpu {
+namespace {
+
+using std::chrono::microseconds;
+using std::chrono::steady_clock;
+
+thread_local cudaError_t last_error = cudaSuccess;
+thread_local cudaStreamCaptureMode thread_mode = cudaStreamCaptureModeGlobal;
+
+size_t number_from(const char* variable, size_t fallback) {
+  const char* text = std::getenv(variable);
+  return text && *text ? std::strtoull(text, nullptr, 10) : fallback;
+}
+
+// The first item may be late if times are drawn at random.
+bool is_too_early(State& s, Stream& stream, Time now) {
+  if (s.settings.max_delay_us == 0) return false;
+  if (!stream.has_not_before) {
+    stream.not_before = now + microseconds(s.random() % static_cast<uint64_t>(s.settings.max_delay_us));
+    stream.has_not_before = true;
+  }
+  return now < stream.not_before;
+}
+
+enum class Outcome { nothing, must_retry, done };
+
+// Runs the stream's first item if it may run. The lock is released while an operation runs.
+Outcome run_first(Lock& lock, State& s, Stream& stream) {
+  if (stream.items.empty()) return Outcome::nothing;
+  if (is_too_early(s, stream, steady_clock::now())) return Outcome::must_retry;
+  Item& item = stream.items.front();
+  if (auto* wait = std::get_if<WaitFor>(&item)) {
+    if (!wait->marker->is_done) return Outcome::nothing;
+  } else if (auto* reached = std::get_if<Reached>(&item)) {
+    reached->marker->is_done = true;
+    reached->marker->done_at = steady_clock::now();
+  } else {
+    auto& operation = std::get<Operation>(item);
+    stream.is_running = true;
+    lock.unlock();
+    if (!stream.running) stream.running = operation.begin();
+    const bool done = stream.running();
+    if (done) stream.running = nullptr;  // without the lock, because it may release tensors
+    lock.lock();
+    stream.is_running = false;
+    if (!done) return Outcome::must_retry;
+  }
+  Item finished = std::move(stream.items.front());
+  stream.items.pop_front();
+  stream.has_not_before = false;
+  s.changed.notify_all();
+  lock.unlock();
+  { const Item released = std::move(finished); }
+  lock.lock();
+  return Outcome::done;
+}
+
+bool stops = false;
+bool has_stopped = false;
+std::condition_variable& work_available() {
+  static auto* condition = new std::condition_variable;
+  return *condition;
+}
+
+void schedule() {
+  State& s = state();
+  Lock lock(s.mutex);
+  size_t first = 0;
+  int idle_turns = 0;
+  while (!stops) {
+    bool any_done = false;
+    bool any_retry = false;
+    const size_t num_streams = s.streams.size();
+    first = s.settings.max_delay_us > 0 ? s.random() : first + 1;
+    for (size_t i = 0; i < num_streams && !stops; ++i) {
+      Stream& stream = *s.streams[(first + i) % num_streams];
+      Outcome outcome = run_first(lock, s, stream);
+      any_retry |= outcome == Outcome::must_retry;
+      // One stream runs on as long as it can: changing streams costs more than a small operation.
+      for (int n = 0; outcome == Outcome::done && n < 64; ++n) {
+        any_done = true;
+        outcome = s.settings.max_delay_us > 0 ? Outcome::nothing : run_first(lock, s, stream);
+        any_retry |= outcome == Outcome::must_retry;
+      }
+    }
+    std::erase_if(s.streams,
+                  [](const auto& stream) { return stream->is_destroyed && stream->items.empty(); });
+    if (any_done) {
+      idle_turns = 0;
+    } else if (any_retry) {
+      // Other ranks run on the same cores, so waiting for them must leave the cores free.
+      work_available().wait_for(lock, microseconds(std::min(20 * ++idle_turns, 500)));
+    } else {
+      work_available().wait(lock);
+    }
+  }
+  has_stopped = true;
+  s.changed.notify_all();
+}
+
+// Operations must not run while the program's static objects are destroyed.
+void stop_scheduler() {
+  State& s = state();
+  Lock lock(s.mutex);
+  stops = true;
+  work_available().notify_all();
+  s.changed.wait_for(lock, std::chrono::seconds(5), [] { return has_stopped; });
+}
+
+void start_scheduler(State& s) {
+  if (s.scheduler_runs) return;
+  s.scheduler_runs = true;
+  std::thread(schedule).detach();
+  std::atexit(stop_scheduler);
+}
+
+}  // namespace
+
+State::State() {
+  settings.num_devices = static_cast<int>(number_from("VIRTUAL_GPU_DEVICES", 1));
+  if (const char* profile = std::getenv("VIRTUAL_GPU_PROFILE")) settings.profile = profile;
+  settings.memory_only = number_from("VIRTUAL_GPU_MEMORY_ONLY", 0) != 0;
+  const char* races = std::getenv("VIRTUAL_GPU_RACES");
+  settings.ends_at_race = races && std::string_view(races) == "fatal";
+  settings.checks_races = settings.ends_at_race || number_from("VIRTUAL_GPU_RACES", 1) != 0;
+  settings.poisons = !settings.memory_only && number_from("VIRTUAL_GPU_POISON", 1) != 0;
+  settings.launch_blocking = number_from("CUDA_LAUNCH_BLOCKING", 0) != 0;
+  settings.queue_limit = number_from("VIRTUAL_GPU_QUEUE_LIMIT", 0);
+  settings.max_delay_us = static_cast<int64_t>(number_from("VIRTUAL_GPU_DELAY_US", 0));
+  settings.seed = number_from("VIRTUAL_GPU_SEED", 1);
+  settings.traces = number_from("VIRTUAL_GPU_TRACE", 0) != 0;
+  random.seed(settings.seed);
+}
+
+// Never destroyed: LibTorch uses the device while static objects are destroyed.
+State& state() {
+  static auto* s = new State;
+  return *s;
+}
+
+cudaError_t fail(cudaError_t error) {
+  if (error != cudaErrorNotReady) last_error = error;
+  return error;
+}
+
+Stream& stream_of(cudaStream_t handle) {
+  if (handle != nullptr && handle != cudaStreamLegacy && handle != cudaStreamPerThread)
+    return *reinterpret_cast<Stream*>(handle);
+  State& s = state();
+  Stream*& stream = s.default_streams[current_device()];
+  if (!stream) {
+    s.streams.push_back(std::make_unique<Stream>());
+    stream = s.streams.back().get();
+    stream->id = -1 - current_device();
+    stream->device = current_device();
+  }
+  return *stream;
+}
+
+void wait_for(Lock& lock, Stream& stream) {
+  work_available().notify_all();
+  state().changed.wait(lock, [&] { return stream.items.empty() || stops; });
+}
+
+void wait_for_device(Lock& lock, int device) {
+  work_available().notify_all();
+  state().changed.wait(lock, [&] {
+    return stops || std::ranges::all_of(state().streams, [&](const auto& s) {
+             return s->device != device || s->items.empty();
+           });
+  });
+}
+
+void push(Lock& lock, Stream& stream, Item item) {
+  State& s = state();
+  if (stream.capture) {
+    stream.capture->graph->lanes[&stream].push_back(std::move(item));
+    ++stream.capture->graph->num_items;
+    return;
+  }
+  start_scheduler(s);
+  const bool is_operation = std::holds_alternative<Operation>(item);
+  if (s.settings.queue_limit > 0 && is_operation)
+    s.changed.wait(lock, [&] { return stream.items.size() < s.settings.queue_limit || stops; });
+  stream.items.push_back(std::move(item));
+  work_available().notify_all();
+  if (s.settings.launch_blocking && is_operation) wait_for(lock, stream);
+}
+
+cudaError_t check_no_capture() {
+  State& s = state();
+  if (thread_mode == cudaStreamCaptureModeRelaxed) return cudaSuccess;
+  for (const auto& capture : s.captures) {
+    const bool is_own = capture->thread == std::this_thread::get_id();
+    if (capture->mode == cudaStreamCaptureModeRelaxed) continue;
+    if (!is_own &&
+        (thread_mode != cudaStreamCaptureModeGlobal || capture->mode != cudaStreamCaptureModeGlobal))
+      continue;
+    capture->is_broken = true;
+    return fail(cudaErrorStreamCaptureUnsupported);
+  }
+  return cudaSuccess;
+}
+
+// ---- the interface for the other libraries
+
+Operation computation(std::string name, std::vector<Range> ranges, std::function<void()> work) {
+  return {std::move(name), std::move(ranges), [work = std::move(work)]() -> Attempt {
+            return [work] {
+              work();
+              return true;
+            };
+          }};
+}
+
+void submit(cudaStream_t handle, Operation operation) {
+  State& s = state();
+  Lock lock(s.mutex);
+  Stream& stream = stream_of(handle);
+  if (s.settings.traces)
+    std::fprintf(stderr, "virtual GPU: stream %d: %s\n", stream.id, operation.name.c_str());
+  count_operation(operation);
+  if (!stream.capture) check_ranges(stream, operation);
+  push(lock, stream, std::move(operation));
+}
+
+void wait_for(cudaStream_t handle) {
+  Lock lock(state().mutex);
+  Stream& stream = stream_of(handle);
+  wait_for(lock, stream);
+  host_has_seen(stream);
+}
+
+bool is_capturing(cudaStream_t handle) {
+  Lock lock(state().mutex);
+  return stream_of(handle).capture != nullptr;
+}
+
+bool computes() { return !state().settings.memory_only; }
+bool poisons() { return state().settings.poisons; }
+
+void not_supported(const std::string& what, const std::string& remedy) {
+  std::fprintf(stderr, "virtual GPU: %s is not supported. %s\n", what.c_str(), remedy.c_str());
+  std::abort();
+}
+
+}  // namespace virtual_gpu
+
+// ---- CUDA's functions
+
+using namespace virtual_gpu;
+
+extern "C" {
+
+cudaError_t cudaGetLastError() {
+  const cudaError_t error = last_error;
+  last_error = cudaSuccess;
+  return error;
+}
+cudaError_t cudaPeekAtLastError() { return last_error; }
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  std::swap(*mode, thread_mode);
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* handle, unsigned flags, int priority) {
+  State& s = state();
+  Lock lock(s.mutex);
+  s.streams.push_back(std::make_unique<Stream>());
+  Stream& stream = *s.streams.back();
+  stream.id = s.next_stream++;
+  stream.device = current_device();
+  stream.priority = priority;
+  stream.flags = flags;
+  *handle = reinterpret_cast<cudaStream_t>(&stream);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* handle, unsigned flags) {
+  return cudaStreamCreateWithPriority(handle, flags, 0);
+}
+cudaError_t cudaStreamCreate(cudaStream_t* handle) { return cudaStreamCreateWithPriority(handle, 0, 0); }
+
+cudaError_t cudaStreamDestroy(cudaStream_t handle) {
+  Lock lock(state().mutex);
+  stream_of(handle).is_destroyed = true;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamGetPriority(cudaStream_t handle, int* priority) {
+  Lock lock(state().mutex);
+  *priority = stream_of(handle).priority;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamGetFlags(cudaStream_t handle, unsigned* flags) {
+  Lock lock(state().mutex);
+  *flags = stream_of(handle).flags;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamGetId(cudaStream_t handle, unsigned long long* id) {
+  Lock lock(state().mutex);
+  *id = static_cast<unsigned long long>(stream_of(handle).id);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamGetDevice(cudaStream_t handle, int* device) {
+  Lock lock(state().mutex);
+  *device = stream_of(handle).device;
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamQuery(cudaStream_t handle) {
+  Lock lock(state().mutex);
+  Stream& stream = stream_of(handle);
+  if (stream.capture) return check_no_capture();
+  if (!stream.items.empty()) return fail(cudaErrorNotReady);
+  host_has_seen(stream);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
+  Lock lock(state().mutex);
+  Stream& stream = stream_of(handle);
+  if (stream.capture) {
+    stream.capture->is_broken = true;
+    return fail(cudaErrorStreamCaptureUnsupported);
+  }
+  count_host_wait("cudaStreamSynchronize");
+  wait_for(lock, stream);
+  host_has_seen(stream);
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceSynchronize() {
+  Lock lock(state().mutex);
+  if (const cudaError_t error = check_no_capture()) return error;
+  count_host_wait("cudaDeviceSynchronize");
+  wait_for_device(lock, current_device());
+  for (const auto& stream : state().streams)
+    if (stream->device == current_device()) host_has_seen(*stream);
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event_handle, unsigned) {
+  Lock lock(state().mutex);
+  Stream& stream = stream_of(handle);
+  Event& event = *reinterpret_cast<Event*>(event_handle);
+  if (!event.marker) return cudaSuccess;  // an event that was never recorded is complete
+  if (event.capture && !stream.capture) {
+    stream.capture = event.capture;
+  } else if (stream.capture && !event.capture) {
+    stream.capture->is_broken = true;
+    return fail(cudaErrorStreamCaptureIsolation);
+  }
+  if (!stream.capture) stream_has_seen(stream, event.clock);
+  push(lock, stream, WaitFor{event.marker});
+  return cudaSuccess;
+}
+
+cudaError_t cudaLaunchHostFunc(cudaStream_t handle, cudaHostFn_t function, void* data) {
+  submit(handle, computation("host function", {}, [function, data] { function(data); }));
+  return cudaSuccess;
+}
+cudaError_t cudaStreamAddCallback(cudaStream_t handle, cudaStreamCallback_t function, void* data, unsigned) {
+  submit(handle,
+         computation("callback", {}, [handle, function, data] { function(handle, cudaSuccess, data); }));
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  *event = reinterpret_cast<cudaEvent_t>(new Event);
+  return cudaSuccess;
+}
+cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete reinterpret_cast<Event*>(event);
+  return cudaSuccess;
+}
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t event_handle, cudaStream_t handle, unsigned) {
+  Lock lock(state().mutex);
+  Stream& stream = stream_of(handle);
+  Event& event = *reinterpret_cast<Event*>(event_handle);
+  event.marker = std::make_shared<Marker>();
+  event.capture = stream.capture;
+  event.clock = clock_of(stream);
+  push(lock, stream, Reached{event.marker});
+  return cudaSuccess;
+}
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t handle) {
+  return cudaEventRecordWithFlags(event, handle, 0);
+}
+cudaError_t cudaEventQuery(cudaEvent_t event_handle) {
+  Lock lock(state().mutex);
+  Event& event = *reinterpret_cast<Event*>(event_handle);
+  if (event.capture) return fail(cudaErrorCapturedEvent);
+  if (event.marker && !event.marker->is_done) return fail(cudaErrorNotReady);
+  host_has_seen(event.clock);
+  return cudaSuccess;
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t event_handle) {
+  Lock lock(state().mutex);
+  Event& event = *reinterpret_cast<Event*>(event_handle);
+  if (event.capture) return fail(cudaErrorCapturedEvent);
+  count_host_wait("cudaEventSynchronize");
+  const MarkerPtr marker = event.marker;
+  const Clock clock = event.clock;
+  work_available().notify_all();
+  if (marker) state().changed.wait(lock, [&] { return marker->is_done || stops; });
+  host_has_seen(clock);
+  return cudaSuccess;
+}
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t first, cudaEvent_t second) {
+  Lock lock(state().mutex);
+  const Event& a = *reinterpret_cast<Event*>(first);
+  const Event& b = *reinterpret_cast<Event*>(second);
+  if (!a.marker || !b.marker) return fail(cudaErrorInvalidResourceHandle);
+  if (!a.marker->is_done || !b.marker->is_done) return fail(cudaErrorNotReady);
+  *milliseconds = std::chrono::duration<float, std::milli>(b.marker->done_at - a.marker->done_at).count();
+  return cudaSuccess;
+}
+
+}  // extern "C"

@@ -1,0 +1,134 @@
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <set>
+#include <string>
+#include <thread>
+#include <variant>
+#include <vector>
+
+#include "runtime/virtual_gpu.h"
+
+/// Streams, events and graphs, and the thread that runs what is queued.
+namespace virtual_gpu {
+
+using Time = std::chrono::steady_clock::time_point;
+
+/// For each stream, the number of its operations that have happened before.
+using Clock = std::map<int, uint64_t>;
+
+/// A point in a stream that others wait for. Each record of an event makes a new one.
+struct Marker {
+  bool is_done = false;
+  Time done_at;
+};
+using MarkerPtr = std::shared_ptr<Marker>;
+
+struct Reached {
+  MarkerPtr marker;
+};
+struct WaitFor {
+  MarkerPtr marker;
+};
+using Item = std::variant<Operation, Reached, WaitFor>;
+
+struct Stream;
+
+/// A recorded capture: the items of each captured stream, in order. Markers within it are those of the
+/// capture; each launch replaces them with new ones.
+struct Graph {
+  std::map<Stream*, std::vector<Item>> lanes;
+  size_t num_items = 0;
+};
+
+/// A capture that has begun and not ended.
+struct Capture {
+  uint64_t id = 0;
+  Stream* origin = nullptr;
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
+  std::thread::id thread;
+  std::shared_ptr<Graph> graph = std::make_shared<Graph>();
+  bool is_broken = false;  ///< a call that isn't allowed during a capture was made
+};
+
+struct Stream {
+  int id = 0;
+  int device = 0;
+  int priority = 0;
+  unsigned flags = 0;
+  std::deque<Item> items;
+  Attempt running;            ///< the first item's attempt, once it has begun
+  bool is_running = false;    ///< the scheduler is in the first item at this moment
+  bool is_destroyed = false;  ///< is deleted when its items have run
+  Time not_before;            ///< the first item may not run earlier, if times are drawn at random
+  bool has_not_before = false;
+  Clock clock;
+  std::shared_ptr<Capture> capture;
+};
+
+struct Event {
+  MarkerPtr marker;  ///< none before the first record
+  Clock clock;
+  std::shared_ptr<Capture> capture;
+};
+
+/// How the device behaves; read from the environment once, see docs/virtual_gpu.md.
+struct Settings {
+  int num_devices = 1;
+  std::string profile = "h100";
+  bool memory_only = false;
+  bool checks_races = true;
+  bool ends_at_race = false;
+  bool poisons = true;
+  bool launch_blocking = false;
+  size_t queue_limit = 0;    ///< the host waits if a stream has this many operations; 0: never
+  int64_t max_delay_us = 0;  ///< operations and completions are late by up to this; 0: never
+  uint64_t seed = 0;
+  bool traces = false;  ///< prints each operation
+};
+
+/// All state of the virtual devices of this process; `mutex` guards every field and every Stream and Event.
+struct State {
+  Settings settings;
+  std::mutex mutex;
+  std::condition_variable changed;  ///< an item has run, or was queued
+  std::vector<std::unique_ptr<Stream>> streams;
+  std::map<int, Stream*> default_streams;
+  std::map<int, uint64_t> num_operations;  ///< by stream id
+  std::vector<std::shared_ptr<Capture>> captures;
+  uint64_t next_capture = 1;
+  int next_stream = 1;
+  std::mt19937_64 random;
+  bool scheduler_runs = false;
+
+  State();
+};
+State& state();
+
+using Lock = std::unique_lock<std::mutex>;
+
+/// The device that this thread has chosen with cudaSetDevice.
+int current_device();
+
+/// The stream of a handle; null stands for the current device's default stream.
+Stream& stream_of(cudaStream_t handle);
+
+/// Remembers the error for cudaGetLastError and returns it.
+cudaError_t fail(cudaError_t error);
+
+/// Queues the item, or records it if the stream is being captured.
+void push(Lock& lock, Stream& stream, Item item);
+void wait_for(Lock& lock, Stream& stream);
+void wait_for_device(Lock& lock, int device);
+
+/// An error if a capture is under way during which this thread may not wait or allocate memory; it breaks the
+/// capture, as CUDA does. https://docs.nvidia.com/cuda/cuda-runtime-api, cudaThreadExchangeStreamCaptureMode.
+cudaError_t check_no_capture();
+
+}  // namespace virtual_gpu

@@ -1,0 +1,253 @@
+// The virtual GPU itself: numbers, order, memory, graphs, and that each kind of race is found. Runs under scripts/virtual_gpus.sh.
+
+#include <dlfcn.h>
+
+#include <cstring>
+#include <thread>
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/CUDAEvent.h>
+#include <ATen/cuda/CUDAGraph.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/variable.h>
+
+namespace {
+
+using at::Tensor;
+using c10::cuda::CUDAStreamGuard;
+
+const at::TensorOptions on_gpu = at::TensorOptions().device(at::kCUDA);
+const at::TensorOptions pinned = at::TensorOptions().pinned_memory(true);
+
+int num_races() {
+  static const auto count = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "virtual_gpu_num_races"));
+  return count();
+}
+
+/// Keeps the stream's later operations from running before it is opened.
+class Gate {
+ public:
+  explicit Gate(cudaStream_t stream) {
+    cudaLaunchHostFunc(
+        stream, [](void* gate) { static_cast<Gate*>(gate)->wait(); }, this);
+  }
+  ~Gate() { open(); }
+  void open() { is_open_ = true; }
+
+ private:
+  void wait() const {
+    while (!is_open_) std::this_thread::yield();
+  }
+  std::atomic<bool> is_open_ = false;
+};
+
+class VirtualGpu : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (!num_races) GTEST_SKIP() << "runs under scripts/virtual_gpus.sh";
+    at::ones({1}, on_gpu);  // LibTorch makes its device
+    c10::cuda::device_synchronize();
+    races_before_ = num_races();
+  }
+  int new_races() const { return num_races() - races_before_; }
+
+  at::cuda::CUDAStream main_ = at::cuda::getDefaultCUDAStream();
+  at::cuda::CUDAStream side_ = at::cuda::getStreamFromPool();
+  at::cuda::CUDAStream other_ = at::cuda::getStreamFromPool();
+
+ private:
+  int races_before_ = 0;
+};
+
+std::vector<Tensor> train(c10::Device device) {
+  at::manual_seed(1);
+  Tensor qkv = (at::randn({3 * 64, 64}) * 0.1).to(device).requires_grad_();
+  Tensor out = (at::randn({100, 64}) * 0.1).to(device).requires_grad_();
+  const Tensor x = at::randn({2, 16, 64}).to(device),
+               labels = at::randint(0, 100, {32}, at::kLong).to(device);
+  std::vector<Tensor> weights{qkv, out}, first{at::zeros_like(qkv), at::zeros_like(out)},
+      second{at::zeros_like(qkv), at::zeros_like(out)};
+  std::vector<Tensor> steps{at::zeros({}, device), at::zeros({}, device)}, results;
+  for (int step = 0; step < 3; ++step) {
+    const Tensor heads = at::linear(x, qkv).view({2, 16, 3, 4, 16}).permute({2, 0, 3, 1, 4});
+    const Tensor attention = at::scaled_dot_product_attention(heads[0], heads[1], heads[2], {}, 0.0, true);
+    const Tensor loss =
+        at::cross_entropy_loss(at::linear(attention.transpose(1, 2).reshape({32, 64}), out), labels);
+    loss.backward();
+    const std::vector<Tensor> gradients{qkv.grad(), out.grad()};
+    results.push_back(loss.detach());
+    results.push_back(at::stack(at::_foreach_norm(gradients)).norm());
+    const at::NoGradGuard no_grad;
+    for (Tensor& s : steps) s.add_(1);
+    at::_fused_adamw_(weights, gradients, first, second, {}, steps, 1e-2, 0.9, 0.95, 0.1, 1e-8, false, false,
+                      {}, {});
+    for (Tensor& w : weights) w.mutable_grad().reset();
+  }
+  results.insert(results.end(), {qkv.detach(), out.detach()});
+  for (Tensor& t : results) t = t.cpu();
+  return results;
+}
+
+TEST_F(VirtualGpu, ComputesTheCpusNumbers) {
+  const std::vector<Tensor> cpu = train(at::kCPU), gpu = train(at::kCUDA);
+  for (size_t i = 0; i < cpu.size(); ++i) EXPECT_TRUE(cpu[i].equal(gpu[i])) << "result " << i;
+  EXPECT_EQ(new_races(), 0);
+}
+
+TEST_F(VirtualGpu, ViewsAndOutputsShareMemory) {
+  const Tensor x = at::zeros({4, 4}, on_gpu);
+  x.view({16}).slice(0, 0, 16, 5).fill_(7);
+  x.t().select(0, 1).add_(1);
+  EXPECT_TRUE(x.cpu().equal(at::tensor({7., 1., 0., 0., 0., 8., 0., 0., 0., 1., 7., 0., 0., 1., 0., 7.})
+                                .view({4, 4})
+                                .to(at::kFloat)));
+  Tensor out = at::empty({0}, on_gpu);
+  at::add_out(out, x, x);
+  EXPECT_EQ(out.sum().item<float>(), 64);
+  EXPECT_EQ(x.index({x > 0}).numel(), 7);
+  EXPECT_TRUE((x == 7).logical_not().cpu().equal((x.cpu() == 7).logical_not()));
+}
+
+TEST_F(VirtualGpu, CopiesReachTheHostOnlyAtASynchronization) {
+  const Tensor x = at::full({1000}, 3.f, on_gpu);
+  Tensor host = at::zeros({1000}, pinned);
+  c10::cuda::device_synchronize();
+  Gate gate(main_);
+  host.copy_(x, /*non_blocking=*/true);
+  at::cuda::CUDAEvent copied;
+  copied.record();
+  EXPECT_FALSE(copied.query());
+  EXPECT_EQ(host.const_data_ptr<float>()[0], 0);
+  gate.open();
+  copied.synchronize();
+  EXPECT_EQ(host.const_data_ptr<float>()[999], 3);
+}
+
+TEST_F(VirtualGpu, NewMemoryIsNaN) {
+  const Tensor x = at::empty({1000}, on_gpu);
+  EXPECT_TRUE(x.isnan().all().item<bool>());
+  EXPECT_TRUE(at::empty({1000}, on_gpu.dtype(at::kBFloat16)).isnan().all().item<bool>());
+}
+
+TEST_F(VirtualGpu, ReportsItsProfilesMemory) {
+  const auto* properties = at::cuda::getCurrentDeviceProperties();
+  EXPECT_EQ(properties->major, 9);
+  EXPECT_EQ(properties->totalGlobalMem, 85'017'755'648u);
+  EXPECT_EQ(at::empty({int64_t{15} << 30}, on_gpu).nbytes(), size_t{60} << 30);
+  EXPECT_THROW(at::empty({int64_t{25} << 30}, on_gpu), c10::OutOfMemoryError);
+}
+
+TEST_F(VirtualGpu, GraphsRecordWithoutRunningAndReplay) {
+  const CUDAStreamGuard guard(side_);
+  const Tensor in = at::ones({4}, on_gpu), count = at::zeros({1}, on_gpu);
+  at::cuda::CUDAGraph graph;
+  graph.capture_begin();
+  count.add_(1);
+  const Tensor out = (in * 2 + 1).sum();
+  graph.capture_end();
+  EXPECT_EQ(count.item<float>(), 0);
+  graph.replay();
+  EXPECT_EQ(out.item<float>(), 12);
+  in.fill_(2);
+  graph.replay();
+  EXPECT_EQ(out.item<float>(), 20);
+  EXPECT_EQ(count.item<float>(), 2);
+}
+
+TEST_F(VirtualGpu, AReadDuringACaptureFails) {
+  const CUDAStreamGuard guard(side_);
+  const Tensor in = at::ones({4}, on_gpu);
+  at::cuda::CUDAGraph graph;
+  graph.capture_begin();
+  EXPECT_THROW(in.sum().item<float>(), c10::Error);
+  EXPECT_THROW(graph.capture_end(), c10::Error);
+}
+
+// ---- races: each kind is planted, and its sound counterpart isn't reported
+
+TEST_F(VirtualGpu, FindsAMissingWait) {
+  const Tensor x = at::ones({1000}, on_gpu);
+  c10::cuda::device_synchronize();
+  const auto use_on_side = [&](bool waits) {
+    x.add_(1);
+    at::cuda::CUDAEvent written;
+    written.record();
+    if (waits) written.block(side_);
+    const CUDAStreamGuard guard(side_);
+    x.mul_(2);
+  };
+  use_on_side(true);
+  EXPECT_EQ(new_races(), 0);
+  c10::cuda::device_synchronize();
+  use_on_side(false);
+  EXPECT_EQ(new_races(), 1);
+  c10::cuda::device_synchronize();
+}
+
+TEST_F(VirtualGpu, TwoReadsAreNoRace) {
+  const Tensor x = at::ones({1000}, on_gpu);
+  c10::cuda::device_synchronize();
+  for (const auto& stream : {side_, other_}) {
+    const CUDAStreamGuard guard(stream);
+    const Tensor y = x + 1;
+  }
+  c10::cuda::device_synchronize();
+  EXPECT_EQ(new_races(), 0);
+}
+
+TEST_F(VirtualGpu, FindsAMissingRecordStream) {
+  const auto use_freed = [&](bool records) {
+    c10::cuda::device_synchronize();
+    {
+      const Tensor x = at::ones({1 << 20}, on_gpu);
+      at::cuda::CUDAEvent written;
+      written.record();
+      written.block(side_);
+      const CUDAStreamGuard guard(side_);
+      x.mul_(2);
+      if (records) x.record_stream(side_);
+    }
+    at::ones({1 << 20}, on_gpu);
+  };
+  use_freed(true);
+  EXPECT_EQ(new_races(), 0);
+  use_freed(false);
+  EXPECT_GE(new_races(), 1);
+}
+
+TEST_F(VirtualGpu, FindsAHostReadBeforeTheSynchronization) {
+  const Tensor x = at::ones({1000}, on_gpu);
+  const auto read = [&](bool waits) {
+    Tensor host = at::empty({1000}, pinned);
+    host.copy_(x, /*non_blocking=*/true);
+    if (waits) main_.synchronize();
+    at::sum(host);
+    main_.synchronize();
+  };
+  read(true);
+  EXPECT_EQ(new_races(), 0);
+  read(false);
+  EXPECT_EQ(new_races(), 1);
+}
+
+TEST_F(VirtualGpu, FindsThatAPinnedBufferIsReusedTooSoon) {
+  const Tensor x = at::empty({1000}, on_gpu);
+  Tensor host = at::ones({1000}, pinned);
+  const auto reuse = [&](bool waits) {
+    x.copy_(host, /*non_blocking=*/true);
+    if (waits) main_.synchronize();
+    host.fill_(2);
+    main_.synchronize();
+  };
+  reuse(true);
+  EXPECT_EQ(new_races(), 0);
+  reuse(false);
+  EXPECT_EQ(new_races(), 1);
+}
+
+}  // namespace
