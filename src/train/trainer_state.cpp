@@ -35,13 +35,17 @@ class DataState : public checkpoint::Stateful {
     return {.tensors = {}, .text = speaks_ ? data::to_json(loader_.state()) : "", .merge = merge_tables};
   }
 
-  void loaded(const std::string& text) override {
+  void check(const std::string& text) const override {
     try {
-      loader_.load_state(data::loader_state_from_json(text));
+      loader_.check_state(data::loader_state_from_json(text));
     } catch (const Error& error) {
       throw ConfigError(str("the checkpoint's dataloader: ", error.what(),
                             " (checkpoint.exclude_from_loading = [\"dataloader\"])"));
     }
+  }
+
+  void loaded(const std::string& text) override {
+    loader_.load_state(data::loader_state_from_json(text));
   }
 
  private:

@@ -77,6 +77,33 @@ TEST(Load, ADifferenceOnOneRankStopsAll) {
   EXPECT_THAT(job.optimizer.wrong(5), ::testing::IsEmpty());
 }
 
+// An object's own objection, even on one rank alone, comes before any tensor is read.
+TEST(Load, AnObjectThatCannotContinueStopsAllBeforeAnythingChanges) {
+  struct OtherData : ToyState {
+    using ToyState::ToyState;
+    void check(const std::string& text) const override {
+      if (is_last()) throw Error("the text '" + text + "' belongs to other data");
+    }
+  };
+  const SharedFolder folder;
+  LoadCase test(folder);
+  ToyJob job(world());
+  OtherData optimizer("optimizer", job.mesh, toy_tensors());
+  test.checkpointer.add("model", job.model);
+  test.checkpointer.add("optimizer", optimizer);
+  job.fill(5);
+  optimizer.fill(5);
+  try {
+    test.checkpointer.load(test.path);
+    ADD_FAILURE() << "the checkpoint was loaded";
+  } catch (const ConfigError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("the text 'optimizer at 1' belongs to other data"));
+    EXPECT_THAT(error.what(), ::testing::Not(HasSubstr("halfway")));
+  }
+  EXPECT_THAT(job.model.wrong(5), ::testing::IsEmpty());
+  EXPECT_THAT(optimizer.wrong(5), ::testing::IsEmpty());
+}
+
 TEST(Load, ExcludedTensorsKeepTheirValues) {
   const SharedFolder folder;
   LoadCase test(folder);

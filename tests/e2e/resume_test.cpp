@@ -395,9 +395,37 @@ TEST(Loading, ReportsOtherDataUnlessExcluded) {
   const auto run = fresh_folder("run");
   train(run, part_of_run(words, 5));
   const Words other = words + Words{"--training.dataset_path", source_file("README.md")};
-  EXPECT_THAT(train_log(run, other, 1), AllOf(HasSubstr("the data have changed"),
-                                              HasSubstr("exclude_from_loading = [\"dataloader\"]")));
+  const auto metrics = bytes_of(run / "metrics.jsonl");
+  EXPECT_THAT(train_log(run, other, 2),
+              AllOf(HasSubstr("the data have changed"), HasSubstr("exclude_from_loading = [\"dataloader\"]"),
+                    Not(HasSubstr("halfway"))));
+  EXPECT_EQ(bytes_of(run / "metrics.jsonl"), metrics);
+  EXPECT_EQ(names_in(run / "checkpoint"), (std::vector<std::string>{".lock", "step-5"}));
   EXPECT_THAT(train_log(run, other + without("dataloader")), HasSubstr("resuming after step 5"));
+}
+
+int count_in(const std::string& log, const std::string& text) {
+  int count = 0;
+  for (size_t at = log.find(text); at != log.npos; at = log.find(text, at + 1)) ++count;
+  return count;
+}
+
+TEST(Loading, OneRankReadsJsonLinesForAll) {
+  const auto config = fresh_folder("config"), run = fresh_folder("run");
+  const auto lines = config / "lines.jsonl";
+  std::ofstream file(lines);
+  for (int i = 0; i < 200; ++i) file << "{\"text\": \"document number " << i << "\"}\n";
+  file.close();
+  const Words words = resumable(config) + ranks(3) +
+                      Words{"--training.dataset", "jsonl", "--training.dataset_path", lines.string()};
+  EXPECT_EQ(count_in(train_log(run, part_of_run(words, 5)), "indexed 200 documents"), 1);
+  const std::string resumed = train_log(run, part_of_run(words, 6));
+  EXPECT_THAT(resumed, HasSubstr("resuming after step 5"));
+  EXPECT_EQ(count_in(resumed, "indexed"), 0);
+  // The error of the rank that reads them is all ranks' error, at once.
+  std::ofstream(lines, std::ios::app) << "{\"text\": 7}\n";
+  const std::string refused = train_log(fresh_folder("refused"), words, 2);
+  EXPECT_THAT(refused, HasSubstr("lines.jsonl:201: member 'text' is not a string"));
 }
 
 }  // namespace

@@ -54,6 +54,9 @@ class Stateful {
   virtual ~Stateful() = default;
   /// The current state. The tensors' names, shapes, dtypes and layouts are the same at every call.
   virtual ObjectState state() = 0;
+  /// Called before a load changes anything. Throws Error, and changes nothing itself, if the object can't
+  /// continue with `text`, the saved text.
+  virtual void check(const std::string&) const {}
   /// Called after a load: the tensors of state() now hold the saved values. `text` is the saved text.
   virtual void loaded(const std::string& text) = 0;
 };

@@ -113,11 +113,15 @@ class DataLoader {
   /// other data, with both fingerprints.
   void load_state(const LoaderState& state);
 
+  /// Throws as load_state does, and changes nothing.
+  void check_state(const LoaderState& state) const { lanes_after(state); }
+
   /// Goes back to the feed's start. Validation reads the same set each time.
   void restart();
 
  private:
   bool is_at_end() const { return num_steps_ && steps_ >= *num_steps_; }
+  std::vector<LaneState> lanes_after(const LoaderState& state) const;
   void begin_at(int64_t steps, const std::vector<LaneState>& all);
   Prefetcher& prefetcher();
   std::optional<std::vector<Batch>> make_step();

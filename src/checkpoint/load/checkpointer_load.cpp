@@ -228,6 +228,12 @@ std::vector<NamedTensor> Checkpointer::Impl::tensors_to_load(const std::filesyst
   for (const StateTensor& tensor : manifest.table.tensors())
     if (keys.count(object_key(tensor.name)) && !names.count(tensor.name))
       problems.push_back(titan::str("the checkpoint's tensor '", tensor.name, "' isn't one of this run's"));
+  for (const std::string& key : keys) {
+    const auto text = manifest.texts.find(key);
+    if (text == manifest.texts.end()) continue;
+    if (std::string problem = problem_of([&] { objects.at(key)->check(text->second); }); !problem.empty())
+      problems.push_back(std::move(problem));
+  }
   check_problems(folder, problems);
   return tensors;
 }

@@ -285,14 +285,19 @@ LoaderState DataLoader::state() const {
       .steps = steps_, .num_lanes = num_lanes(), .feed_fingerprint = feed_->fingerprint(), .lanes = lanes_};
 }
 
-void DataLoader::load_state(const LoaderState& state) {
+void DataLoader::load_state(const LoaderState& state) { begin_at(state.steps, lanes_after(state)); }
+
+// All lanes that continue from `state`.
+std::vector<LaneState> DataLoader::lanes_after(const LoaderState& state) const {
   TITAN_CHECK(state.feed_fingerprint == feed_->fingerprint(),
               "the data have changed since the state was saved: ",
               fingerprint_difference(state.feed_fingerprint, feed_->fingerprint()),
               ". Resume with the same data, or start the data anew");
   const LoaderState whole = merge({state});
-  begin_at(whole.steps,
-           whole.num_lanes == num_lanes() ? whole.lanes : feed_->redeal(whole.lanes, num_lanes()));
+  auto lanes = whole.num_lanes == num_lanes() ? whole.lanes : feed_->redeal(whole.lanes, num_lanes());
+  // Opening a lane checks its place, and reads nothing.
+  for (const LaneState& lane : lanes) feed_->open(lane, num_lanes());
+  return lanes;
 }
 
 void DataLoader::restart() {
