@@ -154,6 +154,41 @@ void check_offload(const JobConfig& config, at::Device device) {
             config.training.device, " selects the CPU here"));
 }
 
+constexpr char kUsers = 'c', kOthers = 'e';  // kinds of errors
+
+// What `part` throws, after a letter for its kind; empty if it throws nothing.
+std::string problem_with(const std::function<void()>& part) {
+  try {
+    part();
+    return "";
+  } catch (const ConfigError& error) {
+    return kUsers + std::string(error.what());
+  } catch (const std::exception& error) {
+    return kOthers + std::string(error.what());
+  }
+}
+
+// Rank 0 comes first, then the first ranks of the other hosts, which may have their own disks, then the rest.
+data::InTurn turns(const dist::World& world) {
+  if (world.size() == 1) return {};
+  return [world](const std::function<void()>& part, std::chrono::seconds limit) {
+    constexpr dist::Label kLabel{"data::in_turn"};
+    const auto everyone = world.everyone();
+    const int mine = world.rank() == 0 ? 0 : world.local_rank() == 0 ? 1 : 2;
+    everyone->set_timeout(limit);
+    for (const int turn : {0, 1, 2}) {
+      // The kind of the error is the same on all ranks, so that the launcher starts none of them again in vain.
+      std::string problem;
+      if (turn == mine) problem = problem_with(part);
+      for (const std::string& text : everyone->all_gather_text(problem, kLabel)) {
+        if (text.starts_with(kUsers)) throw ConfigError(text.substr(1));
+        if (!text.empty()) throw Error(text.substr(1));
+      }
+    }
+    everyone->set_timeout(world.timeout());
+  };
+}
+
 // `table`: [training] or [validation].
 template <class Table>
 data::DataLoader build_loader(const JobConfig& config, const Meshes& meshes, const Table& table,
@@ -163,7 +198,8 @@ data::DataLoader build_loader(const JobConfig& config, const Meshes& meshes, con
   const std::filesystem::path cache = settings.cache_folder;
   const data::FeedRequest feed{.dataset = table.dataset,
                                .source = {table.dataset_path.value_or(""), settings,
-                                          cache.empty() ? dump_folder(config) / "data_cache" : cache},
+                                          cache.empty() ? dump_folder(config) / "data_cache" : cache,
+                                          turns(meshes.world.world())},
                                .tokenizer = table.dataset == kRecordedTokens ? nullptr : tokenizer,
                                .model_vocab_size = config.spec().sizes(config.args()).vocab_size,
                                .repeat = repeat};

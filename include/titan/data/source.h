@@ -7,6 +7,7 @@
 //     return std::make_shared<Recipes>(request.path);
 //   });
 
+#include <chrono>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
@@ -56,11 +57,16 @@ class Source {
   virtual std::string fingerprint() const = 0;
 };
 
+/// Runs `part` on one rank, then on all others, which find in the cache folder what the first has left there.
+/// If it throws on one, all throw; nobody waits longer than `limit` for another rank's `part`. Collective.
+using InTurn = std::function<void(const std::function<void()>& part, std::chrono::seconds limit)>;
+
 /// The settings of one data set.
 struct SourceRequest {
   std::string path;  ///< training.dataset_path; empty if unset
   DataSettings settings;
   std::filesystem::path cache_folder;  ///< for indexes, made when needed; empty: indexes aren't kept
+  InTurn in_turn = {};                 ///< among the ranks that build this source; empty: there is one rank
 };
 
 using SourceFactory = std::function<std::shared_ptr<const Source>(const SourceRequest&)>;

@@ -6,12 +6,15 @@
 #include <unistd.h>
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
+#include <cmath>
 #include <cstring>
 #include <set>
 
 #include "core/hash.h"
 #include "core/json.h"
 #include "core/process.h"
+#include "core/units.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 
@@ -197,8 +200,16 @@ class TextMember final : public JsonEvents {
   std::optional<std::string> text_;  // the last member of that name
 };
 
+// For another rank that reads all files: that long even from slow storage.
+std::chrono::seconds time_limit(const std::vector<FileEntry>& files) {
+  constexpr int64_t kLeastBytesPerSecond = 5'000'000;
+  constexpr std::chrono::seconds kLeast{300};
+  return kLeast + std::chrono::seconds(total_bytes(files) / kLeastBytesPerSecond);
+}
+
 // Finds the documents of all files. Throws ConfigError for a broken line, or counts and skips it.
 std::vector<LineEntry> find_documents(const LineIndexRequest& request) {
+  const auto start = std::chrono::steady_clock::now();
   std::vector<LineEntry> documents;
   int64_t num_skipped = 0;
   std::string examples;
@@ -228,7 +239,10 @@ std::vector<LineEntry> find_documents(const LineIndexRequest& request) {
     }
   }
   if (num_skipped > 0)
-    log::warning_rank0(str("skipped ", num_skipped, " broken lines of JSON Lines files", examples));
+    log::warning(str("skipped ", num_skipped, " broken lines of JSON Lines files", examples));
+  // Each rank that reads the files says so: with a cache that all of them see, it is one.
+  log::info(str("indexed ", documents.size(), " documents of JSON Lines, ", size_text(total_bytes(request.files)),
+                ", in ", std::lround(seconds_since(start)), " s"));
   return documents;
 }
 
@@ -241,6 +255,12 @@ std::vector<fs::path> expand_glob(const std::string& pattern) {
   std::set<fs::path> found;
   expand({}, {path.begin(), path.end()}, 0, found);
   return {found.begin(), found.end()};
+}
+
+int64_t total_bytes(const std::vector<FileEntry>& files) {
+  int64_t bytes = 0;
+  for (const FileEntry& file : files) bytes += file.size;
+  return bytes;
 }
 
 std::vector<FileEntry> list_files(const std::string& path, const std::vector<std::string>& extensions) {
@@ -304,11 +324,16 @@ LineIndex::LineIndex(const LineIndexRequest& request) {
   uint64_t key = key_of(request);
   fs::path path =
       request.cache_folder.empty() ? fs::path() : request.cache_folder / str("jsonl-", hex(key), ".index");
-  if (path.empty() || !load(path, key)) {
+  const auto load_or_build = [&] {
+    if (!path.empty() && load(path, key)) return;
     built_ = find_documents(request);
     entries_ = built_;
     if (!path.empty()) save(path, key);
-  }
+  };
+  if (request.in_turn && !path.empty())
+    request.in_turn(load_or_build, time_limit(request.files));
+  else
+    load_or_build();
   if (entries_.empty())
     throw ConfigError(str("no documents in ", request.files[0].path.string(),
                           request.files.size() > 1 ? " and the other files" : ""));
@@ -338,7 +363,7 @@ void LineIndex::save(const fs::path& path, uint64_t key) const {
       .magic = {}, .key = key, .entries = entries_.size(), .checksum = hash_bytes(bytes_of(entries_))};
   std::memcpy(header.magic, kMagic, sizeof kMagic);
   make_folder(path.parent_path());
-  // Several ranks may do this at once: each writes the same bytes under its own temporary name.
+  // Other runs may do this at once: each writes the same bytes under its own temporary name.
   write_file_atomic(path, [&](const AppendBytes& append) {
     append(std::as_bytes(std::span(&header, 1)));
     append(std::as_bytes(entries_));

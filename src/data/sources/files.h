@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/file.h"
+#include "titan/data/source.h"
 
 namespace titan::data {
 
@@ -32,6 +33,8 @@ struct FileEntry {
 /// without hidden ones. A glob's matches are handled the same way. In folders, only files that end with one
 /// of `extensions` (all if it is empty) count. Throws ConfigError if there are none or one can't be read.
 std::vector<FileEntry> list_files(const std::string& path, const std::vector<std::string>& extensions);
+
+int64_t total_bytes(const std::vector<FileEntry>& files);
 
 /// A hash of names, sizes and samples of the contents.
 uint64_t fingerprint_files(const std::vector<FileEntry>& files);
@@ -55,6 +58,7 @@ struct LineIndexRequest {
   std::string text_field;
   bool skip_bad_lines = false;
   std::filesystem::path cache_folder;  ///< empty: the index isn't kept
+  InTurn in_turn = {};                 ///< as in SourceRequest; not used if the index isn't kept
 };
 
 /// Immutable. Read from the cache if that is intact and was made from the same files (path, size, time) with

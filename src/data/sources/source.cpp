@@ -28,9 +28,8 @@ std::vector<FileEntry> files_of(const char* kind, const SourceRequest& request, 
 class TextSource : public Source {
  public:
   explicit TextSource(std::vector<FileEntry> files) : files_(std::move(files)) {
-    int64_t bytes = 0;
-    for (const auto& file : files_) bytes += file.size;
-    fingerprint_ = str("text:", files_.size(), " files:", bytes, " bytes:", hex(fingerprint_files(files_)));
+    fingerprint_ = str("text:", files_.size(), " files:", total_bytes(files_),
+                       " bytes:", hex(fingerprint_files(files_)));
   }
 
   int64_t size() const override { return static_cast<int64_t>(files_.size()); }
@@ -111,7 +110,8 @@ std::shared_ptr<const Source> make_jsonl(const SourceRequest& request) {
       LineIndexRequest{.files = files_of("jsonl", request, {".jsonl", ".json"}),
                        .text_field = request.settings.text_field,
                        .skip_bad_lines = request.settings.on_bad_line == "skip",
-                       .cache_folder = request.cache_folder});
+                       .cache_folder = request.cache_folder,
+                       .in_turn = request.in_turn});
 }
 
 // ---- synthetic

@@ -60,6 +60,22 @@ TEST_F(LineIndexTest, IsRebuiltWhenDamaged) {
   }
 }
 
+// Another rank has its turn first: this one takes what that has left.
+TEST_F(LineIndexTest, IsTakenFromTheRankThatBuiltIt) {
+  bool was_built = false;
+  LineIndex index({.files = list_files((folder_.path() / "a.jsonl").string(), {}),
+                   .text_field = "text",
+                   .cache_folder = folder_.path() / "cache",
+                   .in_turn = [&](const std::function<void()>& part, std::chrono::seconds limit) {
+                     EXPECT_GE(limit.count(), 60);
+                     was_built = !build().was_cached();
+                     part();
+                   }});
+  EXPECT_TRUE(was_built);
+  EXPECT_TRUE(index.was_cached());
+  EXPECT_EQ(index.size(), 2);
+}
+
 TEST_F(LineIndexTest, KeepsNothingWithoutAFolder) {
   LineIndex index({.files = list_files((folder_.path() / "a.jsonl").string(), {}),
                    .text_field = "text",
