@@ -21,6 +21,17 @@
 
 namespace titan::data {
 
+/// Encodes one text a block at a time: a loader needs the first tokens of many long texts at once. Not
+/// thread-safe.
+class TextEncoder {
+ public:
+  virtual ~TextEncoder() = default;
+
+  /// Appends the ids of at least `bytes` more bytes of the text, or of all the rest. Returns whether the text
+  /// is at its end.
+  virtual bool encode_block(size_t bytes, std::vector<int32_t>& ids) = 0;
+};
+
 /// Immutable and thread-safe, because the loader's threads share it.
 class Tokenizer {
  public:
@@ -28,6 +39,10 @@ class Tokenizer {
 
   /// Appends the ids of `text` to `ids`, without BOS and EOS: packing adds those around documents.
   virtual void encode_into(std::string_view text, std::vector<int32_t>& ids) const = 0;
+
+  /// The ids of all blocks together are those of encode_into. The tokenizer and the memory of `text` must
+  /// outlive the encoder. Unless a tokenizer overrides it, the whole text is one block.
+  virtual std::unique_ptr<TextEncoder> open(std::string_view text) const;
 
   /// The text of `ids`, including special tokens. Throws Error for an id outside [0, vocab_size()).
   virtual std::string decode(std::span<const int32_t> ids) const = 0;
@@ -57,6 +72,7 @@ class ByteTokenizer : public Tokenizer {
   static constexpr int32_t kEos = 257;
 
   void encode_into(std::string_view text, std::vector<int32_t>& ids) const override;
+  std::unique_ptr<TextEncoder> open(std::string_view text) const override;
   /// BOS and EOS have no text.
   std::string decode(std::span<const int32_t> ids) const override;
   int64_t vocab_size() const override { return 258; }

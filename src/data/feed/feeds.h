@@ -45,8 +45,8 @@ class Permutation {
 };
 
 /// A part of a document. Pieces, not documents, are dealt to lanes, so that one file of a gigabyte feeds all
-/// lanes evenly. Cuts are `piece_bytes` apart and move forward up to three bytes to avoid splitting a
-/// character.
+/// lanes evenly. Cuts are `piece_bytes` apart, and move forward by up to a kilobyte to a space between two
+/// words, or else by up to three bytes to avoid splitting a character.
 struct Piece {
   int64_t document;
   int64_t index;  ///< position among the document's pieces
@@ -106,12 +106,8 @@ class PackedFeed : public Feed {
   Piece piece_at(int64_t epoch, int64_t position) const;
   /// Replaces `text` with the piece's.
   void read(const Piece& piece, std::string& text) const { pieces_.read(piece, text); }
-  /// Appends the tokens of the block of the piece's text that begins at `begin`, with BOS and EOS where they
-  /// belong. Returns the beginning of the next block: text.size() at the end.
-  size_t encode_block(const Piece& piece, std::string_view text, size_t begin,
-                      std::vector<int32_t>& tokens) const;
-
   int64_t num_pieces() const { return pieces_.size(); }
+  const Tokenizer& tokenizer() const { return *tokenizer_; }
   const PackingOptions& options() const { return options_; }
 
  private:

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <iterator>
 #include <limits>
 
 #include "core/hash.h"
@@ -13,14 +14,23 @@
 namespace titan::data {
 namespace {
 
-constexpr int64_t kLongestTail = 3;  // continuation bytes of a character
+// A step begins with the first tokens of many pieces: whole pieces would take long.
+constexpr size_t kBlockBytes = 16 << 10;
 
-// The beginning of the next character at or after `at`. In damaged text there may be none nearby; then the
-// cut moves by kLongestTail bytes, as it does for the piece on its other side.
-int64_t move_to_character(std::string_view text, int64_t at) {
+constexpr int64_t kLongestTail = 3;  // continuation bytes of a character
+constexpr int64_t kMostRoom = 1024;  // bytes in which a place to cut is searched
+
+bool is_letter(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z'); }
+
+// The cut at or after `at`, for the pieces on both of its sides: within `room` bytes, a space between two
+// words, where every common tokenizer cuts too; or else the beginning of the next character. In damaged text
+// there may be none nearby; then the cut moves by kLongestTail bytes.
+int64_t move_cut(std::string_view text, int64_t at, int64_t room) {
+  const int64_t end = std::min(std::ssize(text), at + room);
+  for (int64_t i = at + 1; i + 1 < end; ++i)
+    if (text[i] == ' ' && is_letter(text[i - 1]) && is_letter(text[i + 1])) return i;
   int64_t moved = 0;
-  auto size = static_cast<int64_t>(text.size());
-  while (moved < kLongestTail && at + moved < size && !starts_character(text[at + moved])) ++moved;
+  while (moved < kLongestTail && at + moved < end && !starts_character(text[at + moved])) ++moved;
   return at + moved;
 }
 
@@ -48,26 +58,28 @@ class PackedLane : public Lane {
   void open_piece() {
     piece_ = feed_->piece_at(state_.epoch, state_.position);
     feed_->read(piece_, text_);
-    is_open_ = true;
+    encoder_ = feed_->tokenizer().open(text_);
     is_encoded_ = false;
-    encoded_ = 0;
-    encode_block();
+    encode_block(/*is_first=*/true);
     // A lane that resumes from a saved state encodes the tokens before that position again.
     int64_t used = state_.token_offset;
     while (used > static_cast<int64_t>(block_.size()) && !is_encoded_) {
       used -= static_cast<int64_t>(block_.size());
-      encode_block();
+      encode_block(/*is_first=*/false);
     }
     TITAN_CHECK(used <= static_cast<int64_t>(block_.size()), "lane ", state_.lane, " is at token ",
                 state_.token_offset, " of a piece with fewer tokens: its state belongs to other data");
     next_ = static_cast<size_t>(used);
   }
 
-  void encode_block() {
+  // BOS comes before each piece, EOS after the last one of a document.
+  void encode_block(bool is_first) {
     block_.clear();
     next_ = 0;
-    encoded_ = feed_->encode_block(piece_, text_, encoded_, block_);
-    is_encoded_ = encoded_ == text_.size();
+    const Tokenizer& tokenizer = feed_->tokenizer();
+    if (auto bos = tokenizer.bos_id(); bos && is_first) block_.push_back(*bos);
+    is_encoded_ = encoder_->encode_block(kBlockBytes, block_);
+    if (auto eos = tokenizer.eos_id(); eos && is_encoded_ && piece_.is_last) block_.push_back(*eos);
   }
 
   void go_to_next_piece() {
@@ -79,21 +91,21 @@ class PackedLane : public Lane {
     state_.epoch += state_.position / feed_->num_pieces();
     state_.position %= feed_->num_pieces();
     state_.token_offset = 0;
-    is_open_ = false;
+    encoder_.reset();
   }
 
   // Takes up to `count` tokens of the stream, fewer only at its end.
   void take(size_t count) {
     sample_.clear();
     while (sample_.size() < count && !is_dry()) {
-      if (!is_open_) open_piece();
+      if (!encoder_) open_piece();
       size_t taken = std::min(count - sample_.size(), block_.size() - next_);
       sample_.insert(sample_.end(), block_.begin() + next_, block_.begin() + next_ + taken);
       next_ += taken;
       state_.token_offset += static_cast<int64_t>(taken);
       if (next_ < block_.size()) continue;
       if (!is_encoded_)
-        encode_block();
+        encode_block(/*is_first=*/false);
       else if (sample_.size() < count)
         go_to_next_piece();
     }
@@ -105,32 +117,15 @@ class PackedLane : public Lane {
   int64_t empty_pieces_ = 0;  // consecutive ones
 
   // The current piece, opened when needed.
-  bool is_open_ = false;
   Piece piece_{};
   std::string text_;
-  size_t encoded_ = 0;          // bytes of the text that are encoded
-  bool is_encoded_ = false;     // all of it is encoded
+  std::unique_ptr<TextEncoder> encoder_;  // null: not open
+  bool is_encoded_ = false;               // all of it is encoded
   std::vector<int32_t> block_;  // tokens of the last block
   size_t next_ = 0;             // next token in the block
 
   std::vector<int32_t> sample_;
 };
-
-// Changing this size changes the tokens where no line ends near the end of a block.
-constexpr size_t kBlockBytes = 16 << 10;
-
-bool is_space(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
-
-// The last line in the second half of the block that begins without a space, or else the first character
-// after the block.
-size_t end_of_block(std::string_view text, size_t begin) {
-  if (text.size() - begin <= kBlockBytes) return text.size();
-  for (size_t end = begin + kBlockBytes; end > begin + kBlockBytes / 2; --end)
-    if (text[end - 1] == '\n' && !is_space(text[end])) return end;
-  size_t end = begin + kBlockBytes;
-  while (end < text.size() && !starts_character(text[end])) ++end;
-  return end;
-}
 
 // Throws Error for a position that doesn't exist, or leaves no room to count pieces through further epochs.
 void check_place(const LaneState& state, int64_t num_pieces) {
@@ -197,10 +192,11 @@ Piece PieceTable::at(int64_t index) const {
 
 void PieceTable::read(const Piece& piece, std::string& text) const {
   int64_t begin = piece.index * piece_bytes_;
-  int64_t end = std::min(source_->length(piece.document), begin + piece_bytes_ + kLongestTail);
+  const int64_t room = std::clamp(piece_bytes_ / 8, kLongestTail, kMostRoom);
+  int64_t end = std::min(source_->length(piece.document), begin + piece_bytes_ + room);
   source_->read(piece.document, begin, end - begin, text);
-  if (!piece.is_last) text.resize(move_to_character(text, piece_bytes_));
-  if (piece.index > 0) text.erase(0, move_to_character(text, 0));
+  if (!piece.is_last) text.resize(move_cut(text, piece_bytes_, room));
+  if (piece.index > 0) text.erase(0, move_cut(text, 0, room));
 }
 
 PackedFeed::PackedFeed(std::shared_ptr<const Source> source, std::shared_ptr<const Tokenizer> tokenizer,
@@ -243,19 +239,10 @@ Piece PackedFeed::piece_at(int64_t epoch, int64_t position) const {
   return pieces_.at(Permutation(num_pieces(), options_.seed, static_cast<uint64_t>(epoch))(position));
 }
 
-size_t PackedFeed::encode_block(const Piece& piece, std::string_view text, size_t begin,
-                                std::vector<int32_t>& tokens) const {
-  size_t end = end_of_block(text, begin);
-  if (auto bos = tokenizer_->bos_id(); bos && begin == 0) tokens.push_back(*bos);
-  tokenizer_->encode_into(text.substr(begin, end - begin), tokens);
-  if (auto eos = tokenizer_->eos_id(); eos && piece.is_last && end == text.size()) tokens.push_back(*eos);
-  return end;
-}
-
 std::string PackedFeed::fingerprint() const {
   return str("source = ", pieces_.source().fingerprint(), "; tokenizer = ", tokenizer_->fingerprint(),
              "; pieces = ", options_.piece_bytes,
-             " bytes; order = ", options_.shuffle ? str("shuffled by ", options_.seed) : "as it is");
+             " bytes cut between words; order = ", options_.shuffle ? str("shuffled by ", options_.seed) : "as it is");
 }
 
 std::shared_ptr<const Feed> build_feed(const FeedRequest& request) {

@@ -355,18 +355,6 @@ void encode_word(const Definition& definition, std::string_view word, Context& c
   ids.insert(ids.end(), tokens.begin(), tokens.end());
 }
 
-// Appends the ids of the tokens of `added` in `text`, and calls `plain` for the parts between them.
-template <class Plain>
-void cut_out(const AddedTokens& added, std::string_view text, std::vector<int32_t>& ids, Plain&& plain) {
-  size_t done = 0, begin = 0;
-  while (const AddedToken* token = added.find(text, done, begin)) {
-    plain(text.substr(done, begin - done));
-    ids.push_back(token->id);
-    done = begin + token->content.size();
-  }
-  plain(text.substr(done));
-}
-
 }  // namespace
 }  // namespace bpe
 
@@ -383,19 +371,75 @@ std::unique_ptr<bpe::Context> BpeTokenizer::borrow_context() const {
   return context;
 }
 
+/// Goes through the text once: added tokens, and between them the words of plain parts.
+class BpeTokenizer::Encoder : public TextEncoder {
+ public:
+  Encoder(const BpeTokenizer& tokenizer, std::string_view text)
+      : tokenizer_(tokenizer), definition_(*tokenizer.definition_), text_(text) {
+    if (valid_utf8_prefix(text) != text.size()) text_ = repaired_ = replace_invalid_utf8(text);
+    find_special(0);
+    begin_part(0);
+  }
+
+  bool encode_block(size_t bytes, std::vector<int32_t>& ids) override {
+    std::unique_ptr<bpe::Context> context = tokenizer_.borrow_context();
+    const auto encode = [&](std::string_view word) { bpe::encode_word(definition_, word, *context, ids); };
+    bool is_done = false;
+    for (size_t done = 0; done < bytes && !is_done;) {
+      if (!part_.is_done())
+        done += definition_.pre_tokenizer.split_on(part_, context->split, encode);
+      else
+        is_done = !take_added_token(ids);
+    }
+    std::lock_guard lock(tokenizer_.idle_mutex_);
+    tokenizer_.idle_.push_back(std::move(context));
+    return is_done;
+  }
+
+ private:
+  // The text is searched for special tokens, and what lies between them for normalized ones.
+  void find_special(size_t begin) {
+    special_ = definition_.special_tokens.find(text_, begin, special_begin_);
+    if (!special_) special_begin_ = text_.size();
+  }
+  void begin_part(size_t begin) {
+    size_t end = special_begin_;
+    normalized_ = definition_.normalized_tokens.find(text_.substr(0, special_begin_), begin, end);
+    if (!normalized_) end = special_begin_;
+    part_end_ = end;
+    definition_.pre_tokenizer.begin(text_.substr(begin, end - begin), part_);
+  }
+
+  // Appends the token after the plain part, and begins the next part; false at the end of the text.
+  bool take_added_token(std::vector<int32_t>& ids) {
+    const AddedToken* token = normalized_ ? normalized_ : special_;
+    if (!token) return false;
+    ids.push_back(token->id);
+    const size_t end = part_end_ + token->content.size();
+    if (!normalized_) find_special(end);
+    begin_part(end);
+    return true;
+  }
+
+  const BpeTokenizer& tokenizer_;
+  const bpe::Definition& definition_;
+  std::string_view text_;  // the caller's, or repaired_
+  std::string repaired_;
+  // The next added tokens, if there are any; the plain part in progress ends where the first of them begins.
+  const AddedToken* special_ = nullptr;
+  const AddedToken* normalized_ = nullptr;
+  size_t special_begin_ = 0, part_end_ = 0;
+  PreTokenizer::Course part_;
+};
+
+std::unique_ptr<TextEncoder> BpeTokenizer::open(std::string_view text) const {
+  return std::make_unique<Encoder>(*this, text);
+}
+
 void BpeTokenizer::encode_into(std::string_view text, std::vector<int32_t>& ids) const {
-  std::unique_ptr<bpe::Context> context = borrow_context();
-  std::string repaired;
-  if (valid_utf8_prefix(text) != text.size()) text = repaired = replace_invalid_utf8(text);
-  bpe::cut_out(definition_->special_tokens, text, ids, [&](std::string_view part) {
-    bpe::cut_out(definition_->normalized_tokens, part, ids, [&](std::string_view plain) {
-      definition_->pre_tokenizer.split(plain, context->split, [&](std::string_view word) {
-        bpe::encode_word(*definition_, word, *context, ids);
-      });
-    });
-  });
-  std::lock_guard lock(idle_mutex_);
-  idle_.push_back(std::move(context));
+  // A block of the text's size may be its end without knowing: the next one is empty.
+  for (Encoder encoder(*this, text); !encoder.encode_block(text.size() + 1, ids);) {
+  }
 }
 
 std::string BpeTokenizer::decode(std::span<const int32_t> ids) const {

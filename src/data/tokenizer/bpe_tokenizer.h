@@ -31,6 +31,7 @@ class BpeTokenizer : public Tokenizer {
 
   /// Throws Error if the split pattern exceeds its match limit on this text.
   void encode_into(std::string_view text, std::vector<int32_t>& ids) const override;
+  std::unique_ptr<TextEncoder> open(std::string_view text) const override;
   /// U+FFFD replaces bytes that aren't valid UTF-8 (a character cut in two).
   std::string decode(std::span<const int32_t> ids) const override;
   int64_t vocab_size() const override;
@@ -39,6 +40,7 @@ class BpeTokenizer : public Tokenizer {
   std::string fingerprint() const override;
 
  private:
+  class Encoder;
   std::unique_ptr<bpe::Context> borrow_context() const;
 
   std::unique_ptr<const bpe::Definition> definition_;

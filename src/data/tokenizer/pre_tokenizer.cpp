@@ -215,6 +215,20 @@ bool Pattern::find(std::string_view text, size_t start, PatternScratch& scratch,
 
 // ---- splitting
 
+void PreTokenizer::begin(std::string_view text, Course& course) const {
+  course.stage_ = course.done_ = course.start_ = course.next_ = 0;
+  course.is_cut_ = false;
+  course.text_ = text;
+  for (; course.stage_ < stages_.size() && !text.empty(); ++course.stage_) {
+    const SplitStage& stage = stages_[course.stage_];
+    if (stage.add_prefix_space && course.text_[0] != ' ') {
+      course.prefixed_.assign(1, ' ').append(text);
+      course.text_ = course.prefixed_;
+    }
+    if (stage.pattern) break;
+  }
+}
+
 size_t PreTokenizer::after(std::string_view text, Match match) {
   if (match.end > match.begin) return match.end;
   size_t next = match.end + 1;

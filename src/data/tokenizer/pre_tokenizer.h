@@ -87,11 +87,64 @@ class PreTokenizer {
 
   explicit PreTokenizer(std::vector<SplitStage> stages = {}) : stages_(std::move(stages)) {}
 
-  /// Calls `emit(std::string_view word)` for each word in order; a word is valid until `emit` returns.
+  /// A text that is being split. Every pattern sees the whole text, so it doesn't matter where one stops and
+  /// goes on.
+  class Course {
+   public:
+    Course() = default;
+    Course(const Course&) = delete;
+    Course& operator=(const Course&) = delete;
+
+    bool is_done() const { return done_ == text_.size(); }
+
+   private:
+    friend class PreTokenizer;
+    std::string_view text_;  // the caller's, or prefixed_
+    std::string prefixed_;
+    size_t stage_ = 0;  // the first with a pattern
+    size_t done_ = 0;   // bytes that have been split
+    size_t start_ = 0;  // where the next match is searched: after an empty match, past done_
+    // All segments, and the next one; unused if the behavior is Isolated.
+    std::vector<Scratch::Segment> segments_;
+    size_t next_ = 0;
+    bool is_cut_ = false;
+  };
+
+  /// Begins with `text`, which must stay in memory until the course is done.
+  void begin(std::string_view text, Course& course) const;
+
+  /// Calls `emit(std::string_view word)` for the next words in order: those up to the end of the next match
+  /// of the first pattern. A word is valid until `emit` returns. Returns the number of bytes that it went on.
+  template <class Emit>
+  size_t split_on(Course& course, Scratch& scratch, Emit&& emit) const {
+    if (scratch.stages.size() < stages_.size()) scratch.stages.resize(stages_.size());
+    const std::string_view text = course.text_;
+    const size_t before = course.done_;
+    if (course.stage_ == stages_.size()) {
+      course.done_ = text.size();
+      run(course.stage_, text, scratch, emit);
+    } else if (stages_[course.stage_].behavior == SplitBehavior::Isolated) {
+      isolate(course.stage_, text, course.done_, course.start_, scratch, emit);
+    } else {
+      if (!course.is_cut_) cut(stages_[course.stage_], text, scratch.pattern, course.segments_);
+      course.is_cut_ = true;
+      if (course.next_ < course.segments_.size()) {
+        const auto [begin, end, matched] = course.segments_[course.next_++];
+        run(course.stage_ + 1, text.substr(begin, end - begin), scratch, emit);
+        course.done_ = end;
+      }
+      // What follows the last segment is removed text.
+      if (course.next_ == course.segments_.size()) course.done_ = text.size();
+    }
+    return course.done_ - before;
+  }
+
+  /// Calls `emit` for each word of the text.
   template <class Emit>
   void split(std::string_view text, Scratch& scratch, Emit&& emit) const {
-    if (scratch.stages.size() < stages_.size()) scratch.stages.resize(stages_.size());
-    run(0, text, scratch, emit);
+    Course course;
+    begin(text, course);
+    while (!course.is_done()) split_on(course, scratch, emit);
   }
 
  private:
@@ -106,26 +159,28 @@ class PreTokenizer {
       text = prefixed;
     }
     if (!stage.pattern) return run(index + 1, text, scratch, emit);
-    if (stage.behavior == SplitBehavior::Isolated) return isolate(index, text, scratch, emit);
+    if (stage.behavior == SplitBehavior::Isolated) {
+      for (size_t done = 0, start = 0; done < text.size();) isolate(index, text, done, start, scratch, emit);
+      return;
+    }
     auto& segments = scratch.stages[index].segments;
     cut(stage, text, scratch.pattern, segments);
     for (const auto& segment : segments)
       run(index + 1, text.substr(segment.begin, segment.end - segment.begin), scratch, emit);
   }
 
-  // Handles by far the most common behavior, without a list of segments.
+  // Handles by far the most common behavior, without a list of segments: the text up to the next match, and
+  // the match; or else the rest.
   template <class Emit>
-  void isolate(size_t index, std::string_view text, Scratch& scratch, Emit& emit) const {
-    size_t done = 0;
-    Match match;
-    for (size_t start = 0;
-         start < text.size() && stages_[index].pattern->find(text, start, scratch.pattern, match);) {
-      run(index + 1, text.substr(done, match.begin - done), scratch, emit);
-      run(index + 1, text.substr(match.begin, match.end - match.begin), scratch, emit);
-      done = match.end;
-      start = after(text, match);
-    }
-    run(index + 1, text.substr(done), scratch, emit);
+  void isolate(size_t index, std::string_view text, size_t& done, size_t& start, Scratch& scratch,
+               Emit& emit) const {
+    Match match{text.size(), text.size()};
+    const bool found =
+        start < text.size() && stages_[index].pattern->find(text, start, scratch.pattern, match);
+    run(index + 1, text.substr(done, match.begin - done), scratch, emit);
+    if (found) run(index + 1, text.substr(match.begin, match.end - match.begin), scratch, emit);
+    done = match.end;
+    start = found ? after(text, match) : text.size();
   }
 
   // Where to search next: one character past an empty match.

@@ -1,10 +1,37 @@
 #include "titan/data/tokenizer.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "data/tokenizer/bpe_tokenizer.h"
+#include "data/tokenizer/fixed_width.h"
 
 namespace titan::data {
+namespace {
+
+class WholeTextEncoder : public TextEncoder {
+ public:
+  WholeTextEncoder(const Tokenizer& tokenizer, std::string_view text) : tokenizer_(tokenizer), text_(text) {}
+
+  bool encode_block(size_t, std::vector<int32_t>& ids) override {
+    tokenizer_.encode_into(std::exchange(text_, {}), ids);
+    return true;
+  }
+
+ private:
+  const Tokenizer& tokenizer_;
+  std::string_view text_;
+};
+
+}  // namespace
+
+std::unique_ptr<TextEncoder> Tokenizer::open(std::string_view text) const {
+  return std::make_unique<WholeTextEncoder>(*this, text);
+}
+
+std::unique_ptr<TextEncoder> ByteTokenizer::open(std::string_view text) const {
+  return std::make_unique<FixedWidthEncoder>(*this, text, /*width=*/1);
+}
 
 void ByteTokenizer::encode_into(std::string_view text, std::vector<int32_t>& ids) const {
   for (char byte : text) ids.push_back(static_cast<unsigned char>(byte));

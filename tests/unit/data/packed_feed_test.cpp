@@ -23,18 +23,6 @@ struct Sample {
   int64_t valid;
 };
 
-// All tokens of the piece dealt at a position.
-std::vector<int32_t> piece_tokens(const PackedFeed& feed, int64_t epoch, int64_t position) {
-  Piece piece = feed.piece_at(epoch, position);
-  std::string text;
-  std::vector<int32_t> tokens;
-  feed.read(piece, text);
-  size_t at = 0;
-  do at = feed.encode_block(piece, text, at, tokens);
-  while (at < text.size());
-  return tokens;
-}
-
 Sample next(Lane& lane, int64_t length) {
   Sample sample{Tokens(length), Tokens(length), 0};
   sample.valid = lane.fill({sample.input, sample.labels});
@@ -59,6 +47,20 @@ Tokens tokens_of(const Sample& sample) {
   return tokens;
 }
 
+// All tokens of the piece dealt at a position: those that a lane takes, two at a time, before its next piece.
+Tokens piece_tokens(const PackedFeed& feed, int64_t epoch, int64_t position) {
+  Tokens tokens;
+  auto lane = feed.open({.epoch = epoch, .position = position}, feed.num_pieces());
+  for (;;) {
+    const Sample sample = next(*lane, 1);
+    const LaneState state = lane->state();
+    const bool goes_on = state.epoch == epoch;
+    if (goes_on || state.token_offset == 1) tokens.push_back(sample.input[0]);
+    if (!goes_on) return tokens;
+    tokens.push_back(sample.labels[0]);
+  }
+}
+
 TEST(PackedFeed, PacksDocumentsWithoutOverlap) {
   auto documents = numbered_documents(9);
   auto feed = feed_of(documents, {.shuffle = false});
@@ -78,7 +80,7 @@ TEST(PackedFeed, PacksDocumentsWithoutOverlap) {
 TEST(PackedFeed, DealsEveryPieceOncePerEpochInANewOrder) {
   auto feed = feed_of(numbered_documents(40), {.seed = 5});
   auto order_of = [&](int64_t epoch) {
-    std::vector<std::vector<int32_t>> pieces(40);
+    std::vector<Tokens> pieces(40);
     for (int64_t p = 0; p < 40; ++p) pieces[p] = piece_tokens(*feed, epoch, p);
     return pieces;
   };
@@ -113,26 +115,44 @@ TEST(PackedFeed, EndsADocumentOnlyAfterItsLastPiece) {
   EXPECT_EQ(second.back(), kEos);
 }
 
-// A piece is tokenized block by block. The tokens are the same as those of the whole text.
+// A piece is tokenized block by block. The tokens are those of the whole text, also if no line ends, no word
+// ends or there are no words at all.
 TEST(PackedFeed, EncodingInBlocksDoesNotChangeTheTokens) {
-  std::string lines, line = "int width = 0;\n  return width;\n\n";
-  while (lines.size() < 200'000) lines += line + std::to_string(lines.size());
   auto tokenizer = build_tokenizer(TITAN_SOURCE_DIR "/assets/tokenizer");
-  PackedFeed feed(std::make_shared<FakeSource>(std::vector<std::string>{lines}), tokenizer, {});
-  auto tokens = piece_tokens(feed, 0, 0);
-  std::vector<int32_t> whole = {*tokenizer->bos_id()};
-  tokenizer->encode_into(lines, whole);
-  whole.push_back(*tokenizer->eos_id());
-  EXPECT_EQ(tokens, whole);
+  for (const std::string part : {"int width = 0;\n  return width;\n\n", "of the many words, ", "many words",
+                                 "字", "    ", "\n", " \n", "=", "0", "don't  \t "}) {
+    std::string text;
+    for (int i = 0; text.size() < 90'000; ++i) {
+      text += part;
+      if (part.size() > 6 && i % 3 == 0) text += std::to_string(i);
+    }
+    std::vector<int32_t> whole = {*tokenizer->bos_id()};
+    tokenizer->encode_into(text, whole);
+    whole.push_back(*tokenizer->eos_id());
+    auto feed = std::make_shared<PackedFeed>(std::make_shared<FakeSource>(std::vector<std::string>{text}),
+                                             tokenizer, PackingOptions{.repeat = false});
+    Sample all = next(*feed->open(feed->start(0, 1), 1), static_cast<int64_t>(whole.size()) - 1);
+    EXPECT_EQ(tokens_of(all), Tokens(whole.begin(), whole.end())) << part;
+  }
+}
 
+// A document's pieces have its tokens: they are cut between words.
+TEST(PackedFeed, CuttingIntoPiecesDoesNotChangeTheTokens) {
+  auto tokenizer = build_tokenizer(TITAN_SOURCE_DIR "/assets/tokenizer");
   std::string text;
-  size_t first = feed.encode_block(feed.piece_at(0, 0), lines, 0, tokens);
-  EXPECT_LT(first, 20'000u);
-  // Without lines, blocks still end between characters.
-  for (int i = 0; i < 20'000; ++i) text += "字";
-  size_t end = feed.encode_block(feed.piece_at(0, 0), text, 0, tokens);
-  EXPECT_EQ(end % 3, 0u);
-  EXPECT_LT(end, text.size());
+  for (int i = 0; text.size() < 20'000; ++i)
+    text += i % 7 == 0 ? " don't   " : i % 5 == 0 ? ".\n\n" : i % 3 == 0 ? " internationally" : " word";
+  const std::vector<int32_t> whole = tokenizer->encode(text);
+  for (int64_t piece_bytes = 512; piece_bytes < 700; ++piece_bytes) {
+    PieceTable pieces(std::make_shared<FakeSource>(std::vector<std::string>{text}), piece_bytes);
+    std::vector<int32_t> ids;
+    std::string piece;
+    for (int64_t i = 0; i < pieces.size(); ++i) {
+      pieces.read(pieces.at(i), piece);
+      tokenizer->encode_into(piece, ids);
+    }
+    ASSERT_EQ(ids, whole) << piece_bytes;
+  }
 }
 
 TEST(PackedFeed, StatesContinueWithinALongPiece) {

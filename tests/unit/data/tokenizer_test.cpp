@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <nlohmann/json.hpp>
+#include <random>
 #include <thread>
 
 #include "core/utf8.h"
@@ -79,6 +80,93 @@ TEST_F(BpeTest, AddsPrefixSpaces) {
   Json tree = small_tokenizer();
   tree["pre_tokenizer"]["add_prefix_space"] = true;
   EXPECT_EQ(build(tree).encode("ab<s> b"), (Ids{' ', 256, 300, ' ', 'b'}));
+}
+
+// ---- encoding in blocks
+
+Json split_by(const char* pattern, const char* behavior = "Isolated", bool invert = false) {
+  return {{"type", "Split"}, {"pattern", {{"Regex", pattern}}}, {"behavior", behavior}, {"invert", invert}};
+}
+
+Json byte_level(bool prefix_space, bool use_regex) {
+  return {{"type", "ByteLevel"}, {"add_prefix_space", prefix_space}, {"use_regex", use_regex}};
+}
+
+std::vector<Json> many_pre_tokenizers() {
+  const char* llama3 =
+      R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)";
+  const char* o200k =
+      R"([^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+)";
+  const Json digits = {{"type", "Digits"}, {"individual_digits", true}};
+  std::vector<Json> all = {byte_level(false, true), byte_level(true, true), byte_level(true, false),
+                           byte_level(false, false), digits};
+  const auto add = [&](const std::vector<Json>& parts) {
+    all.push_back({{"type", "Sequence"}, {"pretokenizers", parts}});
+  };
+  add({split_by(llama3), byte_level(false, false)});
+  add({split_by(o200k), byte_level(false, false)});
+  // DeepSeek: numbers, then Chinese and Japanese, then words.
+  add({split_by(R"(\p{N}{1,3})"), split_by("[一-龥぀-ゟ゠-ヿ]+"), split_by(llama3), byte_level(false, false)});
+  add({digits, byte_level(true, true)});
+  add({byte_level(true, false), split_by(llama3)});
+  // A pattern that looks back, one with empty matches, and every behavior.
+  add({split_by(R"((?<=b)c|\s+)"), byte_level(false, true)});
+  add({split_by("x*"), byte_level(true, false)});
+  for (const char* behavior : {"Removed", "MergedWithPrevious", "MergedWithNext", "Contiguous"})
+    for (const bool invert : {false, true}) add({split_by("[ c]", behavior, invert), byte_level(true, true)});
+  return all;
+}
+
+// Words, spaces of all kinds, contractions, numbers, other scripts, added tokens whole and in part, and
+// bytes that aren't UTF-8.
+std::string random_text(std::mt19937& random) {
+  static const std::vector<std::string> kParts = {
+      "abc", "ab", "c",  "b",   " ",  "  ",  "\n", "\r\n", " \n",   "\t",   "'s",     "'LL",    "12345",
+      "7",   "-",  "==", "é",   "字", "かな", "x",  "e\u0301", "\u00a0", "\u3000", "<s>", "<s>>",   "<s",
+      ">",   "<t", "<t>t", "t>", "\xff", "\xe5\xad", "😀", "A", "bc"};
+  std::string text;
+  for (size_t left = random() % 60; left > 0; --left) text += kParts[random() % kParts.size()];
+  return text;
+}
+
+TEST_F(BpeTest, BlocksOfAnySizeHaveTheTokensOfTheWholeText) {
+  Json tree = small_tokenizer();
+  tree["added_tokens"].push_back({{"id", 302}, {"content", "<t>t"}, {"special", false}, {"normalized", true}});
+  tree["added_tokens"].push_back({{"id", 303}, {"content", "t>"}, {"special", false}, {"normalized", true}});
+  std::mt19937 random(7);
+  for (const Json& pre_tokenizer : many_pre_tokenizers()) {
+    tree["pre_tokenizer"] = pre_tokenizer;
+    const auto tokenizer = build(tree);
+    for (int round = 0; round < 300; ++round) {
+      const std::string text = random_text(random);
+      const Ids whole = tokenizer.encode(text);
+      const auto encoder = tokenizer.open(text);
+      Ids ids;
+      while (!encoder->encode_block(random() % 20, ids)) {
+      }
+      ASSERT_EQ(ids, whole) << pre_tokenizer << "\n" << Json(replace_invalid_utf8(text));
+    }
+  }
+}
+
+// Only what is asked for is encoded, up to the end of a word.
+TEST_F(BpeTest, BlocksEndWithTheNextWord) {
+  auto tokenizer = build(small_tokenizer());
+  std::string text;
+  for (int i = 0; i < 10'000; ++i) text += "x y";
+  const auto encoder = tokenizer.open(text);
+  Ids ids;
+  EXPECT_FALSE(encoder->encode_block(100, ids));
+  EXPECT_LE(ids.size(), 110u);
+  const auto bytes = ByteTokenizer().encode("many bytes");
+  EXPECT_EQ(bytes.size(), 10u);
+  ByteTokenizer by_bytes;
+  const auto byte_encoder = by_bytes.open("many bytes");
+  ids.clear();
+  EXPECT_FALSE(byte_encoder->encode_block(4, ids));
+  EXPECT_EQ(ids.size(), 4u);
+  EXPECT_TRUE(byte_encoder->encode_block(100, ids));
+  EXPECT_EQ(ids, bytes);
 }
 
 TEST_F(BpeTest, ReplacesInvalidUtf8) {
