@@ -200,7 +200,7 @@ data::DataLoader build_loader(const JobConfig& config, const Meshes& meshes, con
                                .source = {table.dataset_path.value_or(""), settings,
                                           cache.empty() ? dump_folder(config) / "data_cache" : cache,
                                           turns(meshes.world.world())},
-                               .tokenizer = table.dataset == kRecordedTokens ? nullptr : tokenizer,
+                               .tokenizer = table.dataset == kStoredTokens ? nullptr : tokenizer,
                                .model_vocab_size = config.spec().sizes(config.args()).vocab_size,
                                .repeat = repeat};
   data::LoaderOptions options{.dp_rank = meshes.dp_rank(),

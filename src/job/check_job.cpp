@@ -65,7 +65,7 @@ struct DatasetUse {
 
 std::string unknown_dataset(const std::string& name) {
   std::vector<std::string> known = data::source_kinds().names();
-  known.push_back(kRecordedTokens);
+  known.push_back(kStoredTokens);
   return str("unknown data set; known: ", c10::Join(", ", known), did_you_mean(name, known));
 }
 
@@ -355,12 +355,10 @@ struct Check {
 
   void check_recording(const DatasetUse& use) {
     const std::string key = use.key("dataset_path");
-    for (const char* name : {"input.npy", "labels.npy"}) {
-      if (!use.path.empty() && is_there(fs::path(use.path) / name)) continue;
-      const std::string missing =
-          use.path.empty() ? "" : str("there is no ", place_of(fs::path(use.path) / name), "; ");
-      return report(key, str(missing, "data set \"tokens\" needs a folder with input.npy and labels.npy"));
-    }
+    for (const char* name : {"input.npy", "labels.npy"})
+      if (!is_there(fs::path(use.path) / name))
+        return report(key, str("there is no ", place_of(fs::path(use.path) / name),
+                               "; recorded batches are a folder with input.npy and labels.npy"));
     judge(key, [&] {
       const data::NpyArray input(fs::path(use.path) / "input.npy"), labels(fs::path(use.path) / "labels.npy");
       if (input.shape() != labels.shape())
@@ -369,8 +367,24 @@ struct Check {
     });
   }
 
+  void check_tokens(const DatasetUse& use) {
+    const std::string key = use.key("dataset_path");
+    if (use.path.empty())
+      return report(key,
+                    "data set \"tokens\" needs rows of token ids (.bin or .npy: a file, a folder or a glob), or "
+                    "a folder with input.npy and labels.npy");
+    if (data::ReplayFeed::is_recording(use.path)) return check_recording(use);
+    const size_t before = problems.size();
+    check_path(use);
+    if (problems.size() > before) return;
+    judge(key, [&] {
+      data::StoredTokens({.path = use.path, .settings = config.data, .cache_folder = {}},
+                         config.spec().sizes(config.args()).vocab_size);
+    });
+  }
+
   void check_dataset(const DatasetUse& use) {
-    use.dataset == kRecordedTokens ? check_recording(use) : check_source(use);
+    use.dataset == kStoredTokens ? check_tokens(use) : check_source(use);
   }
 
   /// `settings`: the table of that name. `global_batch`: sequences; not positive: the sum over all ranks.

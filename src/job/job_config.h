@@ -31,7 +31,7 @@ class Tokenizer;
 namespace titan::train {
 
 /// The data set of recorded batches, which needs no tokenizer.
-inline constexpr const char* kRecordedTokens = "tokens";
+inline constexpr const char* kStoredTokens = "tokens";
 
 struct JobConfig {
   JobSettings job;
@@ -66,8 +66,8 @@ struct JobConfig {
   const void* args() const { return model_args.settings.get(); }
   /// Whether training or validation needs the tokenizer.
   bool reads_text() const {
-    return training.dataset != kRecordedTokens ||
-           (validation.enable && validation.dataset != kRecordedTokens);
+    return training.dataset != kStoredTokens ||
+           (validation.enable && validation.dataset != kStoredTokens);
   }
 };
 

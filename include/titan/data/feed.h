@@ -80,9 +80,9 @@ class Feed : public std::enable_shared_from_this<Feed> {
 };
 
 struct FeedRequest {
-  std::string dataset;  ///< training.dataset: a kind of source, or "tokens" for recorded batches
+  std::string dataset;  ///< training.dataset: a kind of source, or "tokens" for stored ids
   SourceRequest source;
-  std::shared_ptr<const Tokenizer> tokenizer;  ///< not needed for recorded batches
+  std::shared_ptr<const Tokenizer> tokenizer;  ///< not needed for stored ids
   int64_t model_vocab_size = 0;
   bool repeat = true;  ///< false: one pass (validation)
 };

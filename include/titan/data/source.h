@@ -26,6 +26,7 @@ struct DataSettings {
   config::StringList extensions;     ///< extensions read in a folder (".txt"); empty: the kind's own
   std::string text_field = "text";   ///< JSON Lines: the member with a document's text
   std::string on_bad_line = "stop";  ///< JSON Lines: "stop" or "skip"
+  std::string token_type = "uint16";  ///< stored token ids without a header: "uint16" or "uint32"
   int64_t piece_bytes = 256 << 10;   ///< longer documents are cut into pieces of this size, dealt separately
   bool shuffle = true;               ///< deal pieces in a pseudo-random order, a new one each epoch
   std::optional<int64_t> seed;       ///< for shuffling and for synthetic text; unset: debug.seed

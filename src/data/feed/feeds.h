@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "core/file.h"
+#include "data/sources/npy.h"
 #include "titan/data/feed.h"
 
 namespace titan::data {
@@ -57,7 +58,8 @@ struct Piece {
 /// documents longer than a piece.
 class PieceTable {
  public:
-  PieceTable(std::shared_ptr<const Source> source, int64_t piece_bytes);
+  /// `is_text`: cuts move to characters.
+  PieceTable(std::shared_ptr<const Source> source, int64_t piece_bytes, bool is_text = true);
 
   int64_t size() const { return size_; }
   Piece at(int64_t index) const;
@@ -76,6 +78,7 @@ class PieceTable {
 
   std::shared_ptr<const Source> source_;
   int64_t piece_bytes_;
+  bool is_text_;
   int64_t size_ = 0;
   std::vector<LongDocument> long_documents_;
 };
@@ -84,7 +87,8 @@ struct PackingOptions {
   int64_t piece_bytes = 256 << 10;
   bool shuffle = true;
   uint64_t seed = 0;
-  bool repeat = true;  ///< false: one epoch, then rows of label -100
+  bool repeat = true;   ///< false: one epoch, then rows of label -100
+  bool is_text = true;  ///< false: documents are stored token ids (stored_tokens.h)
 };
 
 class PackedFeed : public Feed {
@@ -116,16 +120,7 @@ class PackedFeed : public Feed {
   PackingOptions options_;
 };
 
-// ---- recorded batches, in NumPy's .npy files, versions 1 to 3, of little-endian int32
-
-struct NpyHeader {
-  std::array<int64_t, 3> shape{};
-  size_t data_start = 0;  ///< offset of the first element
-};
-
-/// `file` is the whole .npy file. Throws ConfigError with `path` unless it is a C-ordered int32 array of
-/// three dimensions that fills the file exactly.
-NpyHeader parse_npy_header(std::string_view file, const std::string& path);
+// ---- recorded batches, in NumPy's .npy files of little-endian int32
 
 /// A three-dimensional int32 array in a mapped file. Immutable and thread-safe.
 class NpyArray {
@@ -151,6 +146,10 @@ class NpyArray {
 /// int32 [steps, global batch, sequence]. Each row is a lane; nothing is shuffled or repeated.
 class ReplayFeed : public Feed {
  public:
+  /// Whether `path` is a folder with one of these files: data set "tokens" reads it as such. Elsewhere, it
+  /// reads StoredTokens.
+  static bool is_recording(const std::filesystem::path& path);
+
   /// Ids must be below `vocab_size`. After the last step, rows have no labels if `finite`; otherwise reading
   /// them throws Error.
   ReplayFeed(const std::filesystem::path& folder, int64_t vocab_size, bool finite);

@@ -9,6 +9,7 @@
 
 #include "core/hash.h"
 #include "core/utf8.h"
+#include "data/sources/stored_tokens.h"
 #include "titan/core/error.h"
 
 namespace titan::data {
@@ -167,8 +168,8 @@ int64_t Permutation::operator()(int64_t k) const {
   return static_cast<int64_t>(x);
 }
 
-PieceTable::PieceTable(std::shared_ptr<const Source> source, int64_t piece_bytes)
-    : source_(std::move(source)), piece_bytes_(piece_bytes) {
+PieceTable::PieceTable(std::shared_ptr<const Source> source, int64_t piece_bytes, bool is_text)
+    : source_(std::move(source)), piece_bytes_(piece_bytes), is_text_(is_text) {
   TITAN_CHECK(piece_bytes > kLongestTail, "data.piece_bytes is ", piece_bytes, "; it must exceed ",
               kLongestTail);
   int64_t num_documents = source_->size();
@@ -192,16 +193,19 @@ Piece PieceTable::at(int64_t index) const {
 
 void PieceTable::read(const Piece& piece, std::string& text) const {
   int64_t begin = piece.index * piece_bytes_;
-  const int64_t room = std::clamp(piece_bytes_ / 8, kLongestTail, kMostRoom);
+  const int64_t room = is_text_ ? std::clamp(piece_bytes_ / 8, kLongestTail, kMostRoom) : 0;
   int64_t end = std::min(source_->length(piece.document), begin + piece_bytes_ + room);
   source_->read(piece.document, begin, end - begin, text);
+  if (!is_text_) return;
   if (!piece.is_last) text.resize(move_cut(text, piece_bytes_, room));
   if (piece.index > 0) text.erase(0, move_cut(text, 0, room));
 }
 
 PackedFeed::PackedFeed(std::shared_ptr<const Source> source, std::shared_ptr<const Tokenizer> tokenizer,
                        const PackingOptions& options)
-    : pieces_(std::move(source), options.piece_bytes), tokenizer_(std::move(tokenizer)), options_(options) {}
+    : pieces_(std::move(source), options.piece_bytes, options.is_text),
+      tokenizer_(std::move(tokenizer)),
+      options_(options) {}
 
 void PackedFeed::check_shape(int64_t num_lanes, int64_t seq_len) const {
   if (num_lanes < 1)
@@ -242,19 +246,27 @@ Piece PackedFeed::piece_at(int64_t epoch, int64_t position) const {
 std::string PackedFeed::fingerprint() const {
   return str("source = ", pieces_.source().fingerprint(), "; tokenizer = ", tokenizer_->fingerprint(),
              "; pieces = ", options_.piece_bytes,
-             " bytes cut between words; order = ", options_.shuffle ? str("shuffled by ", options_.seed) : "as it is");
+             " bytes", options_.is_text ? " cut between words" : "", "; order = ", options_.shuffle ? str("shuffled by ", options_.seed) : "as it is");
 }
 
 std::shared_ptr<const Feed> build_feed(const FeedRequest& request) {
-  if (request.dataset == "tokens")
+  const bool is_tokens = request.dataset == "tokens";
+  if (is_tokens && ReplayFeed::is_recording(request.source.path))
     return std::make_shared<ReplayFeed>(request.source.path, request.model_vocab_size, !request.repeat);
-  TITAN_CHECK(request.tokenizer, "data set '", request.dataset, "' needs a tokenizer");
-  check_vocabulary(*request.tokenizer, request.model_vocab_size);
   const DataSettings& settings = request.source.settings;
   PackingOptions packing{.piece_bytes = settings.piece_bytes,
                          .shuffle = settings.shuffle && request.repeat,
                          .seed = settings.seed_or_default(),
-                         .repeat = request.repeat};
+                         .repeat = request.repeat,
+                         .is_text = !is_tokens};
+  if (is_tokens) {
+    packing.piece_bytes -= packing.piece_bytes % kStoredIdBytes;
+    return std::make_shared<PackedFeed>(
+        std::make_shared<StoredTokens>(request.source, request.model_vocab_size),
+        std::make_shared<StoredIds>(request.model_vocab_size), packing);
+  }
+  TITAN_CHECK(request.tokenizer, "data set '", request.dataset, "' needs a tokenizer");
+  check_vocabulary(*request.tokenizer, request.model_vocab_size);
   return std::make_shared<PackedFeed>(build_source(request.dataset, request.source), request.tokenizer,
                                       packing);
 }

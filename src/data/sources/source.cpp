@@ -185,8 +185,12 @@ void describe(config::Table<DataSettings>& table) {
   table.field("text_field", &DataSettings::text_field, "jsonl: the member with a document's text");
   table.field("on_bad_line", &DataSettings::on_bad_line, "jsonl: what to do with a broken line",
               config::one_of({"stop", "skip"}));
+  table.field("token_type", &DataSettings::token_type,
+              "tokens: type of the ids in .bin files without a header, such as nanoGPT's",
+              config::one_of({"uint16", "uint32"}));
   table.field("piece_bytes", &DataSettings::piece_bytes,
-              "documents longer than this are cut into pieces that are dealt separately",
+              "documents longer than this are cut into pieces that are dealt separately; a stored token id "
+              "counts as four bytes",
               config::at_least(kSmallestPiece));
   table.field("shuffle", &DataSettings::shuffle,
               "deal documents in a pseudo-random order, a new one each epoch");
