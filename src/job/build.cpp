@@ -4,6 +4,7 @@
 
 #include "core/file.h"
 #include "core/process.h"
+#include "core/units.h"
 #include "dist/device_backend.h"
 #include "guard/policies.h"
 #include "guard/run_observers.h"
@@ -214,6 +215,39 @@ data::DataLoader build_loader(const JobConfig& config, const Meshes& meshes, con
   return data::DataLoader(data::build_feed(feed), options);
 }
 
+constexpr double kMostInvalid = 0.01;  // share of the text that isn't UTF-8
+
+// Returns the tokens of an epoch, 0 if unknown. Rank 0 reads samples for all.
+int64_t report_data(const char* name, const data::DataLoader& loader, int64_t seq_len, int64_t steps) {
+  const data::FeedSize size = loader.feed().measure();
+  const int64_t step_tokens = loader.num_lanes() * seq_len;
+  std::string text = str(name, " data: ");
+  if (size.documents > 0) text += str(size.documents, size.documents == 1 ? " document" : " documents");
+  if (size.bytes > 0) text += str(", ", size_text(size.bytes));
+  if (size.tokens > 0)
+    text += str(size.documents > 0 ? ", " : "", size.is_exact ? "" : "about ", size.tokens, " tokens");
+  if (size.tokens > 0 && steps > 0) {
+    char epochs[96];
+    std::snprintf(epochs, sizeof epochs, "; %lld steps of %lld tokens read them about %.3g times",
+                  static_cast<long long>(steps), static_cast<long long>(step_tokens),
+                  static_cast<double>(steps) * static_cast<double>(step_tokens) /
+                      static_cast<double>(size.tokens));
+    text += epochs;
+  }
+  if (size.documents > 0 || size.tokens > 0) log::info(text);
+  if (steps > 0 && size.tokens > 0 && size.tokens < step_tokens)
+    log::warning(str("the ", name, " data are less than one global batch of ", step_tokens,
+                     " tokens: every step repeats them"));
+  if (size.invalid > kMostInvalid) {
+    char share[32];
+    std::snprintf(share, sizeof share, "%.2g %%", 100 * size.invalid);
+    log::warning(str("about ", share, " of the ", name,
+                     " data isn't valid UTF-8: the files have another encoding, or aren't text. Tokenizers of "
+                     "text read such bytes as U+FFFD"));
+  }
+  return size.tokens;
+}
+
 }  // namespace
 
 dist::World build_world(const JobConfig& config) {
@@ -258,6 +292,9 @@ Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on
     return std::make_unique<Validation>(
         config.validation, build_loader(config, meshes, config.validation, tokenizer, /*repeat=*/false));
   });
+  int64_t tokens_per_epoch = 0;
+  if (world.rank() == 0)
+    tokens_per_epoch = report_data("training", loader, config.training.seq_len, config.training.steps);
   auto [models, parameters, runner] = in_span(log, "model_parallelism_init", [&] {
     return build_models(config, meshes, loader.num_micro_batches());
   });
@@ -288,6 +325,8 @@ Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on
     if (profiler) profiler->report_writing_to(*run_watchdog);
     observers.push_back(std::move(run_watchdog));
   }
+  TrainerOptions options = build_options(config, world);
+  options.tokens_per_epoch = tokens_per_epoch;
   return Trainer({.world = world,
                   .meshes = std::move(meshes),
                   .device = device,
@@ -301,7 +340,7 @@ Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on
                   .checkpoints = std::move(checkpoints),
                   .observers = std::move(observers),
                   .policies = std::move(policies)},
-                 build_options(config, world));
+                 std::move(options));
 }
 
 }  // namespace titan::train

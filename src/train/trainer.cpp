@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdio>
 #include <utility>
 
 #include "core/units.h"
@@ -246,10 +247,23 @@ RunEnd Trainer::finish() {
   if (stopping_) end.stop = stop();
   if (parts_.checkpoints) parts_.checkpoints->end();
   for (const auto& observer : parts_.observers) observer->flush();
+  log_data_read();
   log::info_rank0(!stopping_   ? "training completed"
                   : is_loaded_ ? str("training stopped after step ", end.step, " of ", options_.steps)
                                : "training stopped before it began");
   return end;
+}
+
+void Trainer::log_data_read() const {
+  const int64_t rows = parts_.loader.num_rows();
+  if (!is_loaded_ || rows == 0) return;
+  const int64_t tokens =
+      progress_.tokens_before + parts_.window.local_tokens_seen() / rows * parts_.loader.num_lanes();
+  char epochs[64] = "";
+  if (options_.tokens_per_epoch > 0)
+    std::snprintf(epochs, sizeof epochs, ", about %.3g epochs of the training data",
+                  static_cast<double>(tokens) / static_cast<double>(options_.tokens_per_epoch));
+  log::info_rank0(str("up to step ", progress_.step, " the run has read ", tokens, " tokens", epochs));
 }
 
 StopCause Trainer::stop() {

@@ -265,5 +265,36 @@ TEST(GeneratedDocs, AreUpToDate) {
         << "run scripts/update_docs.sh";
 }
 
+// What the data hold is known before the first step, and what was read of them at the end.
+TEST(TrainCommand, ReportsHowMuchDataARunReads) {
+  const auto folder = fresh_folder("data");
+  const Words words = small_run(folder) + Words{"--validation.no_enable", "--job.dump_folder",
+                                                (folder / "run").string()};
+  std::string text;
+  while (text.size() < 960) text += "lines of text\n";
+  std::ofstream(folder / "text.txt") << text.substr(0, 958);
+  CommandResult result = try_train(words + Words{"--training.dataset_path", (folder / "text.txt").string()});
+  EXPECT_EQ(result.status, 0) << result.err;
+  EXPECT_THAT(result.err,
+              AllOf(HasSubstr("training data: 1 document, 958 bytes, about 960 tokens; 4 steps of 192 tokens "
+                              "read them about 0.8 times"),
+                    HasSubstr("the run has read 768 tokens, about 0.8 epochs of the training data"),
+                    Not(HasSubstr("less than one global batch"))));
+  std::ofstream(folder / "text.txt") << "abc";
+  result = try_train(words + Words{"--training.dataset_path", (folder / "text.txt").string()});
+  EXPECT_EQ(result.status, 0) << result.err;
+  EXPECT_THAT(result.err, HasSubstr("the training data are less than one global batch of 192 tokens"));
+  std::string latin = text;
+  for (size_t i = 0; i < latin.size(); i += 40) latin[i] = '\xfc';
+  std::ofstream(folder / "text.txt") << latin;
+  result = try_train(words + Words{"--training.dataset_path", (folder / "text.txt").string()});
+  EXPECT_EQ(result.status, 0) << result.err;
+  EXPECT_THAT(result.err, HasSubstr("about 2.6 % of the training data isn't valid UTF-8"));
+  std::ofstream(folder / "empty.parquet");
+  result = try_train(words + Words{"--training.dataset_path", (folder / "empty.parquet").string(), "--nproc", "2"});
+  EXPECT_EQ(result.status, 2);
+  EXPECT_THAT(result.err, HasSubstr("empty.parquet is a Parquet file by its name, and empty"));
+}
+
 }  // namespace
 }  // namespace titan::testing

@@ -55,6 +55,15 @@ class Lane {
   virtual LaneState state() const = 0;
 };
 
+/// What a feed holds, as far as a few samples tell.
+struct FeedSize {
+  int64_t documents = 0;  ///< 0: recorded batches
+  int64_t bytes = 0;      ///< of text; 0: token ids
+  int64_t tokens = 0;     ///< of one epoch; 0: unknown
+  bool is_exact = false;  ///< the tokens are counted, not estimated
+  double invalid = 0;     ///< share of the sampled bytes that isn't valid UTF-8
+};
+
 /// Immutable and thread-safe.
 class Feed : public std::enable_shared_from_this<Feed> {
  public:
@@ -73,6 +82,9 @@ class Feed : public std::enable_shared_from_this<Feed> {
   /// The number of steps from the start, if it is known without reading. Not set for an endless feed, nor for
   /// one that ends with the first step in which no lane of any rank has a label.
   virtual std::optional<int64_t> num_steps() const { return std::nullopt; }
+
+  /// Reads samples of at most some hundred kilobytes.
+  virtual FeedSize measure() const { return {}; }
 
   /// Differs between feeds whose lanes may differ. Written as "source = ...; order = ...", it lets an error
   /// name the part that has changed; names contain no "=" or ";".

@@ -101,6 +101,7 @@ class DataLoader {
   int64_t num_lanes() const { return options_.global_batch_size; }
   /// This rank's rows of a step, without padding.
   int64_t num_rows() const { return static_cast<int64_t>(lanes_.size()); }
+  const Feed& feed() const { return *feed_; }
   /// As Feed::num_steps.
   std::optional<int64_t> num_steps() const { return num_steps_; }
 

@@ -25,6 +25,7 @@ namespace titan::data {
 struct DataSettings {
   config::StringList extensions;     ///< extensions read in a folder (".txt"); empty: the kind's own
   std::string text_field = "text";   ///< JSON Lines: the member with a document's text
+  bool check_contents = true;        ///< refuse files that are plainly something else
   std::string on_bad_line = "stop";  ///< JSON Lines: "stop" or "skip"
   std::string token_type = "uint16";  ///< stored token ids without a header: "uint16" or "uint32"
   int64_t piece_bytes = 256 << 10;   ///< longer documents are cut into pieces of this size, dealt separately
@@ -52,6 +53,10 @@ class Source {
   /// Replaces `text` with bytes [begin, begin + count) of document `i`; the range lies in the document.
   /// Throws Error with the file's name if it can't be read or has changed since the source was built.
   virtual void read(int64_t i, int64_t begin, int64_t count, std::string& text) const = 0;
+
+  /// Whether a read takes so little time that samples can be read before training, to estimate the number of
+  /// tokens.
+  virtual bool reads_fast() const { return false; }
 
   /// Differs between sources with different documents, and fits in a message. Equal on all ranks, and for a
   /// copy of the same files elsewhere.

@@ -66,6 +66,9 @@ class PieceTable {
 
   /// Replaces `text` with the piece's.
   void read(const Piece& piece, std::string& text) const;
+  /// Replaces `text` with whole characters from the beginning of the piece, about `count` bytes.
+  void read_sample(const Piece& piece, int64_t count, std::string& text) const;
+  int64_t num_bytes() const { return num_bytes_; }
 
   const Source& source() const { return *source_; }
 
@@ -80,6 +83,7 @@ class PieceTable {
   int64_t piece_bytes_;
   bool is_text_;
   int64_t size_ = 0;
+  int64_t num_bytes_ = 0;
   std::vector<LongDocument> long_documents_;
 };
 
@@ -104,6 +108,7 @@ class PackedFeed : public Feed {
   /// reached before it, and the rest of pieces in progress, are skipped.
   std::vector<LaneState> redeal(const std::vector<LaneState>& lanes, int64_t num_lanes) const override;
 
+  FeedSize measure() const override;
   std::string fingerprint() const override;
 
   /// The piece at `position` of `epoch`.
@@ -161,6 +166,7 @@ class ReplayFeed : public Feed {
   /// Throws ConfigError: a recording has one batch size.
   std::vector<LaneState> redeal(const std::vector<LaneState>& lanes, int64_t num_lanes) const override;
   std::optional<int64_t> num_steps() const override;
+  FeedSize measure() const override;
   std::string fingerprint() const override { return fingerprint_; }
 
   /// Reads row `lane` of `step` and returns how many labels count.

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <iterator>
 #include <limits>
 
@@ -128,6 +129,16 @@ class PackedLane : public Lane {
   std::vector<int32_t> sample_;
 };
 
+// The bytes that aren't part of a valid character.
+int64_t count_invalid(std::string_view text) {
+  int64_t count = 0;
+  for (size_t at = valid_utf8_prefix(text); at < text.size(); ++count) {
+    text.remove_prefix(at + 1);
+    at = valid_utf8_prefix(text);
+  }
+  return count;
+}
+
 // Throws Error for a position that doesn't exist, or leaves no room to count pieces through further epochs.
 void check_place(const LaneState& state, int64_t num_pieces) {
   const int64_t most_epochs = std::numeric_limits<int64_t>::max() / 4 / num_pieces;
@@ -174,7 +185,9 @@ PieceTable::PieceTable(std::shared_ptr<const Source> source, int64_t piece_bytes
               kLongestTail);
   int64_t num_documents = source_->size();
   for (int64_t i = 0; i < num_documents; ++i) {
-    int64_t pieces = std::max<int64_t>(1, (source_->length(i) + piece_bytes_ - 1) / piece_bytes_);
+    const int64_t length = source_->length(i);
+    int64_t pieces = std::max<int64_t>(1, (length + piece_bytes_ - 1) / piece_bytes_);
+    num_bytes_ += length;
     if (pieces > 1) long_documents_.push_back({i, size_, pieces});
     size_ += pieces;
   }
@@ -199,6 +212,13 @@ void PieceTable::read(const Piece& piece, std::string& text) const {
   if (!is_text_) return;
   if (!piece.is_last) text.resize(move_cut(text, piece_bytes_, room));
   if (piece.index > 0) text.erase(0, move_cut(text, 0, room));
+}
+
+void PieceTable::read_sample(const Piece& piece, int64_t count, std::string& text) const {
+  const int64_t begin = piece.index * piece_bytes_, left = source_->length(piece.document) - begin;
+  source_->read(piece.document, begin, std::min(left, count + kLongestTail), text);
+  if (left > count) text.resize(move_cut(text, std::min<int64_t>(count, std::ssize(text)), kLongestTail));
+  if (begin > 0) text.erase(0, move_cut(text, 0, kLongestTail));
 }
 
 PackedFeed::PackedFeed(std::shared_ptr<const Source> source, std::shared_ptr<const Tokenizer> tokenizer,
@@ -236,6 +256,32 @@ std::vector<LaneState> PackedFeed::redeal(const std::vector<LaneState>& lanes, i
     dealt.push_back({.lane = lane, .epoch = piece / num_pieces(), .position = piece % num_pieces()});
   }
   return dealt;
+}
+
+FeedSize PackedFeed::measure() const {
+  constexpr int64_t kSamples = 32, kSampleBytes = 4096;
+  const Source& source = pieces_.source();
+  FeedSize size{.documents = source.size(), .bytes = pieces_.num_bytes()};
+  if (!options_.is_text)
+    return {.documents = size.documents, .tokens = size.bytes / kStoredIdBytes, .is_exact = true};
+  if (!source.reads_fast()) return size;
+  int64_t num_bytes = 0, num_invalid = 0;
+  std::vector<int32_t> tokens;
+  std::string sample;
+  const int64_t num_samples = std::min(kSamples, num_pieces());
+  for (int64_t i = 0; i < num_samples; ++i) {
+    pieces_.read_sample(pieces_.at(i * num_pieces() / num_samples), kSampleBytes, sample);
+    tokenizer_->encode_into(sample, tokens);
+    num_bytes += std::ssize(sample);
+    num_invalid += count_invalid(sample);
+  }
+  if (num_bytes == 0) return size;
+  const double share = static_cast<double>(size.bytes) / static_cast<double>(num_bytes);
+  size.tokens = std::llround(static_cast<double>(tokens.size()) * share);
+  if (tokenizer_->bos_id()) size.tokens += num_pieces();
+  if (tokenizer_->eos_id()) size.tokens += size.documents;
+  size.invalid = static_cast<double>(num_invalid) / static_cast<double>(num_bytes);
+  return size;
 }
 
 Piece PackedFeed::piece_at(int64_t epoch, int64_t position) const {

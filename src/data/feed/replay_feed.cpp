@@ -102,6 +102,11 @@ std::optional<int64_t> ReplayFeed::num_steps() const {
   return finite_ ? std::optional(input_.shape()[0]) : std::nullopt;
 }
 
+FeedSize ReplayFeed::measure() const {
+  const auto& [steps, batch, length] = input_.shape();
+  return {.tokens = steps * batch * length, .is_exact = true};
+}
+
 int64_t ReplayFeed::read(int64_t step, int64_t lane, Row row) const {
   if (step >= input_.shape()[0]) {
     TITAN_CHECK(finite_, "the recorded batches in ", input_.path().parent_path().string(), " end after ",

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "core/hash.h"
+#include "data/sources/contents.h"
 #include "data/sources/files.h"
 
 namespace titan::data {
@@ -19,7 +20,12 @@ std::vector<FileEntry> files_of(const char* kind, const SourceRequest& request, 
   if (request.path.empty())
     throw ConfigError(str("data set '", kind, "' needs training.dataset_path: a file, a folder or a glob"));
   const Extensions& extensions = request.settings.extensions;
-  return list_files(request.path, extensions.empty() ? usual : extensions);
+  auto files = list_files(request.path, extensions.empty() ? usual : extensions);
+  if (request.settings.check_contents) check_contents(kind, files);
+  if (total_bytes(files) == 0)
+    throw ConfigError(str("the data set '", kind, "' has no text: ", files[0].path.string(),
+                          files.size() > 1 ? " and the other files are empty" : " is empty"));
+  return files;
 }
 
 // ---- text and cpp_headers
@@ -37,6 +43,7 @@ class TextSource : public Source {
   void read(int64_t i, int64_t begin, int64_t count, std::string& text) const override {
     read_range(files_[i], begin, count, text);
   }
+  bool reads_fast() const override { return true; }
   std::string fingerprint() const override { return fingerprint_; }
 
  private:
@@ -96,6 +103,7 @@ class JsonlSource : public Source {
                 problem);
     text.assign(*document, begin, count);
   }
+  bool reads_fast() const override { return true; }
   std::string fingerprint() const override { return fingerprint_; }
 
  private:
@@ -142,6 +150,7 @@ class SyntheticSource : public Source {
     text.resize(end);
     text.erase(0, begin);
   }
+  bool reads_fast() const override { return true; }
   std::string fingerprint() const override {
     return str("synthetic:", num_documents_, " documents:seed ", seed_);
   }
@@ -182,6 +191,9 @@ void describe(config::Table<DataSettings>& table) {
       "extensions", &DataSettings::extensions,
       "extensions of the files taken from a folder, with the dot; empty: those of the data set (cpp_headers, "
       "jsonl) or all");
+  table.field("check_contents", &DataSettings::check_contents,
+              "refuse files whose names or first bytes show that they hold something other than the data set "
+              "reads: compressed files, Parquet, binary data, JSON Lines as text");
   table.field("text_field", &DataSettings::text_field, "jsonl: the member with a document's text");
   table.field("on_bad_line", &DataSettings::on_bad_line, "jsonl: what to do with a broken line",
               config::one_of({"stop", "skip"}));

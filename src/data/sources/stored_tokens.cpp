@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "core/hash.h"
+#include "data/sources/contents.h"
 #include "data/sources/npy.h"
 #include "data/tokenizer/fixed_width.h"
 #include "titan/core/error.h"
@@ -91,6 +92,7 @@ StoredTokens::StoredTokens(const SourceRequest& request, int64_t vocab_size) : v
   const DataSettings& settings = request.settings;
   const std::vector<FileEntry> files = list_files(
       request.path, settings.extensions.empty() ? config::StringList{".bin", ".npy"} : settings.extensions);
+  if (settings.check_contents) check_contents("tokens", files);
   std::vector<std::string> problems;
   int64_t num_ids = 0;
   for (const FileEntry& file : files) {

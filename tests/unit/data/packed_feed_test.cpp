@@ -245,6 +245,29 @@ TEST(PackedFeed, RefusesDocumentsWithoutTokens) {
   EXPECT_THROW(next(*lane, 4), Error);
 }
 
+// From samples, without reading everything.
+TEST(PackedFeed, MeasuresItsSize) {
+  struct FastSource : FakeSource {
+    using FakeSource::FakeSource;
+    bool reads_fast() const override { return true; }
+  };
+  const std::vector<std::string> documents = {std::string(100'000, 'x'), std::string(1000, '\xff'), ""};
+  const auto measure = [&](std::shared_ptr<const Source> source) {
+    return PackedFeed(std::move(source), std::make_shared<ByteTokenizer>(), {.piece_bytes = 10'000}).measure();
+  };
+  const auto source = std::make_shared<FastSource>(documents);
+  const FeedSize size = measure(source);
+  EXPECT_EQ(size.documents, 3);
+  EXPECT_EQ(size.bytes, 101'000);
+  EXPECT_EQ(size.tokens, 101'000 + 12 + 3);  // 12 pieces and 3 documents
+  EXPECT_NEAR(size.invalid, 1000 / 42'000.0, 0.001);  // of the beginnings of ten pieces, and one document
+  EXPECT_FALSE(size.is_exact);
+  EXPECT_LE(source->reads().size(), 12u);
+  const auto slow = std::make_shared<FakeSource>(documents);
+  EXPECT_EQ(measure(slow).tokens, 0);
+  EXPECT_TRUE(slow->reads().empty());
+}
+
 TEST(PackedFeed, FingerprintsNameEverythingThatMatters) {
   auto print = [](PackingOptions options) { return feed_of({"x"}, options)->fingerprint(); };
   EXPECT_EQ(print({}), print({}));

@@ -6,6 +6,7 @@
 
 #include <set>
 
+#include "core/hash.h"
 #include "fake_source.h"
 #include "temporary_folder.h"
 
@@ -69,6 +70,49 @@ TEST_F(SourceTest, SelectsFilesByGlob) {
   EXPECT_EQ(texts(*build("text", data / "**/*.txt")), (Texts{"1", "2"}));
   EXPECT_EQ(texts(*build("text", data / "[xz]")), (Texts{"1", "2", "3"}));
   EXPECT_NE(refusal("text", data / "*.none").find("*.none"), std::string::npos);
+}
+
+// By the first bytes or, for an empty file, the name.
+TEST_F(SourceTest, RefusesFilesThatArePlainlySomethingElse) {
+  std::string noise;
+  for (uint64_t i = 0; i < 500; ++i) noise += hex(mix(i));
+  std::string bytes;
+  for (size_t i = 0; i + 1 < noise.size(); i += 2)
+    bytes += static_cast<char>(std::stoi(noise.substr(i, 2), nullptr, 16));
+  struct Case {
+    const char* name;
+    std::string contents;
+    const char* what;
+  };
+  const std::string lines = "{\"text\": \"one\"}\n{\"text\": \"two\"}\n";
+  for (const auto& [name, contents, what] : std::vector<Case>{
+           {"a.parquet", "", "a.parquet is a Parquet file by its name, and empty"},
+           {"a.txt", "PAR1" + bytes, "is a Parquet file"},
+           {"a.txt", std::string("ARROW1\0\0", 8) + bytes, "is an Arrow file"},
+           {"a.gz", "\x1f\x8b\x08" + bytes, "is gzip-compressed."},
+           {"a.txt", "\x28\xb5\x2f\xfd" + bytes, "is zstd-compressed"},
+           {"a.txt", "\x93NUMPY" + bytes, "is a NumPy array"},
+           {"a.txt", std::string("\x40\0\0\0\0\0\0\0{\"a\":", 13), "is a safetensors file"},
+           {"a.bin", bytes, "is binary, not text"},
+           {"a.txt", "version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "is a Git LFS pointer"}}) {
+    const auto path = folder_.write(name, contents);
+    for (const char* kind : {"text", "jsonl"})
+      EXPECT_NE(refusal(kind, path).find(what), std::string::npos) << refusal(kind, path);
+    if (!contents.empty()) EXPECT_EQ(texts(*build("text", path, {.check_contents = false})), Texts{contents});
+    std::filesystem::remove(path);
+  }
+  EXPECT_NE(refusal("text", folder_.write("a.txt", lines)).find("is JSON Lines"), std::string::npos);
+  EXPECT_NE(refusal("text", folder_.write("a.jsonl", lines.substr(0, 8))).find("is JSON Lines"),
+            std::string::npos);
+  EXPECT_EQ(build("jsonl", folder_.path() / "a.txt")->size(), 2);
+  EXPECT_NE(refusal("text", folder_.write("empty.txt", "")).find("has no text"), std::string::npos);
+}
+
+TEST_F(SourceTest, ReadsUnusualText) {
+  for (const std::string& text :
+       {std::string("abc"), std::string("{\n  \"a\": 1\n}\n"), std::string("{\"a\": 1}\nand text\n"),
+        std::string("\x1b[31mred\x1b[0m\f\n"), std::string("Gr\xfc\xdf"), std::string("[1]\n[2]\n")})
+    EXPECT_EQ(texts(*build("text", folder_.write("a.txt", text))), Texts{text});
 }
 
 TEST_F(SourceTest, NamesMissingFilesAndKinds) {
