@@ -157,7 +157,7 @@ void check_offload(const JobConfig& config, at::Device device) {
 
 constexpr char kUsers = 'c', kOthers = 'e';  // kinds of errors
 
-// What `part` throws, after a letter for its kind; empty if it throws nothing.
+// The error of `part`, after a letter for its kind; empty if there is none.
 std::string problem_with(const std::function<void()>& part) {
   try {
     part();
@@ -197,13 +197,13 @@ data::DataLoader build_loader(const JobConfig& config, const Meshes& meshes, con
   data::DataSettings settings = config.data;
   if (!settings.seed) settings.seed = config.debug.seed;
   const std::filesystem::path cache = settings.cache_folder;
-  const data::FeedRequest feed{.dataset = table.dataset,
-                               .source = {table.dataset_path.value_or(""), settings,
-                                          cache.empty() ? dump_folder(config) / "data_cache" : cache,
-                                          turns(meshes.world.world())},
-                               .tokenizer = table.dataset == kStoredTokens ? nullptr : tokenizer,
-                               .model_vocab_size = config.spec().sizes(config.args()).vocab_size,
-                               .repeat = repeat};
+  const data::FeedRequest feed{
+      .dataset = table.dataset,
+      .source = {table.dataset_path.value_or(""), settings,
+                 cache.empty() ? dump_folder(config) / "data_cache" : cache, turns(meshes.world.world())},
+      .tokenizer = table.dataset == kStoredTokens ? nullptr : tokenizer,
+      .model_vocab_size = config.spec().sizes(config.args()).vocab_size,
+      .repeat = repeat};
   data::LoaderOptions options{.dp_rank = meshes.dp_rank(),
                               .dp_size = meshes.dp_degree(),
                               .global_batch_size = table.global_batch_size,
@@ -228,10 +228,10 @@ int64_t report_data(const char* name, const data::DataLoader& loader, int64_t se
     text += str(size.documents > 0 ? ", " : "", size.is_exact ? "" : "about ", size.tokens, " tokens");
   if (size.tokens > 0 && steps > 0) {
     char epochs[96];
-    std::snprintf(epochs, sizeof epochs, "; %lld steps of %lld tokens read them about %.3g times",
-                  static_cast<long long>(steps), static_cast<long long>(step_tokens),
-                  static_cast<double>(steps) * static_cast<double>(step_tokens) /
-                      static_cast<double>(size.tokens));
+    std::snprintf(
+        epochs, sizeof epochs, "; %lld steps of %lld tokens read them about %.3g times",
+        static_cast<long long>(steps), static_cast<long long>(step_tokens),
+        static_cast<double>(steps) * static_cast<double>(step_tokens) / static_cast<double>(size.tokens));
     text += epochs;
   }
   if (size.documents > 0 || size.tokens > 0) log::info(text);
@@ -241,9 +241,10 @@ int64_t report_data(const char* name, const data::DataLoader& loader, int64_t se
   if (size.invalid > kMostInvalid) {
     char share[32];
     std::snprintf(share, sizeof share, "%.2g %%", 100 * size.invalid);
-    log::warning(str("about ", share, " of the ", name,
-                     " data isn't valid UTF-8: the files have another encoding, or aren't text. Tokenizers of "
-                     "text read such bytes as U+FFFD"));
+    log::warning(
+        str("about ", share, " of the ", name,
+            " data isn't valid UTF-8: the files have another encoding, or aren't text. Tokenizers of "
+            "text read such bytes as U+FFFD"));
   }
   return size.tokens;
 }

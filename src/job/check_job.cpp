@@ -9,6 +9,7 @@
 
 #include "data/feed/feeds.h"
 #include "data/sources/files.h"
+#include "data/sources/stored_tokens.h"
 #include "dist/device_backend.h"
 #include "job/job_config.h"
 #include "job/pipeline_stages.h"
@@ -370,9 +371,10 @@ struct Check {
   void check_tokens(const DatasetUse& use) {
     const std::string key = use.key("dataset_path");
     if (use.path.empty())
-      return report(key,
-                    "data set \"tokens\" needs rows of token ids (.bin or .npy: a file, a folder or a glob), or "
-                    "a folder with input.npy and labels.npy");
+      return report(
+          key,
+          "data set \"tokens\" needs rows of token ids (.bin or .npy: a file, a folder or a glob), or "
+          "a folder with input.npy and labels.npy");
     if (data::ReplayFeed::is_recording(use.path)) return check_recording(use);
     const size_t before = problems.size();
     check_path(use);

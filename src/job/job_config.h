@@ -30,7 +30,7 @@ class Tokenizer;
 
 namespace titan::train {
 
-/// The data set of recorded batches, which needs no tokenizer.
+/// The data set of token ids in files, which needs no tokenizer.
 inline constexpr const char* kStoredTokens = "tokens";
 
 struct JobConfig {
@@ -66,8 +66,7 @@ struct JobConfig {
   const void* args() const { return model_args.settings.get(); }
   /// Whether training or validation needs the tokenizer.
   bool reads_text() const {
-    return training.dataset != kStoredTokens ||
-           (validation.enable && validation.dataset != kStoredTokens);
+    return training.dataset != kStoredTokens || (validation.enable && validation.dataset != kStoredTokens);
   }
 };
 

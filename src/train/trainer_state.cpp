@@ -44,9 +44,7 @@ class DataState : public checkpoint::Stateful {
     }
   }
 
-  void loaded(const std::string& text) override {
-    loader_.load_state(data::loader_state_from_json(text));
-  }
+  void loaded(const std::string& text) override { loader_.load_state(data::loader_state_from_json(text)); }
 
  private:
   static std::string merge_tables(const std::vector<std::string>& texts) {

@@ -13,7 +13,7 @@
 #include <regex>
 #include <sstream>
 
-#include "e2e/training.h"
+#include "e2e/small_run.h"
 
 namespace titan::testing {
 namespace {
@@ -265,11 +265,11 @@ TEST(GeneratedDocs, AreUpToDate) {
         << "run scripts/update_docs.sh";
 }
 
-// What the data hold is known before the first step, and what was read of them at the end.
+// Before the first step and at the end of the run.
 TEST(TrainCommand, ReportsHowMuchDataARunReads) {
   const auto folder = fresh_folder("data");
-  const Words words = small_run(folder) + Words{"--validation.no_enable", "--job.dump_folder",
-                                                (folder / "run").string()};
+  const Words words =
+      small_run(folder) + Words{"--validation.no_enable", "--job.dump_folder", (folder / "run").string()};
   std::string text;
   while (text.size() < 960) text += "lines of text\n";
   std::ofstream(folder / "text.txt") << text.substr(0, 958);
@@ -291,7 +291,8 @@ TEST(TrainCommand, ReportsHowMuchDataARunReads) {
   EXPECT_EQ(result.status, 0) << result.err;
   EXPECT_THAT(result.err, HasSubstr("about 2.6 % of the training data isn't valid UTF-8"));
   std::ofstream(folder / "empty.parquet");
-  result = try_train(words + Words{"--training.dataset_path", (folder / "empty.parquet").string(), "--nproc", "2"});
+  result = try_train(words +
+                     Words{"--training.dataset_path", (folder / "empty.parquet").string(), "--nproc", "2"});
   EXPECT_EQ(result.status, 2);
   EXPECT_THAT(result.err, HasSubstr("empty.parquet is a Parquet file by its name, and empty"));
 }

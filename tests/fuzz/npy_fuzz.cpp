@@ -12,6 +12,10 @@ constexpr const char* kFile = "strange.npy";
 }  // namespace
 
 void fuzz_input(std::string_view file) {
+  data::NpyRow row;
+  const auto size = static_cast<int64_t>(file.size());
+  if (accepted(kFile, [&] { row = data::parse_npy_row(file, size, kFile); }))
+    require(row.size >= 0 && row.data_start + row.size * row.width == size, "the row ends with the file");
   data::NpyHeader header;
   if (!accepted(kFile, [&] { header = data::parse_npy_header(file, kFile); })) return;
   require(header.data_start <= file.size(), "the elements begin in the file");

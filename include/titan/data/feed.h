@@ -55,11 +55,11 @@ class Lane {
   virtual LaneState state() const = 0;
 };
 
-/// What a feed holds, as far as a few samples tell.
+/// The contents of a feed, estimated from a few samples.
 struct FeedSize {
   int64_t documents = 0;  ///< 0: recorded batches
-  int64_t bytes = 0;      ///< of text; 0: token ids
-  int64_t tokens = 0;     ///< of one epoch; 0: unknown
+  int64_t bytes = 0;      ///< the text's; 0: token ids
+  int64_t tokens = 0;     ///< in one epoch; 0: unknown
   bool is_exact = false;  ///< the tokens are counted, not estimated
   double invalid = 0;     ///< share of the sampled bytes that isn't valid UTF-8
 };

@@ -23,14 +23,14 @@ namespace titan::data {
 /// [data]: how documents are found, cut and dealt. The contents of a batch depend on these, not on the number
 /// of ranks.
 struct DataSettings {
-  config::StringList extensions;     ///< extensions read in a folder (".txt"); empty: the kind's own
-  std::string text_field = "text";   ///< JSON Lines: the member with a document's text
-  bool check_contents = true;        ///< refuse files that are plainly something else
-  std::string on_bad_line = "stop";  ///< JSON Lines: "stop" or "skip"
+  config::StringList extensions;      ///< extensions read in a folder (".txt"); empty: the kind's own
+  std::string text_field = "text";    ///< JSON Lines: the member with a document's text
+  bool check_contents = true;         ///< refuse files that are plainly something else
+  std::string on_bad_line = "stop";   ///< JSON Lines: "stop" or "skip"
   std::string token_type = "uint16";  ///< stored token ids without a header: "uint16" or "uint32"
-  int64_t piece_bytes = 256 << 10;   ///< longer documents are cut into pieces of this size, dealt separately
-  bool shuffle = true;               ///< deal pieces in a pseudo-random order, a new one each epoch
-  std::optional<int64_t> seed;       ///< for shuffling and for synthetic text; unset: debug.seed
+  int64_t piece_bytes = 256 << 10;    ///< longer documents are cut into pieces of this size, dealt separately
+  bool shuffle = true;                ///< deal pieces in a pseudo-random order, a new one each epoch
+  std::optional<int64_t> seed;        ///< for shuffling and for synthetic text; unset: debug.seed
   int64_t synthetic_documents = 4096;  ///< documents of the synthetic data set
   std::string cache_folder;            ///< for indexes; empty: {job.dump_folder}/data_cache
 

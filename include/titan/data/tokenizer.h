@@ -72,7 +72,6 @@ class ByteTokenizer : public Tokenizer {
   static constexpr int32_t kEos = 257;
 
   void encode_into(std::string_view text, std::vector<int32_t>& ids) const override;
-  std::unique_ptr<TextEncoder> open(std::string_view text) const override;
   /// BOS and EOS have no text.
   std::string decode(std::span<const int32_t> ids) const override;
   int64_t vocab_size() const override { return 258; }

@@ -68,7 +68,7 @@ struct TrainerOptions {
   /// never waits for the host. The device itself skips a non-finite step, and the error comes one step later.
   /// Needs the fused optimizer. Unset: true on a GPU with that optimizer.
   std::optional<bool> read_late;
-  int64_t tokens_per_epoch = 0;  ///< of the training data, about; 0: unknown. Only rank 0's is used, in its log
+  int64_t tokens_per_epoch = 0;  ///< about; 0: unknown. Only rank 0 uses it, in its log
   bool seed_checkpoint = false;  ///< save the model as step 0 instead of training
   uint64_t seed = 0;             ///< seeds random numbers whose saved state doesn't fit this run's ranks
   /// Called once everything is loaded: from then on the records of an earlier run may be replaced.

@@ -123,8 +123,8 @@ class PackedLane : public Lane {
   std::string text_;
   std::unique_ptr<TextEncoder> encoder_;  // null: not open
   bool is_encoded_ = false;               // all of it is encoded
-  std::vector<int32_t> block_;  // tokens of the last block
-  size_t next_ = 0;             // next token in the block
+  std::vector<int32_t> block_;            // tokens of the last block
+  size_t next_ = 0;                       // next token in the block
 
   std::vector<int32_t> sample_;
 };
@@ -291,8 +291,8 @@ Piece PackedFeed::piece_at(int64_t epoch, int64_t position) const {
 
 std::string PackedFeed::fingerprint() const {
   return str("source = ", pieces_.source().fingerprint(), "; tokenizer = ", tokenizer_->fingerprint(),
-             "; pieces = ", options_.piece_bytes,
-             " bytes", options_.is_text ? " cut between words" : "", "; order = ", options_.shuffle ? str("shuffled by ", options_.seed) : "as it is");
+             "; pieces = ", options_.piece_bytes, " bytes", options_.is_text ? " cut between words" : "",
+             "; order = ", options_.shuffle ? str("shuffled by ", options_.seed) : "as it is");
 }
 
 std::shared_ptr<const Feed> build_feed(const FeedRequest& request) {

@@ -58,6 +58,7 @@ void NpyArray::read_row(int64_t i, int64_t j, std::span<int64_t> row) const {
 }
 
 bool ReplayFeed::is_recording(const std::filesystem::path& path) {
+  if (path.empty()) return false;
   return std::filesystem::exists(path / "input.npy") || std::filesystem::exists(path / "labels.npy");
 }
 

@@ -49,18 +49,12 @@ constexpr std::array kForms = {
 
 // By the name alone: a file may be empty or cut short.
 constexpr std::array kEndings = {
-    Form{".parquet", "a Parquet file"},
-    Form{".arrow", "an Arrow file"},
-    Form{".feather", "a Feather file"},
-    Form{".gz", "gzip-compressed"},
-    Form{".zst", "zstd-compressed"},
-    Form{".xz", "xz-compressed"},
-    Form{".bz2", "bzip2-compressed"},
-    Form{".zip", "a zip archive"},
-    Form{".tar", "a tar archive"},
-    Form{".npy", "a NumPy array"},
-    Form{".npz", "a NumPy archive"},
-    Form{".safetensors", "a safetensors file"},
+    Form{".parquet", "a Parquet file"}, Form{".arrow", "an Arrow file"},
+    Form{".feather", "a Feather file"}, Form{".gz", "gzip-compressed"},
+    Form{".zst", "zstd-compressed"},    Form{".xz", "xz-compressed"},
+    Form{".bz2", "bzip2-compressed"},   Form{".zip", "a zip archive"},
+    Form{".tar", "a tar archive"},      Form{".npy", "a NumPy array"},
+    Form{".npz", "a NumPy archive"},    Form{".safetensors", "a safetensors file"},
     Form{".pt", "a PyTorch file"},
 };
 
@@ -79,9 +73,8 @@ bool is_safetensors(std::string_view begin) {
 bool is_binary(std::string_view begin) {
   constexpr std::string_view kOfText = "\t\n\v\f\r\b\x1b";
   constexpr double kMostShare = 0.02;
-  const auto controls = std::ranges::count_if(begin, [&](char c) {
-    return static_cast<unsigned char>(c) < ' ' && kOfText.find(c) == kOfText.npos;
-  });
+  const auto controls = std::ranges::count_if(
+      begin, [&](char c) { return static_cast<unsigned char>(c) < ' ' && kOfText.find(c) == kOfText.npos; });
   return static_cast<double>(controls) > kMostShare * static_cast<double>(begin.size());
 }
 
@@ -121,7 +114,7 @@ std::string_view form_named(const std::string& name) {
   return "";
 }
 
-// What the file plainly is, other than what the data set reads; "" if it may be that.
+// The name of a form that the data set doesn't read, if the file plainly has it; or else "".
 std::string problem_with(const std::string& kind, const FileEntry& file, std::string_view begin) {
   const bool is_tokens = kind == "tokens";
   if (is_tokens && (file.name.ends_with(".npy") || begin.starts_with(kNpyMagic))) return "";
@@ -131,7 +124,8 @@ std::string problem_with(const std::string& kind, const FileEntry& file, std::st
   if (auto form = form_named(file.name); !form.empty())
     return str(form, " by its name", file.size == 0 ? ", and empty" : "");
   if (is_tokens) return "";
-  if (is_binary(begin)) return "binary, not text";
+  // The line of a NUL byte in JSON Lines is reported by their reader.
+  if (is_binary(begin) && !(kind == "jsonl" && begin.starts_with('{'))) return "binary, not text";
   if (kind == "text" && is_json_lines(file.name, begin))
     return "JSON Lines, of which only one member is text (training.dataset = \"jsonl\" reads it)";
   return "";

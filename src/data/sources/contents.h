@@ -1,6 +1,6 @@
 #pragma once
 
-// What files hold, by their names and first bytes.
+// The contents of files, judged by their names and first bytes.
 
 #include <string>
 #include <vector>

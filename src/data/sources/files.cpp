@@ -241,8 +241,8 @@ std::vector<LineEntry> find_documents(const LineIndexRequest& request) {
   if (num_skipped > 0)
     log::warning(str("skipped ", num_skipped, " broken lines of JSON Lines files", examples));
   // Each rank that reads the files says so: with a cache that all of them see, it is one.
-  log::info(str("indexed ", documents.size(), " documents of JSON Lines, ", size_text(total_bytes(request.files)),
-                ", in ", std::lround(seconds_since(start)), " s"));
+  log::info(str("indexed ", documents.size(), " documents of JSON Lines, ",
+                size_text(total_bytes(request.files)), ", in ", std::lround(seconds_since(start)), " s"));
   return documents;
 }
 

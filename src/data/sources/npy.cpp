@@ -141,8 +141,8 @@ NpyHeader parse_npy_header(std::string_view file, const std::string& path) {
   const Array array = read_header(file, path);
   if (array.type != "<i4") refuse_npy(path, str("its type is ", array.type, ", expected <i4 (int32)"));
   if (array.shape.size() != 3)
-    refuse_npy(path, str("it has ", array.shape.size(),
-                         " dimensions, expected 3: [steps, global batch, sequence]"));
+    refuse_npy(
+        path, str("it has ", array.shape.size(), " dimensions, expected 3: [steps, global batch, sequence]"));
   check_size(array, sizeof(int32_t), file.size() - array.data_start, path);
   return {.shape = {array.shape[0], array.shape[1], array.shape[2]}, .data_start = array.data_start};
 }

@@ -25,7 +25,7 @@ NpyHeader parse_npy_header(std::string_view file, const std::string& path);
 
 /// A row of token ids.
 struct NpyRow {
-  int64_t size = 0;  ///< elements
+  int64_t size = 0;   ///< elements
   int64_t width = 0;  ///< bytes of an element
   int64_t data_start = 0;
 };

@@ -7,7 +7,6 @@
 #include "core/hash.h"
 #include "data/sources/contents.h"
 #include "data/sources/npy.h"
-#include "data/tokenizer/fixed_width.h"
 #include "titan/core/error.h"
 
 namespace titan::data {
@@ -33,6 +32,23 @@ const LlmcForm* llmc_form(std::string_view begin, LlmcHeader& header) {
   const auto form = std::ranges::find(kLlmcForms, header.magic, &LlmcForm::magic);
   return form == kLlmcForms.end() ? nullptr : &*form;
 }
+
+/// Appends ids without looking at them: they may be cut between any two.
+class StoredIdsEncoder : public TextEncoder {
+ public:
+  StoredIdsEncoder(const StoredIds& tokenizer, std::string_view text) : tokenizer_(tokenizer), rest_(text) {}
+
+  bool encode_block(size_t bytes, std::vector<int32_t>& ids) override {
+    const size_t count = std::min(rest_.size(), bytes + kStoredIdBytes - 1) / kStoredIdBytes * kStoredIdBytes;
+    tokenizer_.encode_into(rest_.substr(0, count), ids);
+    rest_.remove_prefix(count);
+    return rest_.empty();
+  }
+
+ private:
+  const StoredIds& tokenizer_;
+  std::string_view rest_;
+};
 
 int64_t width_of(const std::string& type) { return type == "uint16" ? 2 : 4; }
 
@@ -74,7 +90,7 @@ StoredTokens::Row StoredTokens::row_of(const FileEntry& file, const std::string&
     const int64_t num_ids = (file.size - kLlmcHeaderBytes) / form->width;
     if (file.size != kLlmcHeaderBytes + header.num_ids * form->width || num_ids < 1)
       throw ConfigError(str(path, ": llm.c's header announces ", header.num_ids, " token ids of ",
-                            form->width, " bytes, but ", file.size - kLlmcHeaderBytes,
+                            form->width, " bytes, but ", std::max(int64_t{0}, file.size - kLlmcHeaderBytes),
                             " bytes follow it: the file is cut short or damaged"));
     return {file, kLlmcHeaderBytes, form->width, num_ids, true};
   }
@@ -83,8 +99,9 @@ StoredTokens::Row StoredTokens::row_of(const FileEntry& file, const std::string&
     throw ConfigError(str(path, " has ", file.size, " bytes, not a whole number of ", raw_type,
                           " ids: it is cut short, or isn't a row of token ids (data.token_type)"));
   if (width == 2 && looks_twice_as_wide(begin.substr(0, begin.size() / 4 * 4)))
-    throw ConfigError(str(path, ": every second uint16 at its beginning is 0, so its ids are wider: set "
-                                "data.token_type = \"uint32\""));
+    throw ConfigError(str(path,
+                          ": every second uint16 at its beginning is 0, so its ids are wider: set "
+                          "data.token_type = \"uint32\""));
   return {file, 0, width, file.size / width, false};
 }
 
@@ -141,7 +158,7 @@ void StoredIds::encode_into(std::string_view text, std::vector<int32_t>& ids) co
 }
 
 std::unique_ptr<TextEncoder> StoredIds::open(std::string_view text) const {
-  return std::make_unique<FixedWidthEncoder>(*this, text, kStoredIdBytes);
+  return std::make_unique<StoredIdsEncoder>(*this, text);
 }
 
 std::string StoredIds::decode(std::span<const int32_t>) const {

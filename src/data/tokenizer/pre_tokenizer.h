@@ -87,8 +87,8 @@ class PreTokenizer {
 
   explicit PreTokenizer(std::vector<SplitStage> stages = {}) : stages_(std::move(stages)) {}
 
-  /// A text that is being split. Every pattern sees the whole text, so it doesn't matter where one stops and
-  /// goes on.
+  /// A text that is being split. Every pattern sees the whole text, so the words don't depend on how many are
+  /// taken at once.
   class Course {
    public:
     Course() = default;
@@ -114,7 +114,7 @@ class PreTokenizer {
   void begin(std::string_view text, Course& course) const;
 
   /// Calls `emit(std::string_view word)` for the next words in order: those up to the end of the next match
-  /// of the first pattern. A word is valid until `emit` returns. Returns the number of bytes that it went on.
+  /// of the first pattern. A word is valid until `emit` returns. Returns the number of bytes of the words.
   template <class Emit>
   size_t split_on(Course& course, Scratch& scratch, Emit&& emit) const {
     if (scratch.stages.size() < stages_.size()) scratch.stages.resize(stages_.size());
@@ -133,7 +133,7 @@ class PreTokenizer {
         run(course.stage_ + 1, text.substr(begin, end - begin), scratch, emit);
         course.done_ = end;
       }
-      // What follows the last segment is removed text.
+      // Text after the last segment is removed.
       if (course.next_ == course.segments_.size()) course.done_ = text.size();
     }
     return course.done_ - before;

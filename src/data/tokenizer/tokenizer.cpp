@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "data/tokenizer/bpe_tokenizer.h"
-#include "data/tokenizer/fixed_width.h"
 
 namespace titan::data {
 namespace {
@@ -27,10 +26,6 @@ class WholeTextEncoder : public TextEncoder {
 
 std::unique_ptr<TextEncoder> Tokenizer::open(std::string_view text) const {
   return std::make_unique<WholeTextEncoder>(*this, text);
-}
-
-std::unique_ptr<TextEncoder> ByteTokenizer::open(std::string_view text) const {
-  return std::make_unique<FixedWidthEncoder>(*this, text, /*width=*/1);
 }
 
 void ByteTokenizer::encode_into(std::string_view text, std::vector<int32_t>& ids) const {

@@ -267,7 +267,8 @@ TEST(Loader, RefusesOtherDataAndNamesTheDifference) {
   EXPECT_EQ(order.find("source"), order.npos) << order;
   auto documents = std::make_shared<FakeSource>(numbered_documents(31));
   auto source = message_for(make_feed(documents, {.piece_bytes = 65, .seed = 3}));
-  EXPECT_NE(source.find("source was 'fake:30', is now 'fake:31'; pieces was '64 bytes', is now '65 bytes'."),
+  EXPECT_NE(source.find("source was 'fake:30', is now 'fake:31'; pieces was '64 bytes cut between words', is "
+                        "now '65 bytes cut between words'."),
             source.npos)
       << source;
 }
@@ -282,8 +283,8 @@ TEST(Loader, RefusesStatesThatDoNotFit) {
   EXPECT_THROW(loader_state_from_json("nothing"), Error);
   LoaderState state = whole.state();
   state.lanes[2].position = 1'000'000;
-  whole.load_state(state);
-  EXPECT_NE(message_of<Error>([&] { whole.next_step(); }).find("lane 2"), std::string::npos);
+  EXPECT_NE(message_of<Error>([&] { whole.check_state(state); }).find("lane 2"), std::string::npos);
+  EXPECT_NE(message_of<Error>([&] { whole.load_state(state); }).find("lane 2"), std::string::npos);
   DataLoader other(feed, shape(3));  // needs the lanes to be dealt again
   EXPECT_NE(message_of<Error>([&] { other.load_state(state); }).find("lane 2"), std::string::npos);
   state.lanes[2] = {.lane = 2, .epoch = std::numeric_limits<int64_t>::max() / 8};

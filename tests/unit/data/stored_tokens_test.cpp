@@ -95,6 +95,12 @@ TEST_F(StoredTokensTest, FilesOfSeveralFormsAreOneDataSet) {
   EXPECT_EQ(all(), (Tokens{1, 2, 3, 4, 5, 6}));
 }
 
+TEST_F(StoredTokensTest, ReadsLongRowsBlockByBlock) {
+  folder_.write("a.bin", bytes_of(numbers<uint16_t>(40'000)));
+  const auto tokens = all({.piece_bytes = 100'000});
+  EXPECT_EQ(tokens, numbers<int64_t>(40'000));
+}
+
 TEST_F(StoredTokensTest, RefusesOtherSizesAndForms) {
   const std::string ids = bytes_of(numbers<uint16_t>(100));
   EXPECT_NE(refusal("").find("is empty"), std::string::npos);
@@ -112,7 +118,8 @@ TEST_F(StoredTokensTest, RefusesOtherSizesAndForms) {
   EXPECT_NE(refusal(npy("<u2", "(10, 10)", ids), "a.npy").find("2 dimensions"), std::string::npos);
   EXPECT_NE(refusal("no array", "a.npy").find("magic bytes"), std::string::npos);
   // Ids of 32 bits without a header, read as 16.
-  EXPECT_NE(refusal(bytes_of(numbers<uint32_t>(100))).find("data.token_type = \"uint32\""), std::string::npos);
+  EXPECT_NE(refusal(bytes_of(numbers<uint32_t>(100))).find("data.token_type = \"uint32\""),
+            std::string::npos);
 }
 
 TEST_F(StoredTokensTest, NamesThePositionOfAnIdOutsideTheVocabulary) {

@@ -274,7 +274,26 @@ TEST_F(JobConfigTest, RecordedBatchesMustFitTheJob) {
   EXPECT_EQ(check("1000", "1000", "1000", folder).size(), 3u);
   auto missing = check("20", "2", "64", "/no/recording");
   ASSERT_EQ(missing.size(), 1u);
-  EXPECT_NE(missing[0].find("there is no /no/recording/input.npy"), std::string::npos) << missing[0];
+  EXPECT_NE(missing[0].find("there is nothing at /no/recording"), std::string::npos) << missing[0];
+}
+
+TEST_F(JobConfigTest, StoredTokenIdsAreCheckedBeforeTheStart) {
+  const std::filesystem::path folder = std::filesystem::path(::testing::TempDir()) / "stored_ids";
+  std::filesystem::create_directories(folder);
+  const auto check = [&](const std::string& contents) {
+    std::ofstream(folder / "ids.bin", std::ios::binary) << contents;
+    return problems_of({"--training.dataset", "tokens", "--training.dataset_path", folder.string()}, 1,
+                       JobFiles::Check);
+  };
+  std::string ids;
+  for (int i = 0; i < 500; ++i) ids += std::string("\7\0", 2);
+  EXPECT_TRUE(check(ids).empty());
+  const auto odd = check(ids + "x"), outside = check(std::string(1000, '\x7f'));
+  ASSERT_EQ(odd.size(), 1u);
+  EXPECT_NE(odd[0].find("ids.bin has 1001 bytes, not a whole number of uint16"), std::string::npos) << odd[0];
+  ASSERT_EQ(outside.size(), 1u);
+  EXPECT_NE(outside[0].find("ids.bin: token 0 of 500"), std::string::npos) << outside[0];
+  std::filesystem::remove_all(folder);
 }
 
 TEST_F(JobConfigTest, RefusesFeaturesThatDontExist) {
