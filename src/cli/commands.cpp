@@ -83,8 +83,8 @@ const CommandGroup kCheckpoint = {
     .title = "usage: titan checkpoint COMMAND ...",
     .commands =
         {{"ls", "FOLDER", "list the steps of a run and their state", checkpoint_ls},
-         {"info", "STEP_FOLDER [--stats] [--tensors REGEX]", "show what a checkpoint holds", checkpoint_info},
-         {"verify", "STEP_FOLDER [--threads N]", "compare every byte with its checksum", checkpoint_verify},
+         {"info", "FOLDER [--stats] [--tensors REGEX]", "show what a checkpoint holds", checkpoint_info},
+         {"verify", "FOLDER [--threads N]", "compare every byte with its checksum", checkpoint_verify},
          {"diff", "A B [--tensors REGEX]", "show what differs between two checkpoints", checkpoint_diff},
          {"prune", "FOLDER --keep K [--dry-run]", "remove all but the newest steps", checkpoint_prune},
          {"convert", "FROM TO", "convert between a step's model, a Hugging Face folder and one file",
@@ -160,6 +160,11 @@ int checkpoint_command(const Arguments& words) { return dispatch(kCheckpoint, wo
 
 int debug_command(const Arguments& words) { return dispatch(kDebug, words); }
 
+int code_of(const std::exception& error) {
+  if (dynamic_cast<const ConfigError*>(&error)) return kUsage;
+  return dynamic_cast<const train::UnsoundRun*>(&error) ? train::kUnsoundRunCode : kFailure;
+}
+
 int main(int argc, char** argv) {
   install_crash_handler();
   // Exceeding a file-size limit then is an error of the write, which names the file, rather than a fatal
@@ -170,14 +175,14 @@ int main(int argc, char** argv) {
     return run(Arguments(argv + std::min(argc, 1), argv + argc));
   } catch (const HelpText& help) {
     return print(help.text);
+  } catch (const ReportedError& error) {
+    return error.code;
   } catch (const ConfigError& error) {
     print_problems(error);
-    return kUsage;
-  } catch (const train::UnsoundRun& error) {
-    print_error(str("error: ", error.what()));
-    return train::kUnsoundRunCode;
+    return code_of(error);
   } catch (const std::exception& error) {
     print_error(str("error: ", reason_of(error)));
+    return code_of(error);
   } catch (...) {
     print_error("error: an exception of unknown type");
   }

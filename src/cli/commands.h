@@ -3,6 +3,7 @@
 // The commands of the program. Each takes the words after its name and returns the exit code. Errors pass
 // through.
 
+#include <exception>
 #include <string>
 #include <vector>
 
@@ -14,6 +15,14 @@ using Arguments = std::vector<std::string>;
 struct HelpText {
   std::string text;
 };
+
+/// Thrown after an error has been reported in full: main() only returns the code.
+struct ReportedError {
+  int code;
+};
+
+/// The exit code that main() returns for an error: 2 for ConfigError, 3 for UnsoundRun, otherwise 1.
+int code_of(const std::exception& error);
 
 /// Registers the models that come with the library. An explicit call, because a linker may drop a file of the
 /// library whose only use is a static initializer. Does nothing the second time.

@@ -293,20 +293,35 @@ void check_requeue(const train::FaultToleranceSettings& settings) {
         "(SLURM_JOB_ID isn't set)");
 }
 
-// Explains an out-of-memory error here, where the settings are; main() prints the error itself.
-train::RunEnd run_trainer(const train::JobConfig& config, const dist::World& world, bool on_terminal,
-                          const train::CheckedFiles& checked, train::StartupWatch& startup) {
+// Reports why this rank of several fails. The launcher's box shows the rank whose error is the cause, so
+// under `titan launch` only that rank says what it is.
+[[noreturn]] void report_failure(const std::exception& error, const dist::Launch& launch,
+                                 const dist::Explanation& why) {
+  const bool is_told_here = why.told_by == launch.rank;
+  if (is_told_here && dynamic_cast<const ConfigError*>(&error)) throw;  // main() lists the problems
+  if (is_told_here)
+    log::error("the job fails: " + reason_of(error));
+  else if (why.told_by >= 0 && launch.by == "titan")
+    log::info(str("this rank ends because rank ", why.told_by, " failed"));
+  else
+    log::error("the job fails: " + why.text);
+  if (why.covers_own_error) throw ReportedError{code_of(error)};
+  throw;
+}
+
+// Explains an out-of-memory error here, where the settings are.
+train::RunEnd run_trainer(const train::JobConfig& config, const dist::World& world,
+                          const dist::Launch& launch, const train::CheckedFiles& checked,
+                          train::StartupWatch& startup) {
   const auto watchdog = train::make_watchdog(config, world);
   try {
-    train::Trainer trainer = train::build_trainer(config, world, on_terminal, checked, watchdog);
+    train::Trainer trainer = train::build_trainer(config, world, on_terminal(launch), checked, watchdog);
     startup.end();
     return trainer.train();
-  } catch (const ConfigError&) {
-    throw;  // all ranks report the same: none is lost
   } catch (const std::exception& error) {
     if (train::is_out_of_memory(error)) log::error(train::explain_out_of_memory(config, world));
-    if (world.size() > 1) log::error("the job fails: " + watchdog->explain(error.what()));
-    throw;
+    if (world.size() == 1) throw;
+    report_failure(error, launch, watchdog->explain(reason_of(error)));
   }
 }
 
@@ -333,7 +348,7 @@ int run_rank(const train::JobConfig& config, const dist::Launch& launch, const t
     startup.join(world);
   }
   if (train::run_has_ended(config, world)) return 0;
-  const train::RunEnd end = run_trainer(config, world, on_terminal(launch), checked, startup);
+  const train::RunEnd end = run_trainer(config, world, launch, checked, startup);
   // Stopped during its last validation: all steps are trained and saved.
   if (end.step >= config.training.steps) return 0;
   return code_after(end.stop);

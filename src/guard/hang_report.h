@@ -48,18 +48,23 @@ inline constexpr const char* kFailureOf = "failure of ";
 /// The facts that a failing rank knows.
 struct FailureScene {
   int rank = 0, size = 1;
-  std::string failure;  ///< one line
+  std::string failure;         ///< one line
+  bool is_about_peer = false;  ///< a call to its peers failed, probably because one of them did
   Mail::Connect connect;
   std::filesystem::path records;  ///< folder of the flight records; empty: none are written
+  std::string record_request;     ///< why this rank was last asked for its record; may be empty
   /// The last words of rank 0, whose process may keep the store; may be empty.
   std::string first_rank_last_words;
 };
 
+/// Whether one of this rank's last calls failed.
+bool has_failed_call(const FlightRecorder& recorder);
+
 /// Returns the same line on all ranks that fail. Blocks as long as the store does; otherwise returns within
 /// kExplainsWithin.
-std::string explain_failure(const FailureScene& scene);
+Explanation explain_failure(const FailureScene& scene);
 
-/// The line of a rank that cannot ask the others: `known` says why.
-std::string explain_alone(const FailureScene& scene, const std::string& known);
+/// The explanation of a rank that cannot ask the others: `known` says why.
+Explanation explain_alone(const FailureScene& scene, const std::string& known);
 
 }  // namespace titan::dist

@@ -44,7 +44,7 @@ RunWatchdog::RunWatchdog(std::shared_ptr<dist::Watchdog> watchdog, const dist::W
                          dist::WatchdogLimits training, const std::vector<nn::AnyRef>& models)
     : models_(models), training_(std::move(training)), watchdog_(std::move(watchdog)) {
   // Work before the first phase (connecting a pipeline, agreeing on settings) has a limit, too.
-  watchdog_->progress(ProgressKind::Compute, "start");
+  watchdog_->progress(places_.front().kind, places_.front().what);
   watchdog_->set_limits(startup);
   add_root_probes(models_,
                   [&](auto inner) { return std::make_shared<ForwardProgress>(watchdog_, std::move(inner)); });
@@ -59,16 +59,22 @@ RunWatchdog::~RunWatchdog() {
 }
 
 void RunWatchdog::begin(Phase phase, int64_t step) {
-  watchdog_->progress(kind_of(phase), name_of(phase), step);
+  places_.push_back({kind_of(phase), name_of(phase)});
+  watchdog_->progress(places_.back().kind, places_.back().what, step);
 }
 
+// Returns to the surrounding phase. A failed phase stays: the rank still cleans it up.
 void RunWatchdog::end(Phase phase, int64_t step, bool failed) {
-  if (phase == Phase::Finish) return watchdog_->progress(ProgressKind::Idle, "end", step);
+  places_.pop_back();
+  if (phase == Phase::Step) places_.front().what = name_of(Phase::Step);
+  if (phase == Phase::Finish) places_.front() = {ProgressKind::Idle, "end"};
   if (phase == Phase::Step && !failed && !first_step_is_over_) {
     first_step_is_over_ = true;
     watchdog_->set_limits(training_);
   }
-  watchdog_->progress(ProgressKind::Compute, name_of(Phase::Step), step);
+  if (failed && phase != Phase::Finish) return watchdog_->progress();
+  const bool is_before_a_step = places_.back().what == std::string_view("start");
+  watchdog_->progress(places_.back().kind, places_.back().what, is_before_a_step ? -1 : step);
 }
 
 FlightPhases::FlightPhases(std::shared_ptr<dist::FlightRecorder> recorder) : recorder_(std::move(recorder)) {}

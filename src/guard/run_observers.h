@@ -29,6 +29,12 @@ class RunWatchdog final : public RunObserver {
   dist::WatchdogLimits training_;
   std::shared_ptr<dist::Watchdog> watchdog_;
   bool first_step_is_over_ = false;
+  /// Where the run is, the innermost phase last; before and between phases, the first one.
+  struct Place {
+    dist::ProgressKind kind;
+    const char* what;
+  };
+  std::vector<Place> places_ = {{dist::ProgressKind::Compute, "start"}};
 };
 
 /// Reports a run's current phase to the flight recorder.

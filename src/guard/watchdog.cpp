@@ -233,30 +233,34 @@ class Watchdog::Impl {
     desk_->wake();
   }
 
-  std::string explain(const std::string& failure) {
+  Explanation explain(const std::string& failure) {
+    const Mail::Inbox inbox = desk_->inbox();
     FailureScene scene{.rank = world_.rank(),
                        .size = world_.size(),
                        .failure = on_one_line(failure),
+                       .is_about_peer = has_failed_call(world_.recorder()),
                        .connect = connect_,
                        .records = records_ ? records_->folder() : "",
+                       .record_request = inbox.record_request,
                        .first_rank_last_words = ""};
-    if (const auto rank0 = desk_->inbox().beats; scene.rank != 0 && rank0[0])
-      scene.first_rank_last_words = rank0[0]->life;
+    if (scene.rank != 0 && inbox.beats[0]) scene.first_rank_last_words = inbox.beats[0]->life;
     // The state when the first rank failed says more than the state after the failures that followed.
     if (records_ && !desk_->failure_is_recorded) {
       write_record(scene.failure, FlightExtent::Last);
       file_thread_.wait(kRecordWithin);
     }
-    const auto text = std::make_shared<std::string>();
-    const auto explain_it = [scene, text] {
+    const auto found = std::make_shared<Explanation>();
+    const auto explain_it = [scene, found] {
       const BackgroundCalls background;
-      *text = explain_failure(scene);
+      *found = explain_failure(scene);
     };
-    if (within(kExplainsWithin - kRecordWithin, explain_it)) return *text;
-    return explain_alone(
-        scene,
-        "no rank is known to be lost: within 8 s neither the job's store, which rank 0 or its "
-        "launcher keeps, nor the ranks' records say why");
+    if (!within(kExplainsWithin - kRecordWithin, explain_it))
+      return explain_alone(
+          scene,
+          "no rank is known to be lost: within 8 s neither the job's store, which rank 0 or its "
+          "launcher keeps, nor the ranks' records say why");
+    if (found->told_by >= 0 && found->told_by != scene.rank) std::this_thread::sleep_for(kCulpritsFirst);
+    return *found;
   }
 
  private:
@@ -513,12 +517,13 @@ void Watchdog::set_limits(const WatchdogLimits& limits) {
 void Watchdog::leave() {
   if (impl_) impl_->leave();
 }
-std::string Watchdog::explain(const std::string& failure) noexcept {
+Explanation Watchdog::explain(const std::string& failure) noexcept {
   try {
-    return impl_ ? impl_->explain(failure) : failure;
+    if (impl_) return impl_->explain(failure);
   } catch (const std::exception&) {
-    return failure;
+    // The error itself is all that is known.
   }
+  return {failure, -1, /*covers_own_error=*/true};
 }
 
 }  // namespace titan::dist

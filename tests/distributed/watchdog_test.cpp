@@ -8,6 +8,7 @@
 #include <future>
 #include <thread>
 
+#include "dist/flight_record.h"
 #include "distributed/world.h"
 #include "titan/core/error.h"
 #include "titan/dist/collectives.h"
@@ -93,6 +94,29 @@ TEST(Watchdog, ToleratesAWaitWhileAnotherRankSaves) {
     watchdog.progress(ProgressKind::Idle, "end");
   }
   world().everyone()->barrier({"test"}).wait();
+}
+
+/// A call in which this rank lost its connection to a peer.
+void fail_call() {
+  dist::FlightRecorder& recorder = world().recorder();
+  recorder.finish(recorder.start({}), dist::CallState::Failed);
+}
+
+// Rank 0 needs a while to clean up; until then the others only know that their calls failed.
+TEST(Watchdog, NamesTheCauseOfAFailureNotItsFirstEffect) {
+  if (world().size() == 1) GTEST_SKIP() << "needs peers";
+  Watchdog watchdog(world(), {.judges = false});
+  const bool is_culprit = world().rank() == 0;
+  if (is_culprit)
+    std::this_thread::sleep_for(500ms);
+  else
+    fail_call();
+  const auto start = std::chrono::steady_clock::now();
+  const dist::Explanation why = watchdog.explain(is_culprit ? "no space left" : "connection closed");
+  EXPECT_EQ(why.text, "rank 0 failed: no space left");
+  EXPECT_EQ(why.told_by, 0);
+  EXPECT_TRUE(why.covers_own_error);
+  if (!is_culprit) EXPECT_GT(std::chrono::steady_clock::now() - start, 1500ms) << "launchers blame the first";
 }
 
 }  // namespace

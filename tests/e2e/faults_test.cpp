@@ -159,6 +159,48 @@ TEST(Faults, ReportsAFullDiskForTheLogs) {
   EXPECT_THAT(result.err, HasSubstr("metrics.jsonl"));
 }
 
+int count_of(const std::string& text, const std::string& part) {
+  int count = 0;
+  for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++count;
+  return count;
+}
+
+CommandResult run_with_file_limit(int kib, const Words& words) {
+  std::string command = "ulimit -f " + std::to_string(kib) + "; exec";
+  for (const std::string& word : words) command += " '" + word + "'";
+  return run({"/bin/bash", "-c", command}, {{"OMP_NUM_THREADS", "1"}}, 100);
+}
+
+// Only rank 0 writes the metrics. Rank 1 notices that rank 0 is gone.
+TEST(Faults, AGroupReportsTheCauseOnceAndBlamesItsRank) {
+  for (const std::string shown : {"0", "all", "none"}) {
+    const CommandResult result = run_with_file_limit(
+        8, train_words(model()) + Words{"--training.steps", "1000", "--metrics.log_freq", "1", "--nproc", "2",
+                                        "--log-rank", shown, "--job.dump_folder",
+                                        fresh_folder("full").string()});
+    EXPECT_EQ(result.status, 1) << shown;
+    EXPECT_EQ(count_of(result.err, "metrics.jsonl: File too large"), 1) << result.err;
+    EXPECT_THAT(result.err, AllOf(HasSubstr("the job fails: cannot write to the log"),
+                                  HasSubstr("rank 0 of 2 failed first: exit code 1"), Not(HasSubstr("lost:")),
+                                  Not(HasSubstr("first to notice"))));
+    if (shown == "all")
+      EXPECT_THAT(result.err, HasSubstr("this rank ends because rank 0 failed")) << result.err;
+  }
+}
+
+// All ranks agree that the save failed, and report it in the same words.
+TEST(Faults, AGroupReportsAFailedSaveOnce) {
+  const CommandResult result = run_with_file_limit(
+      100, train_words(model()) + Words{"--training.steps", "1000", "--nproc", "2", "--log-rank", "all",
+                                        "--checkpoint.enable", "--checkpoint.interval", "5",
+                                        "--job.dump_folder", fresh_folder("full").string()});
+  EXPECT_EQ(result.status, 1);
+  EXPECT_EQ(count_of(result.err, "rank 0 ("), 1) << result.err;
+  EXPECT_EQ(count_of(result.err, "rank_00000.safetensors"), 1) << result.err;
+  EXPECT_THAT(result.err, AllOf(HasSubstr("the job fails: checkpoint of step 5: rank 0 ("),
+                                HasSubstr("rank 0 of 2 failed first: exit code 1")));
+}
+
 // Too large a step makes the next loss infinite on every rank: the lowest rank is named, and all ranks report
 // it.
 TEST(Faults, NonFiniteNumbersStopAllRanks) {

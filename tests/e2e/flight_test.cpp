@@ -114,7 +114,7 @@ TEST_F(Flight, NamesAKilledRankWithItsHostAndLastCall) {
   const std::string line =
       str("the job fails: lost: ([^;]*; )*rank 1 \\(host [^ ]+, pid ", ranks[1],
           "\\), last heard from at [0-9:.]+ in [a-z_]+ of step [0-9]+, its last call being "
-          "[a-z_]+ #[0-9]+ of group '[a-z_.]+' \\([^)]*\\), [a-z]+; first to fail was rank [02]: ");
+          "[a-z_]+ #[0-9]+ of group '[a-z_.]+' \\([^)]*\\), [a-z]+; first to notice was rank [02]: ");
   EXPECT_THAT(result.err, ContainsRegex(line));
   EXPECT_FALSE(fs::exists(record(1)));
   ASSERT_TRUE(fs::exists(record(0)) && fs::exists(record(2)));

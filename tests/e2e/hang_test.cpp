@@ -244,6 +244,8 @@ TEST_P(HangingStep, IsReportedWithItsPhaseAndStack) {
                     ContainsRegex(who + "hasn't joined the call that the others wait in: it is in " + where +
                                   "for [0-9.]* s without progress.*" + limit)));
   EXPECT_THAT(result_.err, ContainsRegex("rank 1 \\([^)]*\\) is in compute, " + where));
+  EXPECT_THAT(result_.err, ContainsRegex("rank 2 \\([^)]*\\) is in compute, [a-z_]+ of step " +
+                                         std::to_string(kStep) + ", waiting in [a-z_]+ #[0-9]+ of group"));
   for (int rank = 0; rank < kRanks; ++rank)
     EXPECT_THAT(result_.err, HasSubstr("the job hangs: rank " + std::to_string(rank) + " ("));
   EXPECT_GE(count_of(result_.err, "its threads:"), kRanks) << "each rank prints its stack";

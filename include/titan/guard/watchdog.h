@@ -91,6 +91,16 @@ struct WatchdogOptions {
   std::function<void(const std::string& verdict)> on_hang = {};
 };
 
+/// Why a job failed, as Watchdog::explain finds out.
+struct Explanation {
+  /// One line, the same on all ranks that fail. The cause comes first.
+  std::string text;
+  /// The rank whose own error is the cause, and which reports it; -1: a rank is lost, or the cause isn't known.
+  int told_by = -1;
+  /// This rank's error adds nothing to `text`: it is part of it, or only says that a peer is gone.
+  bool covers_own_error = false;
+};
+
 /// One per process and run, made by all ranks of the world in the same order. progress() may be called by any
 /// one thread at a time and costs a few nanoseconds:
 ///
@@ -126,12 +136,12 @@ class Watchdog {
   /// for it.
   void leave();
 
-  /// Returns why this rank failed with `failure`, as one line that is the same on all ranks that fail: the
-  /// lost rank with its host and last call, or else the result of the flight records; and the error of the
-  /// first rank to fail. Makes all ranks write their records. Takes some seconds, because silence takes time
-  /// to notice, and gives up after kExplainsWithin. Doesn't throw. Call it once, when the process is about to
-  /// end.
-  std::string explain(const std::string& failure) noexcept;
+  /// Returns why the job fails, given this rank's error: the lost rank with its host and last call; or else the
+  /// first error that isn't about a peer (a full disk, a wrong setting); or else the result of the flight
+  /// records. Makes all ranks write their records. Takes some seconds, because silence takes time to notice,
+  /// and gives up after kExplainsWithin. Launchers blame the first rank to end, so it then returns a little
+  /// later on ranks that aren't to blame. Doesn't throw. Call it once, when the process is about to end.
+  Explanation explain(const std::string& failure) noexcept;
 
  private:
   class Impl;

@@ -600,6 +600,8 @@ class RankGroup {
     for (int other : lost())
       if (ranks_[other].hung)
         text += str("rank ", other, " ", how_lost(other), " (pid ", ranks_[other].pid, ")\n");
+    if (!rank.tail.lines.empty() && options_.shown.contains(first_failed_))
+      return text + str("its last lines are above, after [rank ", first_failed_, "]\n") + thick + "\n";
     text += thin + (rank.tail.lines.empty() ? "\nIt printed nothing.\n" : "\nIts last lines:\n");
     for (const auto& line : rank.tail.lines) text += "  " + line + "\n";
     return text + thick + "\n";

@@ -71,6 +71,26 @@ TEST(HungProcess, EndsWithItsExitCodeWhileItWaits) {
   EXPECT_EXIT(wait(), ::testing::ExitedWithCode(kHungExitCode), "");
 }
 
+// The rank with the store has already ended when its peers notice.
+TEST(ExplainAlone, NamesTheRankThatReportedAnErrorOfItsOwn) {
+  FailureScene scene;
+  scene.rank = 1;
+  scene.failure = "connection closed";
+  scene.is_about_peer = true;
+  EXPECT_EQ(explain_alone(scene, "the store is gone").text,
+            "the store is gone; this is rank 1: connection closed");
+  scene.record_request = "failure of rank 0: connection closed";
+  EXPECT_EQ(explain_alone(scene, "the store is gone").told_by, -1);
+  scene.record_request = "failure of rank 0 itself: no space";
+  const Explanation why = explain_alone(scene, "the store is gone");
+  EXPECT_EQ(why.text, "rank 0 failed: no space");
+  EXPECT_EQ(why.told_by, 0);
+  EXPECT_TRUE(why.covers_own_error);
+  scene.is_about_peer = false;
+  EXPECT_EQ(explain_alone(scene, "the store is gone").text,
+            "rank 1 failed: connection closed; the store is gone");
+}
+
 TEST(OpenCall, IncludesTheCheckpointersOnlyDuringSavesAndLoads) {
   FlightRecorder recorder(4);
   {

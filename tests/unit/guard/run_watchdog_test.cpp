@@ -34,6 +34,24 @@ TEST_F(RunWatchdogs, FindAHangBeforeTheFirstPhase) {
   EXPECT_THAT(found.get(), ::testing::HasSubstr("hangs in start, without progress for"));
 }
 
+// At its end a run saves, and then still has work to do.
+TEST_F(RunWatchdogs, NameThePhaseThatSurroundsTheOneThatEnded) {
+  auto verdict = std::make_shared<std::promise<std::string>>();
+  auto found = verdict->get_future();
+  dist::WatchdogLimits limits;
+  limits.checkpoint = {300ms, "checkpoint.limit"};
+  auto hangs = std::make_shared<dist::Watchdog>(
+      world_, dist::WatchdogOptions{.judges = false, .on_hang = [verdict](const std::string& text) {
+                                      verdict->set_value(text);
+                                    }});
+  RunWatchdog watchdog(hangs, limits, limits, {model_});
+  watchdog.begin(Phase::Finish, 7);
+  watchdog.begin(Phase::Save, 7);
+  watchdog.end(Phase::Save, 7, /*failed=*/false);
+  ASSERT_EQ(found.wait_for(60s), std::future_status::ready);
+  EXPECT_THAT(found.get(), ::testing::HasSubstr("hangs in finish of step 7, without progress for"));
+}
+
 // The hooks surround each other, and may be removed in any order.
 TEST_F(RunWatchdogs, RemoveTheirHooks) {
   const auto before = model_->label_hook;
