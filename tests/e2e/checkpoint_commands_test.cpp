@@ -241,8 +241,11 @@ TEST(CheckpointCommands, ConvertExtractsTheModelFromAState) {
   const std::string new_folder = (saved.folder / "hf").string(), new_file = new_folder + ".safetensors";
   EXPECT_THAT(fails(2, {"convert", step.string(), new_folder}),
               HasSubstr("manifest.json doesn't say which model it is; add --config"));
-  EXPECT_THAT(fails(2, {"convert", saved.steps.string(), new_folder}),
-              HasSubstr("is a run's folder, not a step's; the newest step in it is "));
+  // A second time: nothing is replaced.
+  const auto written = fs::last_write_time(to);
+  EXPECT_THAT(fails(2, {"convert", step.string(), to.string()}),
+              HasSubstr(to.string() + " exists already; remove it or choose another name"));
+  EXPECT_EQ(fs::last_write_time(to), written);
   // Damages rank 1's half, which is read after rank 0's.
   const fs::path file = step / checkpoint::file_name(1);
   std::fstream bytes(file, std::ios::in | std::ios::out | std::ios::binary);
@@ -287,9 +290,6 @@ TEST(CheckpointCommands, ExplainsAWrongFolder) {
   const SavedRun saved("wrong");
   const std::string steps = saved.steps.string(), newest = steps + "/step-40";
   for (const char* command : {"info", "verify"}) {
-    EXPECT_THAT(fails(2, {command, saved.folder.string()}),
-                HasSubstr(saved.folder.string() +
-                          " is a run's folder, not a step's; the newest step in it is " + newest));
     EXPECT_THAT(fails(2, {command, steps + "/step-50"}),
                 HasSubstr("there is no folder " + steps + "/step-50 in " + steps +
                           "; the newest step in it is " + newest));
@@ -308,16 +308,51 @@ TEST(CheckpointCommands, ExplainsAWrongFolder) {
   EXPECT_EQ(succeeds({"ls", empty.string()}), "no steps in " + empty.string() + "\n");
 }
 
+// The newest step with a state, or for convert, which reads models too, of any kind.
+TEST(CheckpointCommands, TakeTheNewestStepOfARunAndSayWhich) {
+  const SavedRun saved("newest");
+  const auto taking = [](const std::string& command, const fs::path& step) {
+    return str("titan checkpoint ", command, ": taking the newest step, ", step.string(), "\n");
+  };
+  for (const fs::path& run_folder : {saved.folder, saved.steps, saved.steps / ""}) {
+    const CommandResult damaged = titan_checkpoint({"verify", run_folder.string()});
+    EXPECT_EQ(damaged.status, 1);
+    EXPECT_EQ(damaged.err, taking("verify", saved.steps / "step-40"));
+    EXPECT_THAT(damaged.out, HasSubstr("is damaged in 2 places"));
+  }
+  fs::remove_all(saved.steps / "step-40");
+  const CommandResult verified = titan_checkpoint({"verify", saved.folder.string()});
+  EXPECT_EQ(verified.status, 0);
+  EXPECT_EQ(verified.err, taking("verify", saved.steps / "step-20"));  // step 30 holds only a model
+  const CommandResult info = titan_checkpoint({"info", saved.folder.string(), "--json"});
+  EXPECT_EQ(info.err, taking("info", saved.steps / "step-20"));
+  EXPECT_EQ(json::parse(info.out)["step"], 20);
+  const fs::path to = fresh_folder("converted") / "model.safetensors";
+  EXPECT_THAT(titan_checkpoint({"convert", saved.folder.string(), to.string()}).err,
+              HasSubstr(taking("convert", saved.steps / "step-30")));
+  fs::remove_all(saved.steps / "step-30");
+  const CommandResult converted = titan_checkpoint({"convert", saved.folder.string(), to.string()});
+  EXPECT_EQ(converted.out, to.string() + "\n");
+  EXPECT_EQ(converted.err, taking("convert", saved.steps / "step-20"));
+  EXPECT_EQ(SafetensorsFile(to).names().size(), 5u);
+  EXPECT_THAT(fails(2, {"diff", saved.folder.string(), saved.folder.string()}),
+              HasSubstr("is a run's folder, not a step's; the newest step in it is "));
+  fs::remove_all(saved.steps / "step-10");
+  fs::remove_all(saved.steps / "step-20");
+  fs::create_directory(saved.steps / "step-60");
+  std::ofstream(saved.steps / "step-60/model.safetensors") << "weights";
+  EXPECT_THAT(fails(2, {"verify", saved.folder.string()}), HasSubstr("hold only models"));
+}
+
 TEST(CheckpointCommands, HelpNamesEveryOption) {
-  EXPECT_THAT(succeeds({"--help"}), AllOf(HasSubstr("verify STEP_FOLDER [--threads N]"),
+  EXPECT_THAT(succeeds({"--help"}), AllOf(HasSubstr("verify FOLDER [--threads N]"),
                                           HasSubstr("convert FROM TO"), HasSubstr("a step's model")));
-  const std::map<std::string, Words> options = {
-      {"ls", {"FOLDER", "--json"}},
-      {"info", {"STEP_FOLDER", "--stats", "--tensors REGEX", "--json"}},
-      {"verify", {"STEP_FOLDER", "--threads N"}},
-      {"diff", {"A B", "--tensors REGEX"}},
-      {"prune", {"FOLDER", "--keep K", "--dry-run", "--force"}},
-      {"convert", {"FROM TO", "--config FILE", "--dtype DTYPE"}}};
+  const std::map<std::string, Words> options = {{"ls", {"FOLDER", "--json"}},
+                                                {"info", {"FOLDER", "--stats", "--tensors REGEX", "--json"}},
+                                                {"verify", {"FOLDER", "--threads N"}},
+                                                {"diff", {"A B", "--tensors REGEX"}},
+                                                {"prune", {"FOLDER", "--keep K", "--dry-run", "--force"}},
+                                                {"convert", {"FROM TO", "--config FILE", "--dtype DTYPE"}}};
   for (const auto& [command, words] : options) {
     const std::string help = succeeds({command, "--help"});
     EXPECT_THAT(help, StartsWith("usage: titan checkpoint " + command));

@@ -37,7 +37,7 @@ struct LsArguments {
 LsArguments parse_ls_arguments(const Arguments& words);
 int checkpoint_ls(const Arguments& words);
 
-/// `STEP_FOLDER [--stats] [--tensors REGEX] [--json]`
+/// `FOLDER [--stats] [--tensors REGEX] [--json]`
 struct InfoArguments {
   std::filesystem::path folder;
   bool stats = false;
@@ -47,7 +47,7 @@ struct InfoArguments {
 InfoArguments parse_info_arguments(const Arguments& words);
 int checkpoint_info(const Arguments& words);
 
-/// `STEP_FOLDER [--threads N]`
+/// `FOLDER [--threads N]`
 struct VerifyArguments {
   std::filesystem::path folder;
   int num_threads = 0;  ///< 0: one per core, at most 8
@@ -73,13 +73,20 @@ struct PruneArguments {
 PruneArguments parse_prune_arguments(const Arguments& words);
 int checkpoint_prune(const Arguments& words);
 
-// The folder that a user's path means. `command`: "ls", for messages. Both throw ConfigError that says what
+// The folder that a user's path means. `command`: "ls", for messages. All throw ConfigError that says what
 // the path is instead, and which folder the user may have meant.
 
 /// A folder of steps: the given one, or the one in the given run's folder.
 std::filesystem::path steps_folder(const std::filesystem::path& given, std::string_view command);
 /// The folder of one step. The checkpoint in it may be damaged.
 std::filesystem::path step_folder(const std::filesystem::path& given, std::string_view command);
+
+/// WithState: steps that hold only a model don't count.
+enum class NewestStep { OfAnyKind, WithState };
+/// The same, or the newest step of the given run, which standard error then names.
+std::filesystem::path step_or_newest(const std::filesystem::path& given, std::string_view command,
+                                     NewestStep newest);
+inline constexpr const char* kStepOrRunText = "a step's folder, or a run's: then its newest step";
 
 /// The files and the health of a step, without reading its tensors.
 struct StepHealth {

@@ -20,14 +20,14 @@ namespace fs = std::filesystem;
 
 constexpr const char* kConvertNotes =
     R"(FROM is one of:
-  the folder of a run's step: if TO ends in .safetensors, its model becomes that file, for
-    checkpoint.initial_load_path; otherwise TO becomes a Hugging Face folder (config.json, and
-    model.safetensors or shards with an index);
+  the folder of a run's step, or of the run (then its newest step): if TO ends in .safetensors, its model
+    becomes that file, for checkpoint.initial_load_path; otherwise TO becomes a Hugging Face folder
+    (config.json, and model.safetensors or shards with an index);
   a Hugging Face folder: TO becomes a file;
   such a file: TO becomes a Hugging Face folder.
 A Hugging Face folder also gets the tokenizer's files from the config's model.hf_assets_path. When a step is
 read, every block is compared with its checksum. Whatever the model's size, 16 MiB are read and written at a
-time. TO must not exist yet, and appears when it is complete.
+time. TO must not exist yet: the same command a second time is refused. TO appears when it is complete.
 )";
 
 [[noreturn]] void refuse_to_convert(const std::string& problem) {
@@ -119,7 +119,9 @@ void convert_folder(const ConvertArguments& arguments, const ConvertOptions& opt
   if (has("config.json") || has("model.safetensors.index.json")) return from_hugging_face(arguments, options);
   // A run leaves this file after its last step.
   if (has(train::kModelFile)) return from_file(arguments.from / train::kModelFile, arguments, options);
-  step_folder(arguments.from, "convert");  // throws, and names the folder that the user may have meant
+  ConvertArguments of_step = arguments;
+  of_step.from = step_or_newest(arguments.from, "convert", NewestStep::OfAnyKind);
+  if (of_step.from != arguments.from) return convert_folder(of_step, options);
   refuse_to_convert(str(arguments.from.string(),
                         " holds no manifest.json (a saved state), no config.json (Hugging Face) and no ",
                         train::kModelFile));
@@ -142,7 +144,7 @@ ConvertArguments parse_convert_arguments(const Arguments& words) {
   Parser parser("titan checkpoint convert", "FROM TO [--config FILE] [--dtype DTYPE] [--shard-gb SIZE]",
                 kConvertNotes);
   parser.path("FROM", arguments.from,
-              "a step's folder, a Hugging Face folder, or a safetensors file that titan wrote");
+              "a step's or a run's folder, a Hugging Face folder, or a safetensors file that titan wrote");
   parser.path("TO", arguments.to, "a file NAME.safetensors, or a Hugging Face folder");
   parser.file(
       "--config", arguments.config,

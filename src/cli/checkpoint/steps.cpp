@@ -203,6 +203,23 @@ fs::path step_folder(const fs::path& given, std::string_view command) {
   refuse(command, str(given.string(), " is a run's folder, not a step's", newest));
 }
 
+fs::path step_or_newest(const fs::path& given, std::string_view command, NewestStep newest) {
+  if (!fs::is_directory(given) || is_step(given) || newest_text(given).empty())
+    return step_folder(given, command);
+  const fs::path folder = steps_folder(given, command);
+  const std::vector<StepEntry> steps = list_steps(folder);
+  const auto counts = [&](const StepEntry& entry) {
+    return newest == NewestStep::OfAnyKind || !holds_model_only(entry.path);
+  };
+  const auto step = std::find_if(steps.rbegin(), steps.rend(), counts);
+  if (step == steps.rend())
+    refuse(command,
+           str("the steps in ", folder.string(), " hold only models, without manifest and checksums"));
+  std::fprintf(stderr, "titan checkpoint %s: taking the newest step, %s\n", std::string(command).c_str(),
+               step->path.c_str());
+  return step->path;
+}
+
 namespace {
 
 constexpr const char* kFolderText = "a run's folder, or the folder of its checkpoints";
@@ -236,8 +253,8 @@ LsArguments parse_ls_arguments(const Arguments& words) {
 
 VerifyArguments parse_verify_arguments(const Arguments& words) {
   VerifyArguments arguments;
-  Parser parser("titan checkpoint verify", "STEP_FOLDER [--threads N]", kVerifyNotes);
-  parser.path("STEP_FOLDER", arguments.folder, "the folder of one step");
+  Parser parser("titan checkpoint verify", "FOLDER [--threads N]", kVerifyNotes);
+  parser.path("FOLDER", arguments.folder, kStepOrRunText);
   parser.number("--threads", arguments.num_threads, CLI::Range(1, 1024),
                 "read with N threads (default: one per core, at most 8)");
   parser.parse(words);
@@ -355,7 +372,7 @@ std::string amount_text(const VerifyReport& report, double seconds) {
 
 int checkpoint_verify(const Arguments& words) {
   const VerifyArguments arguments = parse_verify_arguments(words);
-  const auto folder = step_folder(arguments.folder, "verify");
+  const auto folder = step_or_newest(arguments.folder, "verify", NewestStep::WithState);
   VerifyOptions options;
   options.num_threads = arguments.num_threads > 0 ? arguments.num_threads : default_threads();
   const auto start = std::chrono::steady_clock::now();

@@ -315,8 +315,8 @@ ordered_json json_of(const SavedState& state, const std::vector<StateTensor>& te
 
 InfoArguments parse_info_arguments(const Arguments& words) {
   InfoArguments arguments;
-  Parser parser("titan checkpoint info", "STEP_FOLDER [--stats] [--tensors REGEX] [--json]", kInfoNotes);
-  parser.path("STEP_FOLDER", arguments.folder, "the folder of one step");
+  Parser parser("titan checkpoint info", "FOLDER [--stats] [--tensors REGEX] [--json]", kInfoNotes);
+  parser.path("FOLDER", arguments.folder, kStepOrRunText);
   parser.flag("--stats", arguments.stats,
               "read the tensors and print mean, std, min, max, norm and the count of non-finite elements");
   add_tensors(parser, arguments.tensors);
@@ -327,7 +327,7 @@ InfoArguments parse_info_arguments(const Arguments& words) {
 
 int checkpoint_info(const Arguments& words) {
   const InfoArguments arguments = parse_info_arguments(words);
-  const SavedState state(step_folder(arguments.folder, "info"));
+  const SavedState state(step_or_newest(arguments.folder, "info", NewestStep::WithState));
   const std::vector<StateTensor> tensors = by_name(state.table(), arguments.tensors);
   if (arguments.json) return print(json_text(json_of(state, tensors, arguments.stats), 2) + "\n");
   return print(str(header_text(state), "\n", tensors_text(state, tensors, arguments.stats)));
