@@ -44,12 +44,15 @@ inline std::vector<StateLayout> layouts_of(int num_ranks) {
 /// The whole tensor.
 inline at::Tensor values_of(const std::string& name, at::IntArrayRef shape, at::ScalarType dtype,
                             int64_t step) {
+  constexpr int64_t kPeriod = 4093;
   int64_t numel = 1, hash = 7;
   for (const int64_t size : shape) numel *= size;
   for (const char letter : name) hash = (hash * 31 + letter) % 10007;
-  const at::Tensor numbers = at::arange(numel, at::kLong).mul(13).add(hash + 1009 * step).remainder(4093);
+  const at::Tensor numbers =
+      at::arange(std::min(numel, kPeriod), at::kLong).mul(13).add(hash + 1009 * step).remainder(kPeriod);
   // Exact in float32, and rounded alike everywhere in shorter dtypes.
-  return numbers.to(at::kFloat).div(64).sub(30).to(dtype).view(shape);
+  const at::Tensor values = numbers.to(at::kFloat).div(64).sub(30);
+  return values.repeat({(numel + kPeriod - 1) / kPeriod}).narrow(0, 0, numel).to(dtype).view(shape);
 }
 
 struct TensorCase {
@@ -80,6 +83,14 @@ inline std::vector<TensorCase> toy_tensors() {
     add("one_row", {1, 5}, at::kHalf, 0, -1);
     add("none", {0, 3}, at::kFloat, 0, -1);
   }
+  return tensors;
+}
+
+/// 300 MB in the two objects of a ToyJob: a rank's file has hundreds of blocks, and takes a while to write.
+inline std::vector<TensorCase> large_tensors() {
+  std::vector<TensorCase> tensors;
+  for (int layer = 0; layer < 12; ++layer)
+    tensors.push_back({titan::str("layers.", layer, ".weight"), {3125, 1000}, at::kFloat, 0, -1, 0, -1});
   return tensors;
 }
 
@@ -154,7 +165,8 @@ struct ToyJob {
         optimizer("optimizer", mesh, cases) {}
 
   /// All ranks along dp.
-  explicit ToyJob(const dist::World& world) : ToyJob(world, {1, world.size(), 1}) {}
+  explicit ToyJob(const dist::World& world, const std::vector<TensorCase>& cases = toy_tensors())
+      : ToyJob(world, {1, world.size(), 1}, cases) {}
 
   void add_to(checkpoint::Checkpointer& checkpointer) {
     checkpointer.add("model", model);
@@ -177,15 +189,16 @@ struct ToyJob {
 };
 
 /// Throws Error unless the checkpoint holds, bit for bit, what fill(step) makes of both objects.
-inline void check_saved(const std::filesystem::path& step_folder, int64_t step) {
+inline void check_saved(const std::filesystem::path& step_folder, int64_t step,
+                        const std::vector<TensorCase>& cases = toy_tensors()) {
   const checkpoint::SavedState saved(step_folder);
   TITAN_CHECK(saved.manifest().step == step, step_folder.string(), " holds step ", saved.manifest().step);
-  TITAN_CHECK(saved.table().tensors().size() == 2 * toy_tensors().size(), step_folder.string(), " has ",
+  TITAN_CHECK(saved.table().tensors().size() == 2 * cases.size(), step_folder.string(), " has ",
               saved.table().tensors().size(), " tensors");
   for (const char* key : {"model", "optimizer"}) {
     TITAN_CHECK(saved.manifest().texts.at(key) == titan::str(key, " at ", step), step_folder.string(), ": ",
                 key, " has another text");
-    for (const TensorCase& each : toy_tensors()) {
+    for (const TensorCase& each : cases) {
       const std::string name = titan::str(key, ".", each.name);
       const at::Tensor expected = values_of(name, each.shape, each.dtype, step);
       TITAN_CHECK(ToyState::same_bits(saved.read(name), expected), step_folder.string(), ": '", name,

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <fstream>
+#include <iostream>
 #include <random>
 #include <thread>
 
@@ -49,14 +50,14 @@ std::vector<std::string> names_in(const fs::path& folder) {
 }
 
 /// Checks that every listed step is complete and has the expected values. Returns the newest.
-int64_t check_steps(const fs::path& folder) {
+int64_t check_steps(const fs::path& folder, const std::vector<TensorCase>& cases = toy_tensors()) {
   std::vector<std::string> problems;
   const auto newest = checkpoint::newest_complete(folder, problems);
   EXPECT_THAT(problems, ::testing::IsEmpty());
   int64_t last = 0;
   for (const auto& step : checkpoint::list_steps(folder)) {
     for (const auto& damage : checkpoint::verify_step(step.path).damages) ADD_FAILURE() << to_string(damage);
-    EXPECT_NO_THROW(check_saved(step.path, step.step)) << step.path;
+    EXPECT_NO_THROW(check_saved(step.path, step.step, cases)) << step.path;
     last = step.step;
   }
   EXPECT_EQ(newest.value_or(0), last);
@@ -65,8 +66,9 @@ int64_t check_steps(const fs::path& folder) {
 
 /// Acts as the next run: on one rank, loads the newest step (0: there is none), and removes all leftovers of
 /// the run before.
-void check_next_run(const fs::path& folder, int64_t newest) {
-  ToyJob job(alone());
+void check_next_run(const fs::path& folder, int64_t newest,
+                    const std::vector<TensorCase>& cases = toy_tensors()) {
+  ToyJob job(alone(), cases);
   checkpoint::Checkpointer checkpointer(alone(), {}, {.folder = folder});
   job.add_to(checkpointer);
   if (newest > 0) {
@@ -173,10 +175,10 @@ int num_kills() {
   return wanted ? std::stoi(wanted) : 20;
 }
 
-void kill_rank(const fs::path& folder, int rank) {
+void signal_rank(const fs::path& folder, int rank, int signal) {
   pid_t pid = 0;
   std::ifstream(folder / titan::str("pid_", rank)) >> pid;
-  if (pid > 0) kill(pid, SIGKILL);
+  if (pid > 0) kill(pid, signal);
 }
 
 TEST(Kills, NewestCompleteStepIsWhatWasSaved) {
@@ -195,7 +197,7 @@ TEST(Kills, NewestCompleteStepIsWhatWasSaved) {
     ASSERT_TRUE(job.wait_for_output(is_last_chance ? "begun 2\n" : "begun", 120)) << job.wait(0).err;
     std::this_thread::sleep_for(std::chrono::microseconds(random() % 300'000));
     for (int rank = 0; rank < kRanks; ++rank)
-      if (victim >= kRanks || victim == rank) kill_rank(folder.path, rank);
+      if (victim >= kRanks || victim == rank) signal_rank(folder.path, rank, SIGKILL);
     const auto result = job.wait(60);
     EXPECT_NE(result.status, 0);
     EXPECT_THAT(result.out, HasSubstr(titan::str("from ", newest, "\n"))) << result.err;
@@ -206,6 +208,74 @@ TEST(Kills, NewestCompleteStepIsWhatWasSaved) {
   }
   ASSERT_GT(newest, 0) << "nothing was ever saved";
   check_next_run(steps, newest);
+}
+
+/// How much of a pending step's file of `rank` is on its way: the header is written last, and what isn't
+/// written yet reads as zeros.
+enum class Written { Nothing, Part, WithHeader };
+Written written_of(const fs::path& steps, int rank) {
+  for (const auto& leftover : checkpoint::list_leftovers(steps)) {
+    const fs::path path = leftover.path / checkpoint::file_name(rank);
+    std::ifstream file(path, std::ios::binary);
+    if (leftover.kind != checkpoint::LeftoverKind::Pending || !file) continue;
+    std::string page(4096, '\0');
+    const auto has_data = [&](uint64_t offset) {
+      file.clear();
+      file.seekg(static_cast<std::streamoff>(offset));
+      std::fill(page.begin(), page.end(), '\0');
+      file.read(page.data(), static_cast<std::streamsize>(page.size()));
+      return page.find_first_not_of('\0') != std::string::npos;
+    };
+    if (has_data(0)) return Written::WithHeader;
+    std::error_code gone;
+    const uint64_t num_bytes = fs::file_size(path, gone);
+    for (uint64_t offset = uint64_t{1} << 20; !gone && offset < num_bytes; offset += uint64_t{1} << 20)
+      if (has_data(offset)) return Written::Part;
+  }
+  return Written::Nothing;
+}
+
+// Each rank's file has 150 MB. The ranks are stopped before they are killed, so that what the test sees in
+// the files is where the kill hits.
+TEST(LargeKills, HitFilesWhileTheyAreWritten) {
+  constexpr int kTwo = 2;
+  const std::vector<TensorCase> cases = large_tensors();
+  const TempFolder folder;
+  const fs::path steps = folder.path / "steps";
+  const uint64_t seed = std::random_device()();
+  std::mt19937_64 random(seed);
+  SCOPED_TRACE(titan::str("seed ", seed));
+  int64_t newest = 0;
+  int num_hits = 0;
+  for (int trial = 0; trial < num_kills(); ++trial) {
+    Command job(launch_words(kTwo, {"forever_large", folder.path}), kOneThread);
+    ASSERT_TRUE(job.wait_for_output("from ", 120)) << job.wait(0).err;
+    // Every second kill hits the second save, so that there is a step to lose.
+    if (trial % 2 == 1) ASSERT_TRUE(job.wait_for_output(titan::str("begun ", newest + 2, "\n"), 120));
+    const int victim = static_cast<int>(random() % (kTwo + 1));  // one in three: all of them
+    const auto is_victim = [&](int rank) { return victim == kTwo || victim == rank; };
+    const auto is_being_written = [&](int rank) {
+      return is_victim(rank) && written_of(steps, rank) == Written::Part;
+    };
+    ASSERT_TRUE(wait_until([&] { return is_being_written(0) || is_being_written(1); }, 120));
+    std::this_thread::sleep_for(std::chrono::microseconds(random() % 100'000));
+    for (int rank = 0; rank < kTwo; ++rank)
+      if (is_victim(rank)) signal_rank(folder.path, rank, SIGSTOP);
+    num_hits += is_being_written(0) || is_being_written(1);
+    for (int rank = 0; rank < kTwo; ++rank)
+      if (is_victim(rank)) signal_rank(folder.path, rank, SIGKILL);
+    const auto result = job.wait(60);
+    EXPECT_NE(result.status, 0);
+    EXPECT_THAT(result.out, HasSubstr(titan::str("from ", newest, "\n"))) << result.err;
+    const int64_t now = check_steps(steps, cases);
+    EXPECT_GE(now, newest) << "a step was lost";
+    newest = now;
+    if (HasFailure()) return;
+  }
+  EXPECT_GT(num_hits, num_kills() / 3) << "too few kills hit a file that was being written";
+  std::cout << num_hits << " of " << num_kills() << " kills hit a file that was being written\n";
+  ASSERT_GT(newest, 0) << "nothing was ever saved";
+  check_next_run(steps, newest, cases);
 }
 
 }  // namespace

@@ -6,8 +6,8 @@
 //   checkpoint_program fail FOLDER PHASE HOW RANK MODE
 //       saves steps 1 to 3; at PHASE of the save of step 2, RANK does HOW (throw, exit or hang). If PHASE is
 //       Plan, which only the first save has, that happens in step 1. MODE: disabled, copied, staged
-//   checkpoint_program forever FOLDER
-//       loads the newest step, checks it, and saves the following ones
+//   checkpoint_program forever|forever_large FOLDER
+//       loads the newest step, checks it, and saves the following ones; forever_large: of 300 MB
 // A failure ends a rank with exit code 3.
 
 #include <unistd.h>
@@ -114,11 +114,12 @@ void write_pid(const std::filesystem::path& folder, int rank) {
   std::ofstream(folder / titan::str("pid_", rank)) << getpid() << std::endl;
 }
 
-void save_forever(const dist::World& world, const std::filesystem::path& folder) {
+void save_forever(const dist::World& world, const std::filesystem::path& folder,
+                  const std::vector<TensorCase>& cases) {
   write_pid(folder, world.rank());
   SaveOptions options{.folder = folder / "steps", .keep_latest = 3, .timeout = std::chrono::seconds(20)};
   options.async = AsyncMode::Staged;
-  ToyJob job(world);
+  ToyJob job(world, cases);
   Checkpointer checkpointer(world, {}, options);
   job.add_to(checkpointer);
   std::vector<std::string> problems;
@@ -143,7 +144,8 @@ void act(const dist::World& world, const Words& words) {
   if (what == "save") return save_all(world, words.at(1));
   if (what == "load") return load_all(world, words.at(1));
   if (what == "fail") return save_and_fail(world, words);
-  if (what == "forever") return save_forever(world, words.at(1));
+  if (what == "forever") return save_forever(world, words.at(1), toy_tensors());
+  if (what == "forever_large") return save_forever(world, words.at(1), large_tensors());
   throw Error("unknown word " + what);
 }
 

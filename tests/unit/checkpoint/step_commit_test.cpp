@@ -4,17 +4,22 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <cstdio>
 #include <fstream>
+#include <functional>
 #include <set>
 
 #include "checkpoint_files.h"
 #include "temp_folder.h"
+#include "titan/checkpoint/checkpointer.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/core/error.h"
+#include "titan/dist/world.h"
+#include "titan/tensor/dtensor.h"
 #include "unit/checkpoint/in_child.h"
 
 namespace {
@@ -26,10 +31,13 @@ int calls_until_kill = kNever;
 bool can_exchange = true;
 int renames_until_failure = kNever;
 int failing_renames = 1;
-std::vector<std::string>* record = nullptr;  // the calls made, as "sync /a"
+std::vector<std::string>* record = nullptr;  // the calls made, as "sync /a"; one thread at a time
 
 void note(const std::string& what, const std::string& path) {
-  if (record) record->push_back(what + " " + path);
+  const std::string text = what + " " + path;
+  // Many writes in a row are one entry.
+  if (record && !(what.starts_with("write") && !record->empty() && record->back() == text))
+    record->push_back(text);
 }
 
 std::string path_of(int descriptor) {
@@ -55,6 +63,15 @@ int call(long number, Arguments... arguments) {
 TITAN_INTERPOSED int fsync(int descriptor) {
   if (record) note("sync", path_of(descriptor));
   return call(SYS_fsync, descriptor);
+}
+TITAN_INTERPOSED int fdatasync(int descriptor) {
+  if (record) note("sync", path_of(descriptor));
+  return call(SYS_fdatasync, descriptor);
+}
+// With LibTorch's large files, pwritev and pwritev64 are the same.
+TITAN_INTERPOSED ssize_t pwritev(int descriptor, const iovec* parts, int count, off_t offset) {
+  if (record) note(offset == 0 ? "write start of" : "write", path_of(descriptor));
+  return syscall(SYS_pwritev, descriptor, parts, count, offset, 0);
 }
 TITAN_INTERPOSED int rename(const char* from, const char* to) noexcept {
   if (renames_until_failure > 0) {
@@ -242,6 +259,43 @@ TEST_P(ExchangeOrNot, SyncsBeforeRemoving) {
             expected);
   for (size_t i = expected.size(); i < calls.size(); ++i)
     EXPECT_THAT(calls[i], ::testing::StartsWith("remove"));
+}
+
+class Numbers : public Stateful {
+ public:
+  explicit Numbers(const dist::World& world)
+      : data_(distribute(at::arange(1'000'000.0), DeviceMesh::create(world, {{"dp", 1}}),
+                         {Placement::replicate()})) {}
+  ObjectState state() override { return {.tensors = {{"numbers", data_, false}}, .text = "text"}; }
+  void loaded(const std::string& /*text*/) override {}
+
+ private:
+  DTensor data_;
+};
+
+// A file counts as reported only when it is on disk, and the manifest, which makes the step whole, is written
+// only after the reports. The step gets its name when all of its contents, and their names, are on disk.
+TEST(OneSave, WritesSyncsReportsAndRenamesInThisOrder) {
+  const TempFolder folder;
+  const dist::World world = dist::init({.backend = "gloo", .device = "cpu"});
+  std::vector<std::string> calls;
+  const auto on_phase = [&](SavePhase phase) {
+    if (phase == SavePhase::Gather) note("report", "");
+    if (phase == SavePhase::Verdict) note("verdict", "");
+  };
+  Numbers object(world);
+  Checkpointer checkpointer(world, {}, {.folder = folder.path(), .num_threads = 1, .on_phase = on_phase});
+  checkpointer.add("numbers", object);
+  record = &calls;
+  checkpointer.save(7);
+  checkpointer.finish();
+  record = nullptr;
+  const std::string run_id = read_manifest(folder / "step-7").run_id;
+  const std::string pending = pending_path(folder.path(), 7, run_id).string();
+  const std::string file = pending + "/rank_00000.safetensors", manifest = pending + "/manifest.json";
+  EXPECT_THAT(calls, ElementsAre("write " + file, "write start of " + file, "sync " + file, "report ",
+                                 "write start of " + manifest, "sync " + manifest, "sync " + pending,
+                                 "rename " + pending, "sync " + folder.path().string(), "verdict "));
 }
 
 INSTANTIATE_TEST_SUITE_P(StepCommit, ExchangeOrNot, ::testing::Bool(),
