@@ -101,6 +101,29 @@ TEST(DamagedSteps, AreAllNamedIfNoneIsIntact) {
   resume();  // it shows in the file's size
 }
 
+// The run saves the damaged step again, and removes old ones.
+TEST(DamagedSteps, AreReplacedAndOldOnesRemovedWithOneLineEach) {
+  const Words words = resumable(fresh_folder("config")) + ranks(2) +
+                      Words{"--log-rank", "all", "--checkpoint.keep_latest_k", "2"};
+  const auto run = fresh_folder("run");
+  train(run, part_of_run(words, 10));
+  std::filesystem::remove(step_folder(run, 10) / "rank_00001.safetensors");
+  const std::string log = train_log(run, part_of_run(words, 15));
+  const auto count = [&](const std::string& part) {
+    int count = 0;
+    for (size_t at = log.find(part); at != std::string::npos; at = log.find(part, at + 1)) ++count;
+    return count;
+  };
+  const std::string five = step_folder(run, 5).string(), ten = step_folder(run, 10).string();
+  EXPECT_EQ(count("removed the earlier " + ten +
+                  ", because the new step 10 takes its place; it was damaged: " + ten +
+                  "/rank_00001.safetensors is missing"),
+            1)
+      << log;
+  EXPECT_EQ(count("removed " + five + ": 2 newer steps are kept"), 1) << log;
+  EXPECT_EQ(count("removed "), 2) << log;
+}
+
 // A run whose result is damaged isn't complete: it makes the result again.
 TEST(DamagedSteps, TheFinalModelIsSavedAgain) {
   const Words words = resumable(fresh_folder("config")) + Words{"--checkpoint.last_save_model_only"};

@@ -108,6 +108,14 @@ void remove_or_warn(const fs::path& folder) {
   }
 }
 
+// "; it was damaged: step-7/manifest.json is missing"; "" for a sound step.
+std::string damage_text(const fs::path& step) {
+  const std::vector<std::string> problems = quick_problems(step);
+  if (problems.empty()) return "";
+  return str("; it was damaged: ", problems.front(),
+             problems.size() > 1 ? str(" (and ", problems.size() - 1, " more)") : "");
+}
+
 void remove_as_old(const fs::path& path, const fs::path& removed) {
   Storage& storage = storage_of(path);
   storage.remove(removed);
@@ -140,8 +148,13 @@ void keep_aside(const fs::path& old, const fs::path& target) {
     name = target;
     name += str(kind, ".", number);
   }
+  const bool is_state = contents_of(old) == Contents::State;
+  const std::string damage = is_state ? damage_text(old) : "";
   rename_step(old, name);
-  log::warning(str(target.string(), " was replaced by another kind of step; it is kept as ", name.string()));
+  log::warning(str("the earlier ", target.string(), " is kept as ", name.string(), ": it has ",
+                   is_state ? "a state, and a model takes its place"
+                            : "no manifest.json (a model, or a damaged state), and a state takes its place",
+                   damage));
 }
 
 // Called when the successor has the name.
@@ -298,8 +311,15 @@ void commit_step(const fs::path& folder, int64_t step, const std::string& run_id
     rename_step(pending, target);
     return sync(folder);
   }
+  const bool is_kept = has_to_be_kept(target, pending);
+  const std::string removal =
+      str("removed the earlier ", target.string(), ", because the new step ", step, " takes its place",
+          contents_of(target) == Contents::State ? damage_text(target) : "");
   // After an exchange, a kill leaves a folder that only needs removing.
-  if (!has_to_be_kept(target, pending) && exchange_and_sync(pending, target)) return remove_or_warn(pending);
+  if (!is_kept && exchange_and_sync(pending, target)) {
+    remove_or_warn(pending);
+    return log::info(removal);
+  }
   const Leftover replaced{.step = step,
                           .run_id = run_id,
                           .path = hidden_path(folder, step, run_id, ".replaced"),
@@ -308,6 +328,7 @@ void commit_step(const fs::path& folder, int64_t step, const std::string& run_id
   replace_in_two_renames(pending, target, replaced.path);
   sync(folder);
   retire(replaced);
+  if (!is_kept) log::info(removal);
 }
 
 void clean_leftovers(const fs::path& folder, const FolderLock& lock) {

@@ -383,6 +383,8 @@ void PeerFolder::remove_generations(std::optional<int64_t> except) const {
     if (entry.step == except) continue;
     try {
       remove_step(entry, run_id_);
+      log::info(
+          titan::str("peer checkpoints: removed ", entry.path.string(), ": the run doesn't resume from it"));
     } catch (const Error& error) {
       log::warning(error.what());
     }
@@ -400,6 +402,7 @@ void PeerFolder::remove() {
     if (!is_leader()) return;
     lock_.reset();
     titan::detail::remove_folder(path_);
+    log::info(titan::str("peer checkpoints: removed ", path_.string(), ": the run has ended"));
   });
 }
 
@@ -412,7 +415,10 @@ std::vector<LeftState> end_peer_folders(const fs::path& parent, const std::strin
     try {
       const auto state = save_newest_generation(folder, gives_up);
       if (state) states.push_back(*state);
-      if (!state || state->problem.empty()) titan::detail::remove_folder(folder);
+      if (state && !state->problem.empty()) continue;
+      titan::detail::remove_folder(folder);
+      log::info(titan::str("peer checkpoints: removed ", folder.string(),
+                           ": nothing in it is newer than the steps on disk"));
     } catch (const std::exception& error) {
       log::warning(error.what());
     }

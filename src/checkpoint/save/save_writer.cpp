@@ -34,6 +34,16 @@ void check_sizes(const fs::path& folder, const RankTree& tree, const std::vector
   }
 }
 
+void remove_failed(const fs::path& pending) {
+  if (!is_there(pending)) return;
+  try {
+    storage_of(pending).remove(pending);
+    log::info(titan::str("removed ", pending.string(), ": its save failed"));
+  } catch (const Error& error) {
+    log::warning(titan::str(error.what(), "; the next run removes it"));
+  }
+}
+
 // ---- checking that a path names the same folder on all hosts
 
 constexpr dist::Label kOpenLabel{.phase = "checkpoint::open_folder"};
@@ -231,7 +241,7 @@ SaveOutcome StepWriter::write(const SaveJob& job) {
       for (const SaveReport& report : reports) num_bytes += report.file.num_bytes;
       return Verdict{};
     });
-    if (!verdict.text.empty()) remove_quietly(pending_path(options_.folder, job.step, run_id_));
+    if (!verdict.text.empty()) remove_failed(pending_path(options_.folder, job.step, run_id_));
   } else {
     late = problem_of([&] { enter(SavePhase::Verdict); });
     if (!late.empty()) late = titan::str(tree_.name_of(tree_.rank()), ", waiting for the verdict: ", late);
@@ -264,7 +274,11 @@ void StepWriter::prune(int64_t step) {
     std::vector<StepEntry> entries = list_steps(options_.folder);
     // Newer steps remain from a run that was rewound to an earlier one; they don't make the new step too old.
     std::erase_if(entries, [&](const StepEntry& entry) { return entry.step > step; });
-    for (const StepEntry& entry : steps_to_prune(entries, options_.keep_latest)) remove_step(entry, run_id_);
+    for (const StepEntry& entry : steps_to_prune(entries, options_.keep_latest)) {
+      remove_step(entry, run_id_);
+      log::info(titan::str("removed ", entry.path.string(), ": ", options_.keep_latest,
+                           options_.keep_latest == 1 ? " newer step is kept" : " newer steps are kept"));
+    }
   } catch (const std::exception& error) {
     log::error(titan::str("checkpoint of step ", step,
                           " is complete, but an older one couldn't be removed: ", error.what()));

@@ -513,7 +513,8 @@ void RunCheckpoints::export_model(int64_t step) {
     write_model(pending);
   } catch (const Error&) {
     std::error_code ignored;  // the next run tries again
-    if (world_.rank() == 0) fs::remove_all(pending, ignored);
+    if (world_.rank() == 0 && fs::remove_all(pending, ignored) > 0 && !ignored)
+      log::info(str("removed ", pending.string(), ": the model couldn't be written"));
     throw;
   }
   on_rank_0(world_, [&] { checkpoint::commit_step(options_.folder, step, id); });

@@ -261,6 +261,31 @@ TEST_P(ExchangeOrNot, SyncsBeforeRemoving) {
     EXPECT_THAT(calls[i], ::testing::StartsWith("remove"));
 }
 
+std::string logged_by(const std::function<void()>& act) {
+  ::testing::internal::CaptureStderr();
+  act();
+  return ::testing::internal::GetCapturedStderr();
+}
+
+TEST_P(ExchangeOrNot, LogsWhatBecomesOfTheEarlierStep) {
+  const TempFolder folder;
+  const fs::path step = save_checkpoint(folder.path(), of(kOld));
+  fs::remove(step / "rank_00001.safetensors");
+  write_pending(folder.path(), of(kNew));
+  EXPECT_THAT(logged_by([&] { commit_step(folder.path(), 7, kNew); }),
+              HasSubstr(str("removed the earlier ", step.string(),
+                            ", because the new step 7 takes its place; it was damaged: ",
+                            (step / "rank_00001.safetensors").string(), " is missing\n")));
+  write_pending(folder.path(), of(kOld));
+  EXPECT_THAT(logged_by([&] { commit_step(folder.path(), 7, kOld); }), HasSubstr("takes its place\n"));
+  fs::remove(step / "manifest.json");
+  write_pending(folder.path(), of(kNew));
+  EXPECT_THAT(logged_by([&] { commit_step(folder.path(), 7, kNew); }),
+              AllOf(HasSubstr(str("the earlier ", step.string(), " is kept as ", step.string(),
+                                  ".model: it has no manifest.json")),
+                    ::testing::Not(HasSubstr("removed"))));
+}
+
 class Numbers : public Stateful {
  public:
   explicit Numbers(const dist::World& world)
@@ -296,6 +321,31 @@ TEST(OneSave, WritesSyncsReportsAndRenamesInThisOrder) {
   EXPECT_THAT(calls, ElementsAre("write " + file, "write start of " + file, "sync " + file, "report ",
                                  "write start of " + manifest, "sync " + manifest, "sync " + pending,
                                  "rename " + pending, "sync " + folder.path().string(), "verdict "));
+}
+
+TEST(OneSave, LogsTheFoldersThatItRemoves) {
+  const TempFolder folder;
+  const dist::World world = dist::init({.backend = "gloo", .device = "cpu"});
+  bool fails = false;
+  const auto on_phase = [&](SavePhase phase) {
+    if (fails && phase == SavePhase::Commit) throw Error("told to fail");
+  };
+  Numbers object(world);
+  SaveOptions options{.folder = folder.path(), .keep_latest = 1, .stop_on_failure = false};
+  options.on_phase = on_phase;
+  Checkpointer checkpointer(world, {}, options);
+  checkpointer.add("numbers", object);
+  const auto save = [&](int64_t step) {
+    checkpointer.save(step);
+    checkpointer.finish();
+  };
+  save(7);
+  EXPECT_THAT(logged_by([&] { save(8); }),
+              HasSubstr(str("removed ", (folder / "step-7").string(), ": 1 newer step is kept\n")));
+  fails = true;
+  EXPECT_THAT(logged_by([&] { save(9); }),
+              ::testing::ContainsRegex("removed [^ ]*/\\.step-9\\.[0-9a-f]*\\.tmp: its save failed\n"));
+  EXPECT_THAT(list_leftovers(folder.path()), ElementsAre());
 }
 
 INSTANTIATE_TEST_SUITE_P(StepCommit, ExchangeOrNot, ::testing::Bool(),
