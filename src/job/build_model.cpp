@@ -6,6 +6,7 @@
 #include "dist/device_backend.h"
 #include "job/build.h"
 #include "job/pipeline_stages.h"
+#include "nn/constructed_modules.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/float8/convert.h"
@@ -139,6 +140,21 @@ void check_plan_used(const JobConfig& config, TrainableModel& model, const Meshe
     check(axis.kind, axis.degree_key, axis.degree, is_applied(model.root()));
 }
 
+// The whole model with sizes only. All of its parameters can be found from its root.
+std::unique_ptr<TrainableModel> build_registered(const JobConfig& config, at::Device device) {
+  const nn::ConstructedModules constructed;
+  auto model =
+      config.spec().build(config.args(), {.construct = deferred(device, scalar_type(config.training.dtype)),
+                                          .seq_len = config.training.seq_len});
+  std::vector<std::string> problems = constructed.unregistered(model->root().module());
+  for (std::string& problem : problems)
+    problem = str("model.name = ", config.model.name, ": the model doesn't register a module, so its ",
+                  "parameters would be neither sharded nor trained nor saved: ", problem,
+                  "; pass it to register_module() in the constructor of the module that holds it");
+  if (!problems.empty()) throw ConfigError(std::move(problems));
+  return model;
+}
+
 // A plan may also ignore checkpointing, or the model may have fewer layers than are counted.
 void check_checkpointed(const JobConfig& config, TrainableModel& model) {
   const ActivationCheckpointSettings& settings = config.activation_checkpoint;
@@ -187,10 +203,8 @@ void log_float8_layers(const JobConfig& config) {
 std::unique_ptr<TrainableModel> build_model(const JobConfig& config, const Meshes& meshes, at::Device device,
                                             const std::vector<std::string>& stage_modules) {
   const ModelSpec& spec = config.spec();
-  BuildOptions options{.construct = deferred(device, scalar_type(config.training.dtype)),
-                       .seq_len = config.training.seq_len,
-                       .stage_modules = stage_modules};
-  auto model = spec.build(config.args(), options);
+  auto model = build_registered(config, device);
+  if (!stage_modules.empty()) keep_stage_modules(*model, stage_modules);
   const auto products = ops::default_products(config.ops.cpu_matmul_policy());
   nn::set_products(model->root().module(), products);
   set_job_loss(config, *model);

@@ -5,6 +5,9 @@
 #include <map>
 #include <set>
 
+#include <c10/util/StringUtil.h>
+
+#include "nn/constructed_modules.h"
 #include "tensor/memory.h"
 #include "titan/core/error.h"
 #include "titan/nn/containers.h"
@@ -62,6 +65,62 @@ at::Tensor Module::register_init_parameter(const std::string& name, at::IntArray
   }
   param_inits_.push_back({name, init});
   return register_parameter(name, parameter);
+}
+
+// ---- modules that weren't registered
+
+namespace {
+
+thread_local ConstructedModules* noting = nullptr;
+
+// "weight [16, 8], bias [16]": those that are trained, or would have to get memory, and aren't in `known`.
+std::string parameters_besides(const std::set<const at::TensorImpl*>& known,
+                               const torch::nn::Module& module) {
+  std::vector<std::string> texts;
+  for (const auto& named : module.named_parameters(/*recurse=*/true)) {
+    const at::Tensor& parameter = named.value();
+    const bool counts = parameter.requires_grad() || is_deferred(parameter);
+    if (counts && !known.contains(parameter.unsafeGetTensorImpl()))
+      texts.push_back(titan::str(named.key(), " ", parameter.sizes()));
+  }
+  return c10::Join(", ", texts);
+}
+
+}  // namespace
+
+HookHost::HookHost() {
+  if (noting) noting->hosts_.push_back(this);
+}
+
+HookHost::~HookHost() {
+  if (noting) std::erase(noting->hosts_, this);
+}
+
+ConstructedModules::ConstructedModules() : outer_(noting) { noting = this; }
+ConstructedModules::~ConstructedModules() { noting = outer_; }
+
+std::vector<std::string> ConstructedModules::unregistered(torch::nn::Module& root) const {
+  std::map<const torch::nn::Module*, std::string> names = {{&root, "the root module"}};
+  for (const auto& named : root.named_modules(/*name_prefix=*/"", /*include_self=*/false))
+    names.emplace(named.value().get(), str("'", named.key(), "'"));
+  std::set<const at::TensorImpl*> known;
+  for (const at::Tensor& parameter : root.parameters()) known.insert(parameter.unsafeGetTensorImpl());
+  std::set<const torch::nn::Module*> below;  // below another one that isn't registered
+  for (HookHost* host : hosts_)
+    if (!names.contains(&host->as_module()))
+      for (const auto& module : host->as_module().modules(/*include_self=*/false)) below.insert(module.get());
+  std::vector<std::string> lines;
+  std::string before;
+  for (HookHost* host : hosts_) {
+    const torch::nn::Module& module = host->as_module();
+    if (const auto found = names.find(&module); found != names.end()) {
+      before = ", constructed after " + found->second;
+    } else if (!below.contains(&module)) {
+      const std::string lost = parameters_besides(known, module);
+      if (!lost.empty()) lines.push_back(str(module.name(), " with ", lost, before));
+    }
+  }
+  return lines;
 }
 
 // ---- containers

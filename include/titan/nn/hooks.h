@@ -117,9 +117,9 @@ class CheckpointHook {
 /// nn::Module does.
 class HookHost {
  public:
-  HookHost() = default;
+  HookHost();
   HookHost(const HookHost&) = delete;
-  virtual ~HookHost() = default;
+  virtual ~HookHost();
 
   std::shared_ptr<CallHook> fsdp_hook;
   std::shared_ptr<CallHook> label_hook;

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <torch/nn/modules/linear.h>
 
+#include "nn/constructed_modules.h"
 #include "titan/core/error.h"
 #include "titan/nn/containers.h"
 #include "titan/nn/layers.h"
@@ -131,6 +132,47 @@ TEST(Hooks, NameModulesGivesDottedNames) {
   EXPECT_EQ(inner->fqn(), "0");
   EXPECT_EQ(dynamic_cast<HookHost&>(*inner->children()[1]).fqn(), "0.1");
   EXPECT_EQ(root->fqn(), "");
+}
+
+// Holds two modules, of which it registers `up`, and the other on request.
+class PairImpl : public Module {
+ public:
+  explicit PairImpl(bool registers_both) : up(2, 3), down(3, 2) {
+    register_module("up", up);
+    if (registers_both) register_module("down", down);
+  }
+  Linear up, down;
+};
+TITAN_MODULE(Pair);
+
+TEST(ConstructedModules, NamesThoseThatArentRegistered) {
+  const ConstructedModules constructed;
+  Pair whole(true);
+  EXPECT_EQ(constructed.unregistered(*whole), Log{});
+  const ConstructedModules since;
+  Pair partial(false);
+  EXPECT_EQ(since.unregistered(*partial),
+            (Log{"titan::nn::LinearImpl with weight [2, 3], constructed after 'up'"}));
+}
+
+TEST(ConstructedModules, ReportAModuleWithoutThoseBelowIt) {
+  const ConstructedModules constructed;
+  Linear root(2, 2);
+  Pair elsewhere(true);
+  EXPECT_EQ(constructed.unregistered(*root),
+            (Log{"titan::nn::PairImpl with up.weight [3, 2], down.weight [2, 3], constructed after the root "
+                 "module"}));
+}
+
+TEST(ConstructedModules, IgnoreDestroyedFrozenAndTiedOnes) {
+  const ConstructedModules constructed;
+  Linear root(2, 2);
+  { Linear gone(2, 2); }
+  Linear frozen(2, 2);
+  frozen->weight.requires_grad_(false);
+  Add tied;
+  tied->register_parameter("weight", root->weight);
+  EXPECT_EQ(constructed.unregistered(*root), Log{});
 }
 
 }  // namespace
