@@ -65,15 +65,6 @@ constexpr const char* kOnTerminal = "TITAN_ON_TERMINAL";
 /// The environment variable that tells them that the files of this config have been checked.
 constexpr const char* kFilesChecked = "TITAN_FILES_CHECKED";
 
-// The help text ends with all settings.
-TrainArguments parse(const Arguments& words) {
-  try {
-    return parse_train_arguments(words);
-  } catch (const HelpText& help) {
-    throw HelpText{help.text + config::help_text(train::job_schema())};
-  }
-}
-
 struct LoadedJob {
   train::JobConfig config;
   config::Origins origins;
@@ -106,6 +97,29 @@ LoadedJob load_job(const TrainArguments& arguments) {
   // The file has been read; a printed config must not refer to another one.
   job.config.job.config_file.reset();
   return job;
+}
+
+// The help text ends with all settings, among them those of the model and the plugin that the words choose.
+std::string settings_help(Arguments words) {
+  std::erase_if(words, [](const std::string& word) { return word == "-h" || word == "--help"; });
+  try {
+    const TrainArguments arguments = parse_train_arguments(words);
+    if (arguments.config.empty() && arguments.overrides.empty())
+      return config::help_text(train::job_schema());
+    return config::help_text(train::job_schema(), load_job(arguments).config);
+  } catch (const ConfigError& error) {
+    return str(config::help_text(train::job_schema()),
+               "\nThe tables above are those of the defaults, because this command line can't be read: ",
+               error.problems().front(), "\n");
+  }
+}
+
+TrainArguments parse(const Arguments& words) {
+  try {
+    return parse_train_arguments(words);
+  } catch (const HelpText& help) {
+    throw HelpText{help.text + settings_help(words)};
+  }
 }
 
 std::vector<std::string> rank_command(const TrainArguments& arguments) {

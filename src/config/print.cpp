@@ -161,11 +161,11 @@ namespace {
 
 using Role = FieldInfo::Role;
 
-/// The section's fields. For a dynamic section, those of a default job, or none if it can't be resolved.
-std::vector<FieldInfo> fields_of(const Schema& schema, const Section& section) {
+/// The section's fields. For a dynamic section, those of `job`, or none if it can't be resolved.
+std::vector<FieldInfo> fields_of(const void* job, const Section& section) {
   if (!section.resolve) return section.fields;
   try {
-    DynamicTable table = section.resolve(schema.defaults(), Origins());
+    DynamicTable table = section.resolve(job, Origins());
     for (FieldInfo& field : table.fields) field.default_value = field.get(table.settings.get());
     return table.fields;
   } catch (const ConfigError&) {
@@ -249,17 +249,25 @@ std::string role_text(const FieldInfo& field) {
   }
 }
 
-}  // namespace
-
-std::string help_text(const Schema& schema, size_t columns) {
+std::string help_of(const Schema& schema, const void* job, size_t columns) {
   std::string text;
   for (const Section& section : schema.sections()) {
     text += str(text.empty() ? "" : "\n", "[", section.name, "]", section.meaning.empty() ? "" : "  ",
                 section.meaning, "\n");
-    for (const FieldInfo& field : fields_of(schema, section))
-      text += help_entry(section.name, field, columns);
+    for (const FieldInfo& field : fields_of(job, section)) text += help_entry(section.name, field, columns);
   }
   return text;
+}
+
+}  // namespace
+
+std::string help_text(const Schema& schema, size_t columns) {
+  return help_of(schema, schema.defaults(), columns);
+}
+
+std::string help_text(const Schema& schema, JobRef job, size_t columns) {
+  TITAN_CHECK(schema.job_type() == job.type, "this schema describes a struct other than the job's");
+  return help_of(schema, job.address, columns);
 }
 
 std::string markdown(const Schema& schema) {
@@ -267,7 +275,7 @@ std::string markdown(const Schema& schema) {
   for (const Section& section : schema.sections()) {
     text += str(text.empty() ? "" : "\n", "## [", section.name, "]\n\n");
     if (!section.meaning.empty()) text += section.meaning + "\n\n";
-    std::vector<FieldInfo> fields = fields_of(schema, section);
+    std::vector<FieldInfo> fields = fields_of(schema.defaults(), section);
     if (fields.empty()) continue;
     text += "| key | type | default | allowed | meaning |\n| --- | --- | --- | --- | --- |\n";
     for (const FieldInfo& field : fields) text += markdown_row(field);

@@ -143,5 +143,17 @@ TEST(CustomModel, TwoRunsAreBitEqual) {
   EXPECT_EQ(losses(train(fresh_folder("a"), words)), losses(train(fresh_folder("b"), words)));
 }
 
+TEST(CustomModel, HelpShowsItsArguments) {
+  for (const Words& words : {config("3") + by_import(), by_import() + Words{"--model.name", "ngram"}}) {
+    const CommandResult result = try_train(words + Words{"--help"});
+    EXPECT_EQ(result.status, 0) << result.err;
+    EXPECT_THAT(result.out, AllOf(HasSubstr("--model.args.context int"), HasSubstr("--training.seq_len int"),
+                                  Not(HasSubstr("--model.args.n_layers"))));
+  }
+  const CommandResult without = try_train(config("3") + Words{"--help"});
+  EXPECT_EQ(without.status, 0) << without.err;
+  EXPECT_THAT(without.out, AllOf(HasSubstr("--model.args.n_layers"), HasSubstr("unknown model 'ngram'")));
+}
+
 }  // namespace
 }  // namespace titan::testing

@@ -191,8 +191,11 @@ std::map<std::string, std::string> printed_settings(const std::string& toml);
 std::vector<std::string> setting_differences(const std::string& a, const std::string& b,
                                              const std::vector<std::string>& other_than = {});
 
-/// One entry per key for a terminal, grouped by table: flag, type, meaning, allowed values, default.
+/// One entry per key for a terminal, grouped by table: flag, type, meaning, allowed values, default. Dynamic
+/// tables are those of `job`, with the values that it gets unless it sets others; without it, those of a
+/// default job.
 std::string help_text(const Schema& schema, size_t columns = 110);
+std::string help_text(const Schema& schema, JobRef job, size_t columns = 110);
 
 /// The same as Markdown, with a section per table.
 std::string markdown(const Schema& schema);

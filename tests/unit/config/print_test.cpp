@@ -196,4 +196,11 @@ TEST(KeyTable, SaysWhatHappensToEachKey) {
 }
 
 }  // namespace
+TEST(Help, ShowsTheDynamicTablesOfAJob) {
+  const Result large = load_words({"--model.name", "large", "--model.args.dim", "128"});
+  EXPECT_NE(help_text(schema(), large.job).find("width; at least 1 [4096]"), std::string::npos);
+  EXPECT_NE(help_text(schema()).find("width; at least 1 [64]"), std::string::npos);
+  EXPECT_THROW(help_text(schema(), Training{}), Error);
+}
+
 }  // namespace titan::config::sample
