@@ -119,6 +119,11 @@ void sort_words(const Parser& parser, TrainArguments& arguments, const Arguments
   for (const std::string& word : words) {
     if (is_setting(word)) {
       arguments.overrides.push_back(word);
+    } else if (word == "--module" || word == "--config" ||
+               (arguments.overrides.empty() && word.ends_with(".py"))) {
+      parser.refuse(str("'", word,
+                        "' belongs to TorchTitan's configs in Python, which can't be read here: "
+                        "write their values as TOML (docs/from_torchtitan.md)"));
     } else if (word.starts_with("--") || (word.starts_with("-") && arguments.overrides.empty())) {
       parser.refuse_option(word);
     } else if (!arguments.overrides.empty()) {

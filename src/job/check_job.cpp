@@ -64,10 +64,25 @@ struct DatasetUse {
   std::string key(const char* name) const { return table + "." + name; }
 };
 
+// For the data sets of TorchTitan's configs; "" for other names.
+std::string instead_of(const std::string& dataset) {
+  const auto read_files = [](const char* files) {
+    return str("; it is one of TorchTitan's: use \"jsonl\" with dataset_path = ", files,
+               " (docs/from_torchtitan.md)");
+  };
+  if (dataset == "c4_test") return read_files("TorchTitan's tests/assets/c4_test/data.json");
+  if (dataset == "c4" || dataset == "c4_validation")
+    return read_files(
+        "the unpacked .json files of allenai/c4, which isn't streamed from the Hugging Face Hub");
+  return "";
+}
+
 std::string unknown_dataset(const std::string& name) {
   std::vector<std::string> known = data::source_kinds().names();
   known.push_back(kStoredTokens);
-  return str("unknown data set; known: ", c10::Join(", ", known), did_you_mean(name, known));
+  const std::string instead = instead_of(name);
+  return str("unknown data set; known: ", c10::Join(", ", known),
+             instead.empty() ? did_you_mean(name, known) : instead);
 }
 
 std::string steps_in(const fs::path& folder) {

@@ -1,6 +1,9 @@
 #include "job/job_config.h"
 
+#include <algorithm>
 #include <string>
+
+#include <c10/util/StringUtil.h>
 
 #include "titan/core/error.h"
 #include "titan/optim/lr_schedule.h"
@@ -26,11 +29,37 @@ void open_custom_code(const JobConfig& config, const config::Origins& origins) {
          [&] { import_custom_code(config.experimental.custom_import); });
 }
 
+// Names that only TorchTitan has are refused with what to use instead.
+
+const ModelSpec& known_spec(const std::string& name) {
+  static const std::vector<std::string> theirs = {"llama4", "deepseek_v3", "qwen3", "gpt_oss", "flux"};
+  if (!model_specs().contains(name) && name == "llama3_ft")
+    throw ConfigError("use \"llama3\"; ranks are replaced by titan train --max-restarts (docs/elastic.md)");
+  if (!model_specs().contains(name) && std::ranges::count(theirs, name) > 0)
+    throw ConfigError(
+        str("this model of TorchTitan's doesn't exist here; known: ", c10::Join(", ", model_specs().names()),
+            "; docs/adding_a_model.md shows how to add one"));
+  return *model_specs().get(name);
+}
+
+std::shared_ptr<void> args_of_flavor(const ModelSpec& spec, const std::string& flavor) {
+  const std::vector<std::string> flavors = spec.flavors();
+  for (const char* suffix : {"_flex", "_varlen", "_flex_attn", "_varlen_attn"}) {
+    if (!flavor.ends_with(suffix)) continue;
+    const std::string plain = flavor.substr(0, flavor.size() - std::string_view(suffix).size());
+    if (std::ranges::count(flavors, plain) > 0 && std::ranges::count(flavors, flavor) == 0)
+      throw ConfigError(str("use \"", plain,
+                            "\": TorchTitan's flavor adds a choice of attention kernel, "
+                            "which doesn't exist here"));
+  }
+  return spec.make_args(flavor);
+}
+
 config::DynamicTable resolve_model_args(const JobConfig& config, const config::Origins& origins) {
   open_custom_code(config, origins);
-  const ModelSpec* spec = naming(origins, "model.name", [&] { return &config.spec(); });
+  const ModelSpec* spec = naming(origins, "model.name", [&] { return &known_spec(config.model.name); });
   return {spec->arg_fields(),
-          naming(origins, "model.flavor", [&] { return spec->make_args(config.model.flavor); })};
+          naming(origins, "model.flavor", [&] { return args_of_flavor(*spec, config.model.flavor); })};
 }
 
 // The settings of the optimizer or schedule named by `table`.name. Keys of `table` that it doesn't read are

@@ -47,6 +47,11 @@ TEST(TrainArguments, AcceptsTorchTitansNameOfTheConfigFile) {
   EXPECT_THROW(parse_train_arguments({"a.toml", "--job.config_file=b.toml"}), ConfigError);
 }
 
+TEST(TrainArguments, RefusesTorchTitansConfigsInPython) {
+  for (const Words& words : {Words{"--module", "llama3", "--config", "llama3_8b"}, Words{"llama3_8b.py"}})
+    EXPECT_THAT(problem_of(parse_train_arguments, words), HasSubstr("docs/from_torchtitan.md"));
+}
+
 TEST(TrainArguments, RefusesWrongWords) {
   EXPECT_THAT(problem_of(parse_train_arguments, {"a.toml", "b.toml"}),
               AllOf(HasSubstr("a.toml"), HasSubstr("b.toml")));

@@ -12,13 +12,15 @@ namespace {
 
 constexpr int kWorldSize = 8;
 
-std::vector<std::string> problems_of(const std::string& preset, std::vector<std::string> overrides = {}) {
+// Without the files: their data and tokenizers aren't here.
+std::vector<std::string> problems_of(const std::string& preset, std::vector<std::string> overrides = {},
+                                     train::JobFiles files = train::JobFiles::Ignore) {
   register_builtin_models();
   train::JobConfig config;
   std::filesystem::path file = std::filesystem::path(TITAN_SOURCE_DIR) / "tests/data/torchtitan" / preset;
   try {
     const auto origins = load(train::job_schema(), {file, std::move(overrides)}, config);
-    check_job(config, origins, kWorldSize, train::JobFiles::Ignore);  // their data and tokenizers aren't here
+    check_job(config, origins, kWorldSize, files);
     return {};
   } catch (const ConfigError& error) {
     return error.problems();
@@ -30,6 +32,19 @@ class Preset : public testing::TestWithParam<std::string> {};
 TEST_P(Preset, IsAcceptedUnchanged) {
   std::vector<std::string> problems = problems_of(GetParam());
   EXPECT_TRUE(problems.empty()) << ConfigError(problems).what();
+}
+
+// The two edits of docs/from_torchtitan.md; without them, the errors name what to use instead.
+TEST_P(Preset, NeedsATokenizerAndData) {
+  const std::string root = TITAN_SOURCE_DIR;
+  const Words edits = {"--model.hf_assets_path",  root + "/assets/tokenizer",
+                       "--training.dataset",      "jsonl",
+                       "--training.dataset_path", root + "/tests/unit/data/tokenizer_golden.json"};
+  EXPECT_EQ(problems_of(GetParam(), edits, train::JobFiles::Check), Words{});
+  const Words without = problems_of(GetParam(), {}, train::JobFiles::Check);
+  ASSERT_EQ(without.size(), 2u);
+  EXPECT_NE(without[0].find("model.hf_assets_path"), std::string::npos) << without[0];
+  EXPECT_NE(without[1].find("use \"jsonl\" with dataset_path"), std::string::npos) << without[1];
 }
 
 using Problems = std::vector<std::string>;

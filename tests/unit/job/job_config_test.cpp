@@ -3,6 +3,7 @@
 
 #include "job/job_config.h"
 #include "titan/config/load.h"
+#include "unit/job/words.h"
 #include "unit/train/toy_model.h"
 
 namespace titan::train {
@@ -69,6 +70,24 @@ TEST_F(JobConfigTest, UnknownNamesListTheKnown) {
   auto model = problems_of({"--model.name", "bigrm"});
   ASSERT_EQ(model.size(), 1u);
   EXPECT_NE(model[0].find("did you mean 'bigram'"), std::string::npos) << model[0];
+}
+
+TEST_F(JobConfigTest, SaysWhatToUseInsteadOfTorchTitansNames) {
+  const auto refusal = [&](const std::string& key, const std::string& value) {
+    const auto problems = problems_of({"--model.name", "bigram", key, value}, 1, JobFiles::Check);
+    return std::string(ConfigError(problems).what());
+  };
+  for (const char* key : {"--training.dataset", "--validation.dataset"}) {
+    const Words enabled = {"--validation.enable", key, "c4_test"};
+    EXPECT_NE(std::string(ConfigError(problems_of(enabled, 1, JobFiles::Check)).what())
+                  .find("use \"jsonl\" with dataset_path = TorchTitan's tests/assets/c4_test/data.json"),
+              std::string::npos);
+  }
+  EXPECT_NE(refusal("--training.dataset", "c4").find("allenai/c4"), std::string::npos);
+  EXPECT_NE(refusal("--model.name", "llama4").find("docs/adding_a_model.md"), std::string::npos);
+  EXPECT_NE(refusal("--model.name", "llama3_ft").find("--max-restarts"), std::string::npos);
+  EXPECT_NE(refusal("--model.flavor", "small_flex").find("use \"small\""), std::string::npos);
+  EXPECT_NE(refusal("--model.flavor", "x_flex").find("unknown flavor"), std::string::npos);
 }
 
 TEST_F(JobConfigTest, RefusesAnUnknownMetricsSink) {
