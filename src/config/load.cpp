@@ -344,6 +344,7 @@ class Loader {
     for (const Section& section : schema_.sections())
       if (section.resolve) apply_dynamic(section);
     if (!problems_.empty()) throw ConfigError(std::move(problems_));
+    schema_.finish(job_, origins_);
     for_each_field(schema_, job_, [&](const std::string& name, const FieldInfo& field, const void* settings) {
       origins_.set_default(name, to_text(field.get(settings)));
     });

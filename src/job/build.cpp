@@ -138,10 +138,10 @@ void describe_job(const JobConfig& config, const dist::World& world, const Meshe
   std::string rows;
   for (const RowMesh& axis : meshes.row_axes) rows += str(", ", axis.kind, " parallel ", axis.mesh.size());
   ModelSizes sizes = config.spec().sizes(config.args());
-  log::info_rank0(str(config.job.description, ": ", config.model.name, " ", config.model.flavor, ", ",
-                      sizes.num_params, " parameters, on ", world.size(), " rank(s) of ",
-                      world.device().str(), " over ", world.backend(), ", data parallel ", meshes.dp_degree(),
-                      rows, meshes.tp.size() > 1 ? str(", tensor parallel ", meshes.tp.size()) : "",
+  log::info_rank0(str(config.job.description, ": ", config.model_title(), ", ", sizes.num_params,
+                      " parameters, on ", world.size(), " rank(s) of ", world.device().str(), " over ",
+                      world.backend(), ", data parallel ", meshes.dp_degree(), rows,
+                      meshes.tp.size() > 1 ? str(", tensor parallel ", meshes.tp.size()) : "",
                       meshes.pp.size() > 1 ? str(", pipeline parallel ", meshes.pp.size()) : "",
                       config.parallelism.plan.empty() ? "" : ", plan ", config.parallelism.plan));
 }

@@ -61,6 +61,9 @@ Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on
 /// Throws ConfigError with every difference between a folder's config.json and the configured model.
 void check_hf_config(const JobConfig& config, const std::filesystem::path& folder);
 
+/// Where an exported folder's tokenizer and the rest of its config.json come from.
+HfWriteOptions hf_write_options(const JobConfig& config);
+
 /// The kinds of initial weights.
 enum class InitialKind { None, Nothing, ModelFile, Step, HuggingFace };
 struct InitialSource {

@@ -74,7 +74,7 @@ std::optional<ModelExport> model_export(const JobConfig& config) {
   how.dtype = scalar_type(settings.export_dtype);
   if (settings.last_save_in_hf) {
     how.hf = configured_hf_model(config);
-    how.hf_assets = config.model.hf_assets_path;
+    how.hf_options = hf_write_options(config);
   }
   return how;
 }
@@ -91,9 +91,18 @@ std::optional<PeerSettings> peer_settings(const CheckpointSettings& settings) {
 }  // namespace
 
 void check_hf_config(const JobConfig& config, const std::filesystem::path& folder) {
-  const HfModel configured = configured_hf_model(config);
-  auto problems = config_differences(hf_model_of_folder(config.spec(), folder), configured, folder);
+  configured_hf_model(config);
+  auto problems = folder_differences(config.spec(), config.args(), folder);
   if (!problems.empty()) throw ConfigError(std::move(problems));
+}
+
+HfWriteOptions hf_write_options(const JobConfig& config) {
+  const InitialSource source = initial_source(config);
+  HfWriteOptions options;
+  options.assets = config.model.hf_assets_path;
+  if (options.assets.filename() == "tokenizer.json") options.assets = options.assets.parent_path();
+  options.config_source = source.kind == InitialKind::HuggingFace ? source.path : options.assets;
+  return options;
 }
 
 InitialSource initial_source(const JobConfig& config) {
@@ -132,6 +141,41 @@ bool run_has_ended(const JobConfig& config, const dist::World& world) {
   return last.step.has_value();
 }
 
+      return tensor_differences(HfFolder(source.path), configured_hf_model(config));
+    case InitialKind::ModelFile:
+      return model_file_differences(parameters, source.path);
+    case InitialKind::Step:
+      if (!checkpoint::quick_problems(source.path).empty()) return {};
+      return model_misfits(source.path, parameters, config::print_toml(job_schema(), config),
+                           config.checkpoint.convert_dtypes);
+    default:
+      return {};
+  }
+}
+
+// The folder in use is an error. Doesn't make the folder.
+void check_unused(const CheckpointSettings& settings, const fs::path& folder) {
+  std::error_code ignored;
+  if (!settings.load_only && fs::is_directory(folder, ignored)) checkpoint::FolderLock{folder};
+}
+
+}  // namespace
+
+std::string find_start(const JobConfig& config, const std::vector<Parameter>& parameters,
+                       std::vector<std::string>& problems) {
+  const CheckpointSettings& settings = config.checkpoint;
+  if (!settings.enable) return "starts with random weights (checkpoint.enable = false)";
+  const fs::path folder = steps_folder(config);
+  check_unused(settings, folder);
+  if (const auto end = end_of_run(config))
+    return str("the run is complete: ", checkpoint::step_path(folder, *end).string(), " exists");
+  const StepChoice choice = settings.load_step < 0
+                                ? choose_newest(folder, std::numeric_limits<int64_t>::max())
+                                : choose_step(folder, settings.load_step);
+  if (!choice.error.empty()) throw ConfigError(choice.error);
+  if (!choice.step && choice.is_damaged) refuse_damaged(folder, choice.skipped);
+  InitialSource source = initial_source(config);
+  if (choice.step) source = {InitialKind::Step, checkpoint::step_path(folder, *choice.step)};
 std::unique_ptr<RunCheckpoints> build_checkpoints(const JobConfig& config, const dist::World& world,
                                                   const Meshes& meshes,
                                                   const std::vector<Parameter>& parameters) {

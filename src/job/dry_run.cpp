@@ -155,8 +155,8 @@ std::string heading(const JobConfig& config, DryRun& run, int world_size) {
   int64_t mine = 0;
   for (const auto& model : run.models())
     for (const Parameter& parameter : parameters(model->root())) mine += parameter.data.local.numel();
-  return str(config.model.name, " ", config.model.flavor, " on ", world_size, " rank(s)", degrees,
-             "\nrank 0 keeps ", mine, " of ", config.spec().sizes(config.args()).num_params,
+  return str(config.model_title(), " on ", world_size, " rank(s)", degrees, "\nrank 0 keeps ", mine, " of ",
+             config.spec().sizes(config.args()).num_params,
              " parameters; its part of a step: ", run.num_micro_batches(), " micro-batch(es) of ",
              run.micro_batch_rows(), " x ", config.training.seq_len, " tokens\n\n");
 }

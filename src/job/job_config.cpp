@@ -19,7 +19,9 @@ auto naming(const config::Origins& origins, std::string_view key, Action action)
   try {
     return action();
   } catch (const ConfigError& error) {
-    throw ConfigError(origins.problem(key, error.problems().front()));
+    std::vector<std::string> problems;
+    for (const std::string& problem : error.problems()) problems.push_back(origins.problem(key, problem));
+    throw ConfigError(std::move(problems));
   }
 }
 
@@ -55,8 +57,18 @@ std::shared_ptr<void> args_of_flavor(const ModelSpec& spec, const std::string& f
   return spec.make_args(flavor);
 }
 
+constexpr const char* kAutoModel = "auto";
+
+NamedModel model_of_assets(const JobConfig& config, const config::Origins& origins) {
+  return naming(origins, "model.name", [&] { return model_of_folder(config.model.hf_assets_path); });
+}
+
 config::DynamicTable resolve_model_args(const JobConfig& config, const config::Origins& origins) {
   open_custom_code(config, origins);
+  if (config.model.name == kAutoModel) {
+    NamedModel model = model_of_assets(config, origins);
+    return {model_specs().get(model.name)->arg_fields(), std::move(model.args)};
+  }
   const ModelSpec* spec = naming(origins, "model.name", [&] { return &known_spec(config.model.name); });
   return {spec->arg_fields(),
           naming(origins, "model.flavor", [&] { return args_of_flavor(*spec, config.model.flavor); })};
@@ -107,11 +119,32 @@ config::DynamicTable resolve_parallelism_args() {
   return table;
 }
 
+// The flavor of these sizes, or else the family's first.
+std::string nearest_flavor(const JobConfig& config) {
+  const std::vector<std::string> flavors = config.spec().flavors();
+  const auto found = std::ranges::find_if(flavors, [&](const std::string& flavor) {
+    return config.spec().sizes(config.args()) == config.spec().sizes(config.spec().make_args(flavor).get());
+  });
+  return found == flavors.end() ? flavors.front() : *found;
+}
+
+// Replaces model.name = "auto" by the family, so that the resolved config doesn't need the folder.
+void name_model(JobConfig& config, const config::Origins& origins) {
+  if (config.model.name != kAutoModel) return;
+  if (origins.origin_of("model.flavor") != "default")
+    throw ConfigError(
+        origins.problem("model.flavor",
+                        "isn't read with model.name = \"auto\": the sizes are those of config.json in "
+                        "model.hf_assets_path; [model.args] overrides them"));
+  config.model.name = model_of_assets(config, origins).name;
+  config.model.flavor = nearest_flavor(config);
+}
+
 void add_model_tables(config::Schema& schema) {
   schema.add("model", &JobConfig::model, "the model");
   schema.add_dynamic<JobConfig>(
       "model.args", &JobConfig::model_args, resolve_model_args, {"model", "experimental"},
-      "sizes that override the flavor's; the defaults shown are llama3's debugmodel");
+      "sizes that override the flavor's; the defaults shown are those of model.name and model.flavor");
   schema.add("loss", &JobConfig::loss, "the loss");
   schema.add_dynamic<JobConfig>(
       "loss.args", &JobConfig::loss_args, resolve_loss_args, {"loss", "experimental"},
@@ -171,10 +204,16 @@ config::Schema make_schema() {
   add_model_tables(schema);
   add_training_tables(schema);
   add_system_tables(schema);
+  schema.set_finish<JobConfig>(name_model);
   return schema;
 }
 
 }  // namespace
+
+std::string JobConfig::model_title() const {
+  const bool same = spec().sizes(args()) == spec().sizes(spec().make_args(model.flavor).get());
+  return str(model.name, " ", model.flavor, same ? "" : " with other sizes");
+}
 
 const config::Schema& job_schema() {
   static const config::Schema schema = make_schema();

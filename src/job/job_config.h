@@ -64,6 +64,8 @@ struct JobConfig {
 
   const ModelSpec& spec() const { return *model_specs().get(model.name); }
   const void* args() const { return model_args.settings.get(); }
+  /// "llama3 8B", or "llama3 debugmodel with other sizes".
+  std::string model_title() const;
   /// Whether training or validation needs the tokenizer.
   bool reads_text() const {
     return training.dataset != kStoredTokens || (validation.enable && validation.dataset != kStoredTokens);
@@ -71,7 +73,8 @@ struct JobConfig {
 };
 
 /// The tables of JobConfig under their names. [model.args] is resolved once [model] and [experimental] are
-/// read, after the shared object of experimental.custom_import was opened.
+/// read, after the shared object of experimental.custom_import was opened. model.name = "auto" is replaced by
+/// the family of the config.json in model.hf_assets_path, whose sizes [model.args] then starts from.
 const config::Schema& job_schema();
 
 /// Every key of TorchTitan 0.2.2's JobConfig with its default there, for docs/torchtitan_keys.md.

@@ -9,7 +9,8 @@
 namespace titan::train {
 
 void describe(config::Table<ModelSettings>& table) {
-  table.field("name", &ModelSettings::name, "model family");
+  table.field("name", &ModelSettings::name,
+              "model family, or \"auto\" for the architecture and sizes of config.json in hf_assets_path");
   table.field("flavor", &ModelSettings::flavor, "sizes of the family; keys of [model.args] override them");
   table.field("hf_assets_path", &ModelSettings::hf_assets_path,
               "folder with the tokenizer's tokenizer.json, from the working directory if it is relative, or "

@@ -2,6 +2,7 @@
 
 #include <fstream>
 #include <iterator>
+#include <nlohmann/json.hpp>
 
 #include "e2e/training.h"
 
@@ -93,6 +94,7 @@ TEST(HuggingFace, CopiesTheTokenizer) {
   const fs::path folder = fresh_folder("run"), weights = recorded_folder(folder), assets = folder / "assets";
   fs::copy(weights, assets);
   std::ofstream(assets / "tokenizer.json") << "{}";
+  std::ofstream(assets / "chat_template.jinja") << "a template";
   std::ofstream(assets / "notes.txt") << "not part of a tokenizer";
   // Without initial_load_path the assets' folder is used.
   train(folder / "out",
@@ -101,8 +103,83 @@ TEST(HuggingFace, CopiesTheTokenizer) {
                             "--checkpoint.export_dtype", "bfloat16"});
   const fs::path step = folder / "out/checkpoint/step-1";
   EXPECT_EQ(bytes_of(step / "tokenizer.json"), "{}");
+  EXPECT_EQ(bytes_of(step / "chat_template.jinja"), "a template");
   EXPECT_FALSE(fs::exists(step / "notes.txt"));
   EXPECT_THAT(bytes_of(step / "config.json"), HasSubstr("\"torch_dtype\": \"bfloat16\""));
+}
+
+nlohmann::json read_json(const fs::path& file) { return nlohmann::json::parse(bytes_of(file)); }
+
+TEST(HuggingFace, AutoTakesTheModelFromTheFolder) {
+  const fs::path folder = fresh_folder("run"), weights = recorded_folder(folder);
+  const Words words = {"--model.name",
+                       "auto",
+                       "--model.hf_assets_path",
+                       weights.string(),
+                       "--training.dataset",
+                       "tokens",
+                       "--training.dataset_path",
+                       kMini,
+                       "--training.seq_len",
+                       "64",
+                       "--training.local_batch_size",
+                       "4",
+                       "--training.steps",
+                       "2",
+                       "--training.mixed_precision_param",
+                       "float32",
+                       "--lr_scheduler.warmup_steps",
+                       "1",
+                       "--lr_scheduler.decay_ratio",
+                       "0.8",
+                       "--metrics.log_freq",
+                       "1",
+                       "--checkpoint.enable",
+                       "--checkpoint.initial_load_in_hf"};
+  EXPECT_EQ(losses(train(folder / "auto", words)), losses(train(folder / "named", replay("2"))));
+  // The run doesn't need the folder's config any more.
+  EXPECT_THAT(bytes_of(folder / "auto/config.toml"),
+              AllOf(HasSubstr("name = \"llama3\""), HasSubstr("dim = 64")));
+  const CommandResult flavor = try_train(words + Words{"--model.flavor", "8B"});
+  EXPECT_EQ(flavor.status, 2);
+  EXPECT_THAT(flavor.err, HasSubstr("isn't read with model.name = \"auto\""));
+  nlohmann::json config = read_json(weights / "config.json");
+  config["architectures"] = {"GPT2LMHeadModel"};
+  std::ofstream(weights / "config.json") << config;
+  const CommandResult unknown = try_train(words);
+  EXPECT_EQ(unknown.status, 2);
+  EXPECT_THAT(unknown.err, HasSubstr("\"GPT2LMHeadModel\", of no registered model; known: "
+                                     "\"LlamaForCausalLM\" (llama3)"));
+}
+
+TEST(HuggingFace, ExportKeepsTheValuesOfTheConfigItCameFrom) {
+  const fs::path folder = fresh_folder("run"), weights = recorded_folder(folder);
+  nlohmann::json source = read_json(weights / "config.json");
+  const nlohmann::json kept = {{"bos_token_id", 1},
+                               {"eos_token_id", {2, 3}},
+                               {"max_position_embeddings", 77},
+                               {"id2label", {{"0", "zero"}}},
+                               {"empty", nlohmann::json::object()}};
+  source.update(kept);
+  source["dtype"] = "bfloat16";
+  const auto exported = [&](const std::string& name, const Words& words) {
+    std::ofstream(weights / "config.json") << source;
+    train(folder / name, replay("1") +
+                             Words{"--checkpoint.initial_load_path", "none", "--checkpoint.last_save_in_hf",
+                                   "--model.hf_assets_path", weights.string()} +
+                             words);
+    return read_json(folder / name / "checkpoint/step-1/config.json");
+  };
+  const nlohmann::json config = exported("same", {"--checkpoint.initial_load_in_hf"});
+  for (const auto& [key, value] : kept.items()) EXPECT_EQ(config.at(key), value) << key;
+  EXPECT_EQ(config.at("torch_dtype"), "float32");
+  EXPECT_FALSE(config.contains("dtype"));
+  // Another model's values don't belong into this one's config.
+  source["hidden_size"] = 128;
+  const nlohmann::json other = exported("other", {});
+  EXPECT_EQ(other.at("hidden_size"), 64);
+  EXPECT_TRUE(other.at("bos_token_id").is_null());
+  EXPECT_FALSE(other.contains("id2label"));
 }
 
 TEST(HuggingFace, ReportsAllDifferencesBeforeTheStart) {
@@ -112,11 +189,13 @@ TEST(HuggingFace, ReportsAllDifferencesBeforeTheStart) {
                           "--checkpoint.initial_load_in_hf", "--model.args.n_heads", "2",
                           "--model.args.rope_scaling.scaling_factor", "32", "--model.args.tie_embeddings"});
   EXPECT_EQ(result.status, 2);
+  const std::string file = " in " + (weights / "config.json").string();
   for (const char* expected :
-       {"num_attention_heads is 4, the configured model's is 2",
-        "head_dim is 16, the configured model's is 32",
-        "rope_scaling.factor is 8.0, the configured model's is 32.0", "tie_word_embeddings is false"})
-    EXPECT_THAT(result.err, HasSubstr(expected));
+       {"model.args.n_heads = 2 in the config, num_attention_heads 4",
+        "model.args.rope_scaling.scaling_factor = 32.0 in the config, rope_scaling.factor 8.0",
+        "model.args.tie_embeddings = true in the config, tie_word_embeddings false"})
+    EXPECT_THAT(result.err, HasSubstr(expected + file));
+  EXPECT_THAT(result.err, AllOf(HasSubstr("3 problems"), Not(HasSubstr("head_dim"))));
 }
 
 // A run's model after the last step, extracted from the whole state of that step.

@@ -45,6 +45,8 @@ using HfConfig = std::map<std::string, HfValue>;
 
 /// As in config.json: "llama", 64, 1e-05, null.
 std::string to_text(const HfValue& value);
+/// The value of a key, or "unset".
+std::string value_text(const HfConfig& config, const std::string& key);
 
 struct HfTensor {
   std::string name;     ///< ours
@@ -79,10 +81,9 @@ at::Tensor read_reordered(const SafetensorsFile& file, const std::string& name, 
 /// Reads a folder's config.json. Throws ConfigError that names the file and the problem.
 HfConfig read_hf_config(const std::filesystem::path& folder);
 
-/// The differences between two configs of the same model, one line each: "FOLDER/config.json: hidden_size is
-/// 64, the configured model's is 128". The longest sequence isn't compared, because training chooses it.
-std::vector<std::string> config_differences(const HfModel& found, const HfModel& configured,
-                                            const std::filesystem::path& folder);
+/// The keys whose values differ between two configs, or that only one of them has. The longest sequence isn't
+/// compared, because training chooses it.
+std::vector<std::string> differing_keys(const HfConfig& a, const HfConfig& b);
 
 /// The weights of a folder, memory-mapped: opening reads headers only.
 class HfFolder {
@@ -111,7 +112,10 @@ std::vector<std::string> tensor_differences(const HfFolder& folder, const HfMode
 struct HfWriteOptions {
   int64_t shard_bytes = 5'000'000'000;  ///< a file is at most this large, or holds a single tensor
   std::filesystem::path assets;         ///< tokenizer files are copied from here; empty: none
-  bool in_place = false;                ///< the folder exists, and the caller renames or removes it
+  /// A folder with this model's config.json: keeps its values that HfModel doesn't set, its ids of special
+  /// tokens and its longest sequence. Ignored if it has none, or another model's; empty: none.
+  std::filesystem::path config_source = {};
+  bool in_place = false;  ///< the folder exists, and the caller renames or removes it
 };
 
 /// A tensor to be written: one of HfModel::tensors, and its dtype in the folder.

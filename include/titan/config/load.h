@@ -122,6 +122,19 @@ class Schema {
     add_section(std::move(added));
   }
 
+  /// `finish` gets the job once everything is read without a problem. It may replace a value that stands for
+  /// others ("auto"). A ConfigError that it throws is reported like any problem.
+  template <class Job>
+  void set_finish(std::function<void(Job&, const Origins&)> finish) {
+    check_job(typeid(Job));
+    finish_ = [finish = std::move(finish)](void* job, const Origins& origins) {
+      finish(*static_cast<Job*>(job), origins);
+    };
+  }
+  void finish(void* job, const Origins& origins) const {
+    if (finish_) finish_(job, origins);
+  }
+
   const std::vector<Section>& sections() const { return sections_; }
   /// The field with that full name, or nullptr. Doesn't find dynamic fields.
   const FieldInfo* find(std::string_view full_name) const;
@@ -138,6 +151,7 @@ class Schema {
   const std::type_info* job_type_;
   std::shared_ptr<const void> defaults_;
   std::vector<Section> sections_;
+  std::function<void(void*, const Origins&)> finish_;
 };
 
 // ---- loading

@@ -67,6 +67,8 @@ struct ModelSizes {
   int64_t num_kv_heads = 0;
   int64_t vocab_size = 0;
   int64_t num_params = 0;
+
+  bool operator==(const ModelSizes&) const = default;
 };
 
 struct BuildOptions {
@@ -233,8 +235,23 @@ void register_model(const std::string& name, ModelFamily<Args> family) {
 
 // ---- Hugging Face folders
 
-/// Reads the folder's config.json. Throws ConfigError that names the file and everything in it that is
-/// missing, wrong, or of another family.
-HfModel hf_model_of_folder(const ModelSpec& spec, const std::filesystem::path& folder);
+/// The arguments that the folder's config.json describes. Throws ConfigError that names the file and
+/// everything in it that is missing, wrong, or of another family.
+std::shared_ptr<void> args_of_folder(const ModelSpec& spec, const std::filesystem::path& folder);
+
+/// A registered family and its arguments.
+struct NamedModel {
+  std::string name;
+  std::shared_ptr<void> args;
+};
+/// The model of the folder's config.json, in the family whose form in transformers has its architecture.
+/// Throws ConfigError that lists the architectures of the registered families, or as args_of_folder.
+NamedModel model_of_folder(const std::filesystem::path& folder);
+
+/// The differences between the arguments `configured` and those of the folder's config.json, in terms of
+/// [model.args], one line each: "model.args.dim = 512 in the config, hidden_size 4096 in FOLDER/config.json".
+/// Throws as args_of_folder.
+std::vector<std::string> folder_differences(const ModelSpec& spec, const void* configured,
+                                            const std::filesystem::path& folder);
 
 }  // namespace titan::train

@@ -27,6 +27,7 @@ namespace fs = std::filesystem;
 
 constexpr const char* kSingle = "model.safetensors";
 constexpr const char* kIndex = "model.safetensors.index.json";
+constexpr const char* kLongestSequence = "max_position_embeddings";
 
 // Why `file` isn't a regular file in the folder; empty: it is one.
 std::string problem_of_file(const fs::path& folder, const fs::path& file) {
@@ -88,9 +89,10 @@ int64_t span(int64_t length, int64_t stride) { return (length - 1) * stride + 1;
 
 // ---- a folder that is being written
 
-constexpr const char* kTokenizerFiles[] = {"tokenizer.json",          "tokenizer_config.json",
-                                           "special_tokens_map.json", "added_tokens.json",
-                                           "tokenizer.model",         "generation_config.json"};
+constexpr const char* kTokenizerFiles[] = {
+    "tokenizer.json",  "tokenizer_config.json",  "special_tokens_map.json", "added_tokens.json",
+    "tokenizer.model", "generation_config.json", "chat_template.jinja",     "vocab.json",
+    "merges.txt"};
 
 // A folder that appears whole or not at all, like a file of write_file_atomic. It is made next to its final
 // place under a temporary name, `.NAME.PID.tmp`. The destructor removes it unless commit() renamed it.
@@ -204,7 +206,44 @@ const char* torch_name(at::ScalarType dtype) {
   }
 }
 
-std::string config_text(HfConfig config, at::ScalarType dtype) {
+bool is_token_id(std::string_view key) { return key.ends_with("_token_id"); }
+
+// 500000 equals 500000.0.
+bool equal_values(const HfValue& a, const HfValue& b) {
+  const auto number = [](const HfValue& value) {
+    const auto* whole = std::get_if<int64_t>(&value);
+    return whole ? HfValue(static_cast<double>(*whole)) : value;
+  };
+  return number(a) == number(b);
+}
+
+// Whether `source` says nothing else about the sizes of the model.
+bool is_same_model(const HfConfig& source, const HfConfig& model) {
+  for (const auto& [key, value] : model) {
+    const bool is_null = std::holds_alternative<std::monostate>(value);
+    const auto below = source.lower_bound(key + ".");
+    if (is_null && !is_token_id(key) && below != source.end() && below->first.starts_with(key + "."))
+      return false;
+    const auto found = source.find(key);
+    const bool differs = found != source.end() && !equal_values(found->second, value);
+    if (differs && key != kLongestSequence && !is_token_id(key)) return false;
+  }
+  return true;
+}
+
+// Adds what options.config_source asks to keep. The keys of `replaced` are other names of the model's own.
+void keep_values(nlohmann::json& config, const HfConfig& model, const fs::path& folder) {
+  static const std::set<std::string> replaced = {"rope_parameters", "dtype"};
+  if (folder.empty() || !fs::exists(folder / "config.json")) return;
+  if (!is_same_model(read_hf_config(folder), model)) return;
+  const nlohmann::json source = parse_json(read_file(folder / "config.json"));
+  for (const auto& [key, value] : source.items()) {
+    const bool is_open = !config.contains(key) || (config[key].is_null() && is_token_id(key));
+    if ((is_open || key == kLongestSequence) && !replaced.contains(key)) config[key] = value;
+  }
+}
+
+std::string config_text(HfConfig config, at::ScalarType dtype, const fs::path& source) {
   config["torch_dtype"] = torch_name(dtype);
   nlohmann::json flat = nlohmann::json::object();
   for (const auto& [key, value] : config) {
@@ -212,7 +251,10 @@ std::string config_text(HfConfig config, at::ScalarType dtype) {
     std::replace(pointer.begin(), pointer.end(), '.', '/');
     flat[pointer] = json_of(value);
   }
-  return flat.unflatten().dump(2) + "\n";
+  nlohmann::json whole = flat.unflatten();
+  config.erase("torch_dtype");  // not a size
+  keep_values(whole, config, source);
+  return whole.dump(2) + "\n";
 }
 
 void copy_tokenizer(const fs::path& from, const fs::path& to) {
@@ -227,7 +269,8 @@ void write_files(const fs::path& folder, const HfModel& model, const std::vector
   for (size_t i = 0; i < shards.size(); ++i)
     write_shard(folder / shard_name(i, shards.size()), entries, shards[i], produce);
   if (shards.size() > 1) write_index(folder / "model.safetensors.index.json", entries, shards);
-  write_file_atomic(folder / "config.json", config_text(model.config, entries.back().dtype));
+  write_file_atomic(folder / "config.json",
+                    config_text(model.config, entries.back().dtype, options.config_source));
   copy_tokenizer(options.assets, folder);
 }
 
@@ -243,24 +286,15 @@ HfConfig read_hf_config(const fs::path& folder) {
   return detail::parse_hf_config(MappedFile(path).text(), path.string());
 }
 
-std::vector<std::string> config_differences(const HfModel& found, const HfModel& configured,
-                                            const fs::path& folder) {
+std::vector<std::string> differing_keys(const HfConfig& a, const HfConfig& b) {
   std::set<std::string> keys;
-  for (const HfModel* model : {&found, &configured})
-    for (const auto& [key, value] : model->config) keys.insert(key);
-  keys.erase("max_position_embeddings");
-  std::vector<std::string> problems;
-  const auto text = [](const HfModel& model, const std::string& key) {
-    const auto entry = model.config.find(key);
-    return entry == model.config.end() ? "unset" : to_text(entry->second);
-  };
-  for (const std::string& key : keys) {
-    const std::string theirs = text(found, key), ours = text(configured, key);
-    if (theirs != ours)
-      problems.push_back(str((folder / "config.json").string(), ": ", key, " is ", theirs,
-                             ", the configured model's is ", ours));
-  }
-  return problems;
+  for (const HfConfig* config : {&a, &b})
+    for (const auto& [key, value] : *config) keys.insert(key);
+  keys.erase(kLongestSequence);
+  std::vector<std::string> differing;
+  for (const std::string& key : keys)
+    if (value_text(a, key) != value_text(b, key)) differing.push_back(key);
+  return differing;
 }
 
 // ---- shards
@@ -392,6 +426,11 @@ at::Tensor read_reordered(const SafetensorsFile& file, const std::string& name, 
 }
 
 // ---- the JSON files
+
+std::string value_text(const HfConfig& config, const std::string& key) {
+  const auto found = config.find(key);
+  return found == config.end() ? "unset" : to_text(found->second);
+}
 
 std::string to_text(const HfValue& value) {
   return json_of(value).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);

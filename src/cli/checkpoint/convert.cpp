@@ -4,6 +4,7 @@
 #include "cli/checkpoint/commands.h"
 #include "cli/parser.h"
 #include "cli/text.h"
+#include "job/build.h"
 #include "job/job_config.h"
 #include "titan/checkpoint/hugging_face.h"
 #include "titan/checkpoint/step_folder.h"
@@ -81,15 +82,22 @@ ConvertOptions options_of(const ConvertArguments& arguments, ProgressLine& progr
 bool is_named_as_file(const fs::path& path) { return path.extension() == ".safetensors"; }
 
 void from_hugging_face(const ConvertArguments& arguments, const ConvertOptions& options) {
-  train::JobConfig config;
-  const bool configured = !arguments.config.empty();
-  if (configured) config = load_config({arguments.config, {}});
-  const HfModel model = train::hf_model_of_folder(config.spec(), arguments.from);
-  if (configured) {
-    auto problems = config_differences(model, configured_model(config), arguments.from);
-    if (!problems.empty()) throw ConfigError(std::move(problems));
+  if (arguments.config.empty()) {
+    const train::NamedModel model = train::model_of_folder(arguments.from);
+    const auto form = train::model_specs().get(model.name)->hugging_face(model.args.get());
+    return convert_from_hf(arguments.from, arguments.to, *form, options);
   }
+  const train::JobConfig config = load_config({arguments.config, {}});
+  const HfModel model = configured_model(config);
+  train::check_hf_config(config, arguments.from);
   convert_from_hf(arguments.from, arguments.to, model, options);
+}
+
+// The tokenizer's files, and the rest of config.json.
+void add_sources(HfWriteOptions& options, const train::JobConfig& config) {
+  const HfWriteOptions sources = train::hf_write_options(config);
+  options.assets = sources.assets;
+  options.config_source = sources.config_source;
 }
 
 void from_file(const fs::path& file, const ConvertArguments& arguments, ConvertOptions options) {
@@ -101,7 +109,7 @@ void from_file(const fs::path& file, const ConvertArguments& arguments, ConvertO
     refuse_to_convert(
         str(file.string(), " doesn't say how many heads its model has; add --config, the run's config.toml"));
   const train::JobConfig config = load_config({arguments.config, {}});
-  options.folder.assets = config.model.hf_assets_path;
+  add_sources(options.folder, config);
   convert_to_hf(file, arguments.to, configured_model(config), options);
 }
 
@@ -109,7 +117,7 @@ void from_state(const ConvertArguments& arguments, ConvertOptions options) {
   const checkpoint::SavedState state(arguments.from);
   if (is_named_as_file(arguments.to)) return convert_state(state, arguments.to, options);
   const train::JobConfig config = config_of(state, arguments.config);
-  options.folder.assets = config.model.hf_assets_path;
+  add_sources(options.folder, config);
   convert_state_to_hf(state, arguments.to, configured_model(config), options);
 }
 

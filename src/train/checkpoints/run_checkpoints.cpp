@@ -526,13 +526,13 @@ void RunCheckpoints::export_model(int64_t step) {
 
 void RunCheckpoints::write_model(const fs::path& folder) const {
   const ModelExport& how = *options_.model_export;
-  if (how.hf)
-    save_hf_model(parameters_, *how.hf, folder,
-                  {.folder = {.assets = how.hf_assets, .in_place = true},
                    .export_dtype = how.dtype,
                    .pipeline = pipeline_});
   else
     save_model(parameters_, folder / kModelFile, how.dtype, pipeline_);
+  if (!how.hf) return save_model(parameters_, folder / kModelFile, how.dtype, pipeline_);
+  HfSaveOptions options{.folder = how.hf_options, .export_dtype = how.dtype, .pipeline = pipeline_};
+  save_hf_model(parameters_, *how.hf, folder, options);
 }
 
 }  // namespace titan::train

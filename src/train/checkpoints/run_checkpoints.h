@@ -74,7 +74,7 @@ inline constexpr const char* kModelFile = "model.safetensors";
 struct ModelExport {
   std::optional<at::ScalarType> dtype;  ///< unset: each parameter's own
   std::optional<HfModel> hf;            ///< set: a folder in Hugging Face's format, not one file
-  std::filesystem::path hf_assets;      ///< folder whose tokenizer files are copied; empty: none
+  HfWriteOptions hf_options = {};       ///< for that folder
 };
 
 /// The start of a run whose own folder has no complete step.

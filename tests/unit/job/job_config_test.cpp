@@ -90,6 +90,14 @@ TEST_F(JobConfigTest, SaysWhatToUseInsteadOfTorchTitansNames) {
   EXPECT_NE(refusal("--model.flavor", "x_flex").find("unknown flavor"), std::string::npos);
 }
 
+TEST_F(JobConfigTest, RefusesAutoWithoutAConfigOfHuggingFace) {
+  const auto refusal = [&](const Words& words) {
+    return std::string(ConfigError(problems_of(Words{"--model.name", "auto"} + words)).what());
+  };
+  EXPECT_NE(refusal({"--model.hf_assets_path", "nowhere"}).find("there is no nowhere/config.json"),
+            std::string::npos);
+}
+
 TEST_F(JobConfigTest, RefusesAnUnknownMetricsSink) {
   const auto problems = problems_of({"--metrics.sinks", "jsonl,consol"});
   ASSERT_EQ(problems.size(), 1u);
