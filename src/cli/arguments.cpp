@@ -202,6 +202,10 @@ TrainArguments parse_train_arguments(const Arguments& words) {
   parser.flag("--print-plan", arguments.print_plan,
               "print what tensor parallelism does to each module and how many bytes it moves per step, and "
               "stop; for N ranks, or the product of the degrees; starts none of them");
+  parser.flag(
+      "--check", arguments.check,
+      "report everything that a start would refuse, and stop: settings, files, tokenizer, the "
+      "checkpoint to resume from, the model on N ranks, its memory; exit code 2 if anything is wrong");
   parser.app.allow_extras();
   check_short_options(parser, words);
   parser.parse(words);

@@ -291,13 +291,28 @@ void configure_log(const train::JobConfig& config, const dist::Launch& launch) {
   log::configure(settings);
 }
 
-// For as many ranks as --nproc asks for, as the job has, or as the product of the degrees.
+// As many ranks as --nproc asks for, as the job has, or as the product of the degrees.
+int ranks_to_plan_for(const TrainArguments& arguments, const LoadedJob& job, const dist::Launch& launch) {
+  return arguments.num_ranks > 0    ? arguments.num_ranks
+         : is_rank_of_a_job(launch) ? launch.size
+                                    : train::smallest_world(job.config.parallelism);
+}
+
+// The plan needs no files, but its sizes are those of the run only if the tokenizer fits them.
+std::string tokenizer_line(const LoadedJob& job, int num_ranks) {
+  try {
+    train::check_job(job.config, job.origins, num_ranks, train::JobFiles::Tokenizer);
+    return "";
+  } catch (const ConfigError& error) {
+    return str("\nsize of the vocabulary: unknown, the plan is for model.args. ", error.problems().front(),
+               "\n");
+  }
+}
+
 int print_plan(const TrainArguments& arguments, const LoadedJob& job, const dist::Launch& launch) {
-  const int num_ranks = arguments.num_ranks > 0    ? arguments.num_ranks
-                        : is_rank_of_a_job(launch) ? launch.size
-                                                   : train::smallest_world(job.config.parallelism);
+  const int num_ranks = ranks_to_plan_for(arguments, job, launch);
   train::check_job(job.config, job.origins, num_ranks, train::JobFiles::Ignore);
-  return print(train::plan_table(job.config, num_ranks));
+  return print(train::plan_table(job.config, num_ranks) + tokenizer_line(job, num_ranks));
 }
 
 void check_requeue(const train::FaultToleranceSettings& settings) {
@@ -305,6 +320,31 @@ void check_requeue(const train::FaultToleranceSettings& settings) {
     throw ConfigError(
         "fault_tolerance.requeue_on puts a SLURM job back into its queue, and SLURM hasn't started this one "
         "(SLURM_JOB_ID isn't set)");
+}
+
+// --check: reports what a start would find.
+int check_only(const TrainArguments& arguments, const LoadedJob& job, const dist::Launch& launch) {
+  const int num_ranks = ranks_to_plan_for(arguments, job, launch);
+  train::StartReport report = train::check_start(
+      job.config, job.origins, num_ranks, /*all_here=*/num_ranks == arguments.num_ranks || num_ranks == 1);
+  const auto judge = [&report](const auto& check) {
+    try {
+      check();
+    } catch (const ConfigError& error) {
+      report.problems.insert(report.problems.end(), error.problems().begin(), error.problems().end());
+    }
+  };
+  judge([&] { check_train_restarts(arguments, job); });
+  judge([&] {
+    LaunchOptions options;
+    options.num_ranks = arguments.num_ranks;
+    set_train_restarts(arguments, job, options);
+  });
+  judge([&] { check_launched_restarts(launch, job.config, job.origins); });
+  judge([&] { check_requeue(job.config.fault_tolerance); });
+  for (const std::string& fact : report.facts) print(fact + (fact.ends_with('\n') ? "" : "\n"));
+  if (!report.problems.empty()) throw ConfigError(std::move(report.problems));
+  return print("nothing keeps this job from starting\n");
 }
 
 // Reports why this rank of several fails. The launcher's box shows the rank whose error is the cause, so
@@ -395,6 +435,7 @@ int train_command(const Arguments& words) {
   if (arguments.print_config) return print(config::print_toml(train::job_schema(), job.config));
   const dist::Launch launch = dist::read_launch(dist::process_environment());
   if (arguments.print_plan) return print_plan(arguments, job, launch);
+  if (arguments.check) return check_only(arguments, job, launch);
   if (arguments.num_ranks > 0 && is_rank_of_a_job(launch))
     throw ConfigError(str("--nproc starts ranks, but this process is itself a rank started by ", launch.by));
   check_train_restarts(arguments, job);

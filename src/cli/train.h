@@ -23,7 +23,7 @@
 namespace titan::cli {
 
 /// `titan train [CONFIG] [--nproc N] [--log-rank RANKS] [--max-restarts K ...] [--print-config]
-/// [--print-plan] [--section.key value ...]`, in any order, except that CONFIG comes before the first
+/// [--print-plan] [--check] [--section.key value ...]`, in any order, except that CONFIG comes before the first
 /// setting.
 struct TrainArguments {
   std::filesystem::path config;
@@ -33,6 +33,7 @@ struct TrainArguments {
   std::optional<std::chrono::milliseconds> stop_grace;  ///< unset: --grace wasn't given
   bool print_config = false;
   bool print_plan = false;
+  bool check = false;
   std::vector<std::string> overrides;  ///< the settings, for config::load
 };
 /// The settings themselves are read by config::load. Throws ConfigError for an unknown word or an invalid

@@ -80,6 +80,11 @@ std::optional<int64_t> end_of_run(const JobConfig& config);
 /// Whether rank 0 finds such a step; if so, logs it. Collective over the world.
 bool run_has_ended(const JobConfig& config, const dist::World& world);
 
+/// Where a start would begin: "resumes from FOLDER/step-500". Adds to `problems` why it couldn't load that
+/// into `parameters`, those of the whole model. Reads headers only, in this process.
+std::string find_start(const JobConfig& config, const std::vector<Parameter>& parameters,
+                       std::vector<std::string>& problems);
+
 /// Null if checkpoints are off. Collective over the world.
 std::unique_ptr<RunCheckpoints> build_checkpoints(const JobConfig& config, const dist::World& world,
                                                   const Meshes& meshes,

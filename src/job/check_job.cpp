@@ -21,12 +21,12 @@
 
 namespace titan::train {
 
-namespace {
-
 bool runs_on_cpu(const JobConfig& config) {
   const std::string& device = config.training.device;
   return device == "cpu" || (device == "auto" && !dist::gpu_visible());
 }
+
+namespace {
 
 // Checks of the job's files: data sets, recorded batches, tokenizer, initial weights. They read only names,
 // headers and the tokenizer, so they take well under a second.
@@ -477,8 +477,8 @@ CheckedFiles check_job(const JobConfig& config, const config::Origins& origins, 
   check.check_metrics();
   check.check_validation(world_size);
   CheckedFiles checked;
+  if (files != JobFiles::Ignore) checked.tokenizer = check.check_tokenizer();
   if (files == JobFiles::Check) {
-    checked.tokenizer = check.check_tokenizer();
     const TrainingSettings& training = config.training;
     check.check_data("training", training, training.global_batch_size, dp_degree, training.steps);
     if (config.validation.enable)

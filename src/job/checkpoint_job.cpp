@@ -1,5 +1,7 @@
 // Checkpoints of a job, from its settings.
 
+#include <limits>
+
 #include "dist/environment.h"
 #include "job/build.h"
 #include "titan/checkpoint/hugging_face.h"
@@ -141,6 +143,14 @@ bool run_has_ended(const JobConfig& config, const dist::World& world) {
   return last.step.has_value();
 }
 
+namespace {
+
+// A damaged step and another model's folder are left out: check_job reports those.
+std::vector<std::string> misfits_of_source(const JobConfig& config, const InitialSource& source,
+                                           const std::vector<Parameter>& parameters) {
+  switch (source.kind) {
+    case InitialKind::HuggingFace:
+      if (!folder_differences(config.spec(), config.args(), source.path).empty()) return {};
       return tensor_differences(HfFolder(source.path), configured_hf_model(config));
     case InitialKind::ModelFile:
       return model_file_differences(parameters, source.path);
@@ -176,6 +186,12 @@ std::string find_start(const JobConfig& config, const std::vector<Parameter>& pa
   if (!choice.step && choice.is_damaged) refuse_damaged(folder, choice.skipped);
   InitialSource source = initial_source(config);
   if (choice.step) source = {InitialKind::Step, checkpoint::step_path(folder, *choice.step)};
+  for (std::string& problem : misfits_of_source(config, source, parameters))
+    problems.push_back(std::move(problem));
+  if (source.kind == InitialKind::None) return "starts with random weights";
+  return str(choice.step ? "resumes from " : "starts with the weights of ", source.path.string());
+}
+
 std::unique_ptr<RunCheckpoints> build_checkpoints(const JobConfig& config, const dist::World& world,
                                                   const Meshes& meshes,
                                                   const std::vector<Parameter>& parameters) {

@@ -80,9 +80,9 @@ const config::Schema& job_schema();
 /// Every key of TorchTitan 0.2.2's JobConfig with its default there, for docs/torchtitan_keys.md.
 const std::vector<config::ForeignKey>& torchtitan_keys();
 
-/// Whether check_job looks at the files that the job will read: data sets, recorded batches, tokenizer,
-/// initial weights.
-enum class JobFiles { Check, Ignore };
+/// Which of the files that the job will read check_job looks at: data sets, recorded batches, tokenizer and
+/// initial weights; the tokenizer alone; none.
+enum class JobFiles { Check, Tokenizer, Ignore };
 
 /// Files read by the check that the job reuses.
 struct CheckedFiles {
@@ -93,6 +93,21 @@ struct CheckedFiles {
 /// value. Needs no process group: `world_size` comes from the launcher's environment or from --nproc.
 CheckedFiles check_job(const JobConfig& config, const config::Origins& origins, int world_size,
                        JobFiles files = JobFiles::Check);
+
+/// The findings of a check before the start: how the job would begin, and everything that keeps it from
+/// starting.
+struct StartReport {
+  std::vector<std::string> facts;
+  std::vector<std::string> problems;
+};
+/// check_job with the files, and then what a start finds later: a folder that can't be written, a state that
+/// doesn't fit the model, a model that can't be built or parallelized, too little memory. Builds rank 0's
+/// part with sizes only, and reads the headers of files. `all_here`: all ranks will run on this machine.
+StartReport check_start(const JobConfig& config, const config::Origins& origins, int world_size,
+                        bool all_here);
+
+/// Whether the ranks will compute on a CPU.
+bool runs_on_cpu(const JobConfig& config);
 
 /// Opens a shared object and calls its `extern "C" void titan_register()`, once per path; "" does nothing.
 /// Throws ConfigError when it can't be opened or has no such function.

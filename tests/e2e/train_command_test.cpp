@@ -41,6 +41,59 @@ TEST(TrainCommand, HelpListsEverySetting) {
                                 HasSubstr("--comm.backend"), HasSubstr("--model.args.")));
 }
 
+TEST(TrainCommand, CheckReportsAllFindingsAndStartsNothing) {
+  const fs::path folder = fresh_folder("run");
+  const auto check = [&](const Words& words) {
+    return try_train(model("2") + words + Words{"--check", "--job.dump_folder", (folder / "run").string()});
+  };
+  const CommandResult sound = check({"--nproc", "2"});
+  EXPECT_EQ(sound.status, 0) << sound.err;
+  EXPECT_THAT(sound.out,
+              AllOf(HasSubstr("on 2 rank(s)"), HasSubstr("starts with random weights"),
+                    HasSubstr("memory of rank 0"), HasSubstr("nothing keeps this job from starting")));
+  EXPECT_FALSE(fs::exists(folder / "run"));
+
+  std::ofstream(folder / "file") << "not a folder";
+  const CommandResult wrong =
+      check({"--model.hf_assets_path", "nowhere", "--training.dataset", "c4", "--fault_tolerance.requeue_on",
+             "SIGUSR1", "--training.local_batch_size", "100000000"});
+  EXPECT_EQ(wrong.status, 2);
+  EXPECT_THAT(wrong.err, AllOf(HasSubstr("nowhere/tokenizer.json"), HasSubstr("unknown data set"),
+                               HasSubstr("SLURM"), HasSubstr("memory: the 1 rank(s)")));
+  const CommandResult unwritable =
+      try_train(model("2") + Words{"--check", "--job.dump_folder", (folder / "file" / "run").string()});
+  EXPECT_EQ(unwritable.status, 2);
+  EXPECT_THAT(unwritable.err, HasSubstr("job.dump_folder"));
+}
+
+TEST(TrainCommand, CheckComparesTheStateToResumeFrom) {
+  const fs::path folder = fresh_folder("run");
+  const Words words = {"--checkpoint.enable", "--checkpoint.no_last_save_model_only"};
+  const auto check = [&](const char* steps, const Words& more) {
+    return try_train(model(steps) + words + more + Words{"--check", "--job.dump_folder", folder.string()});
+  };
+  train(folder, model("2") + words);
+  EXPECT_THAT(check("2", {}).out, HasSubstr("the run is complete"));
+  const CommandResult sound = check("4", {});
+  EXPECT_EQ(sound.status, 0) << sound.err;
+  EXPECT_THAT(sound.out, HasSubstr("resumes from " + (folder / "checkpoint/step-2").string()));
+  const CommandResult other = check("4", {"--model.args.hidden", "128"});
+  EXPECT_EQ(other.status, 2);
+  EXPECT_THAT(other.err, AllOf(HasSubstr("was saved with another model"), HasSubstr("model.args.hidden")));
+  const CommandResult missing = check("4", {"--checkpoint.load_step", "3"});
+  EXPECT_EQ(missing.status, 2);
+  EXPECT_THAT(missing.err, HasSubstr("there are the complete steps 2"));
+}
+
+TEST(TrainCommand, PlanNamesAMissingTokenizer) {
+  const CommandResult result =
+      try_train(model("2") + Words{"--print-plan", "--model.hf_assets_path", "nowhere"});
+  EXPECT_EQ(result.status, 0) << result.err;
+  EXPECT_THAT(result.out,
+              AllOf(HasSubstr("size of the vocabulary: unknown"), HasSubstr("nowhere/tokenizer.json")));
+  EXPECT_THAT(try_train(model("2") + Words{"--print-plan"}).out, Not(HasSubstr("unknown")));
+}
+
 TEST(TrainCommand, PrintedConfigReadsBack) {
   Words overrides = {"--optimizer.lr",       "1.25e-7", "--job.description", "a \"quoted\" word",
                      "--model.args.context", "3"};

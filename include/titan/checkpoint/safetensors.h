@@ -119,6 +119,10 @@ void save_safetensors(const std::filesystem::path& path,
 /// materialized.
 void load_model(const std::vector<Parameter>& parameters, const std::filesystem::path& path,
                 const DeviceMesh& pipeline = {});
+/// The problems that load_model() would report for `parameters`, those of the whole model. Reads the file's
+/// header.
+std::vector<std::string> model_file_differences(const std::vector<Parameter>& parameters,
+                                                const std::filesystem::path& path);
 
 /// Writes all parameters, cast to `export_dtype` (unset: each keeps its own), as one file. Collective over
 /// the parameters' meshes and `pipeline`, whose ranks hold other stages: the tensors are gathered one after

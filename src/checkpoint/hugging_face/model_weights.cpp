@@ -174,6 +174,13 @@ const HfTensor& tensor_of(const ByName& tensors, const std::string& name, const 
 
 }  // namespace
 
+std::vector<std::string> model_file_differences(const std::vector<Parameter>& parameters,
+                                                const std::filesystem::path& path) {
+  std::set<std::string> names;
+  for (const Parameter& parameter : parameters) names.insert(parameter.name);
+  return differences(parameters, names, SafetensorsFile(path));
+}
+
 void load_model(const std::vector<Parameter>& parameters, const std::filesystem::path& path,
                 const DeviceMesh& pipeline) {
   std::vector<std::string> own;

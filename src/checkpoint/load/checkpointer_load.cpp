@@ -23,10 +23,25 @@ namespace titan::checkpoint {
 
 using detail::agree;
 using detail::Answer;
+using detail::difference_of;
 using detail::NamedTensor;
 using detail::problem_of;
 using detail::throw_if;
 using detail::Verdict;
+
+std::string detail::difference_of(const NamedTensor& tensor, const LoadOptions& options,
+                                  const Manifest& manifest) {
+  const auto position = manifest.table.find(tensor.name);
+  if (!position) return titan::str("tensor '", tensor.name, "' isn't in the checkpoint");
+  const StateTensor& saved = manifest.table.tensors()[*position];
+  if (saved.shape != tensor.data.global_shape)
+    return titan::str("tensor '", tensor.name, "' has shape ", at::IntArrayRef(saved.shape),
+                      " in the checkpoint, but here it has ", at::IntArrayRef(tensor.data.global_shape));
+  const at::ScalarType dtype = tensor.data.local.scalar_type();
+  if (saved.dtype == dtype || options.convert_dtypes) return "";
+  return titan::str("tensor '", tensor.name, "' is ", saved.dtype, " in the checkpoint, but here it is ",
+                    dtype, " (converted only on request)");
+}
 
 namespace {
 
@@ -85,19 +100,6 @@ std::set<std::string> keys_to_load(const std::vector<std::string>& registered, c
   // A missing object has been reported; reporting each of its tensors would repeat that.
   std::erase_if(keys, [&](const std::string& key) { return !here.count(key) || !saved.count(key); });
   return keys;
-}
-
-std::string difference_of(const NamedTensor& tensor, const LoadOptions& options, const Manifest& manifest) {
-  const auto position = manifest.table.find(tensor.name);
-  if (!position) return titan::str("tensor '", tensor.name, "' isn't in the checkpoint");
-  const StateTensor& saved = manifest.table.tensors()[*position];
-  if (saved.shape != tensor.data.global_shape)
-    return titan::str("tensor '", tensor.name, "' has shape ", at::IntArrayRef(saved.shape),
-                      " in the checkpoint, but here it has ", at::IntArrayRef(tensor.data.global_shape));
-  const at::ScalarType dtype = tensor.data.local.scalar_type();
-  if (saved.dtype == dtype || options.convert_dtypes) return "";
-  return titan::str("tensor '", tensor.name, "' is ", saved.dtype, " in the checkpoint, but here it is ",
-                    dtype, " (converted only on request)");
 }
 
 // The ranks whose files hold parts of these tensors' local parts.

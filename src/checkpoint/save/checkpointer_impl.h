@@ -63,6 +63,9 @@ struct Progress {
 /// Throws Error unless the text is empty.
 void throw_if(const Verdict& verdict);
 
+/// Why `tensor` can't be loaded from the checkpoint, or "".
+std::string difference_of(const NamedTensor& tensor, const LoadOptions& options, const Manifest& manifest);
+
 }  // namespace detail
 
 struct Checkpointer::Impl {

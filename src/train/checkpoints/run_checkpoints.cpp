@@ -11,6 +11,7 @@
 #include <c10/util/StringUtil.h>
 #include <torch/version.h>
 
+#include "checkpoint/save/checkpointer_impl.h"
 #include "core/file.h"
 #include "core/process.h"
 #include "core/units.h"
@@ -58,9 +59,10 @@ void warn_skipped(const std::vector<std::string>& problems) {
   for (const std::string& problem : problems) log::warning_rank0("skipped: " + problem);
 }
 
-// If settings of the model differ, they are the cause of many tensors' problems, and are named instead.
-[[noreturn]] void explain_by_settings(const ConfigError& error, const fs::path& step_folder,
-                                      const std::string& saved, const std::string& now) {
+// If settings of the model differ, they are the cause of many tensors' problems, and are named instead. "" if
+// they don't.
+std::string explained_by_settings(const ConfigError& error, const fs::path& step_folder,
+                                  const std::string& saved, const std::string& now) {
   std::vector<std::string> model;
   for (const std::string& line : config::setting_differences(saved, now, {}))
     if (line.starts_with("model.args.") || line.starts_with("model.name:") ||
@@ -68,16 +70,10 @@ void warn_skipped(const std::vector<std::string>& problems) {
       model.push_back(line);
   const bool is_about_model = std::ranges::any_of(
       error.problems(), [](const std::string& line) { return line.find("'model.") != line.npos; });
-  if (model.empty() || !is_about_model) throw;  // `error`, which the caller handles
-  throw ConfigError(str(step_folder.string(), " was saved with another model (its settings | this run's): ",
-                        c10::Join("; ", model), ". ", error.problems().front()));
-}
-
-// A new run in the folder would replace what may still be rescued from it.
-[[noreturn]] void refuse_damaged(const fs::path& folder, const std::vector<std::string>& damages) {
-  throw ConfigError(
-      str("no intact checkpoint is left in ", folder.string(), ": ", c10::Join("; ", damages),
-          ". To start from the beginning, move the folder away or set another job.dump_folder"));
+  if (model.empty() || !is_about_model) return "";
+  return str(step_folder.string(),
+             " was saved with another model (its settings | this run's): ", c10::Join("; ", model), ". ",
+             error.problems().front());
 }
 
 std::string seconds_text(double value) {
@@ -124,6 +120,34 @@ void on_rank_0(const dist::World& world, const std::function<void()>& part) {
 }
 
 }  // namespace
+
+void refuse_damaged(const fs::path& folder, const std::vector<std::string>& damages) {
+  throw ConfigError(
+      str("no intact checkpoint is left in ", folder.string(), ": ", c10::Join("; ", damages),
+          ". To start from the beginning, move the folder away or set another job.dump_folder"));
+}
+
+std::vector<std::string> model_misfits(const fs::path& step_folder, const std::vector<Parameter>& parameters,
+                                       const std::string& config, bool convert_dtypes) {
+  const checkpoint::Manifest manifest = checkpoint::read_manifest(step_folder);
+  std::vector<std::string> problems;
+  std::set<std::string> names;
+  for (const Parameter& parameter : parameters) {
+    if (parameter.duplicate) continue;
+    names.insert("model." + parameter.name);
+    const checkpoint::LoadOptions options{.convert_dtypes = convert_dtypes};
+    std::string problem =
+        checkpoint::detail::difference_of({"model." + parameter.name, parameter.data}, options, manifest);
+    if (!problem.empty()) problems.push_back(str(step_folder.string(), ": ", problem));
+  }
+  for (const checkpoint::StateTensor& tensor : manifest.table.tensors())
+    if (tensor.name.starts_with("model.") && !names.contains(tensor.name))
+      problems.push_back(str(step_folder.string(), ": tensor '", tensor.name, "' isn't part of the model"));
+  if (problems.empty()) return problems;
+  const std::string cause =
+      explained_by_settings(ConfigError(problems), step_folder, manifest.config, config);
+  return cause.empty() ? problems : std::vector{cause};
+}
 
 RunCheckpoints::RunCheckpoints(const dist::World& world, const Meshes& meshes,
                                std::vector<Parameter> parameters, Options options)
@@ -291,7 +315,9 @@ checkpoint::Loaded RunCheckpoints::load_whole(const fs::path& step_folder, std::
   try {
     loaded = checkpointer_.load(step_folder, options);
   } catch (const ConfigError& error) {
-    explain_by_settings(error, step_folder, saved.config, options_.config);
+    const std::string cause = explained_by_settings(error, step_folder, saved.config, options_.config);
+    if (cause.empty()) throw;
+    throw ConfigError(cause);
   }
   if (!reseeds) return loaded;
   rng_->reseed(saved.step);
@@ -526,12 +552,9 @@ void RunCheckpoints::export_model(int64_t step) {
 
 void RunCheckpoints::write_model(const fs::path& folder) const {
   const ModelExport& how = *options_.model_export;
-                   .export_dtype = how.dtype,
-                   .pipeline = pipeline_});
-  else
-    save_model(parameters_, folder / kModelFile, how.dtype, pipeline_);
   if (!how.hf) return save_model(parameters_, folder / kModelFile, how.dtype, pipeline_);
   HfSaveOptions options{.folder = how.hf_options, .export_dtype = how.dtype, .pipeline = pipeline_};
+  options.folder.in_place = true;
   save_hf_model(parameters_, *how.hf, folder, options);
 }
 

@@ -41,6 +41,16 @@ StepChoice choose_newest(const std::filesystem::path& folder, int64_t before,
 /// Chooses the step `wanted`, or says why it can't be loaded.
 StepChoice choose_step(const std::filesystem::path& folder, int64_t wanted);
 
+/// Throws ConfigError: a new run in the folder would replace what may still be rescued from it.
+[[noreturn]] void refuse_damaged(const std::filesystem::path& folder,
+                                 const std::vector<std::string>& damages);
+
+/// Why the state in `step_folder` doesn't fit `parameters`, those of the whole model: their names, shapes and
+/// dtypes, or, if settings of the model differ from those of `config`, these instead. Reads the manifest.
+std::vector<std::string> model_misfits(const std::filesystem::path& step_folder,
+                                       const std::vector<Parameter>& parameters, const std::string& config,
+                                       bool convert_dtypes);
+
 /// The newest step of all, even if it holds the model alone; unset if it isn't sound. A model counts as sound
 /// if the headers of its files agree with their sizes.
 std::optional<int64_t> last_step_in(const std::filesystem::path& folder);

@@ -407,4 +407,33 @@ TEST_F(JobConfigTest, DescribesEveryTorchTitanKey) {
 }
 
 }  // namespace
+// Registers `model`, and not `lost`.
+class ForgetfulModel : public BigramModel {
+ public:
+  explicit ForgetfulModel(const nn::Construct& construct) : BigramModel(16, construct), lost(16, construct) {}
+  Bigram lost;
+};
+
+TEST_F(JobConfigTest, AStartIsRefusedForAModuleThatIsntRegistered) {
+  register_model<BigramArgs>(
+      "forgetful",
+      {.flavors = {{"small", {}}},
+       .sizes = [](const BigramArgs& args) -> ModelSizes { return {.vocab_size = args.vocab_size}; },
+       .build =
+           [](const BigramArgs&, const BuildOptions& options) {
+             return std::make_unique<ForgetfulModel>(options.construct);
+           },
+       .parallelize = [](TrainableModel& model,
+                         const ParallelPlan& plan) { fully_shard(model.root(), plan.fsdp); }});
+  JobConfig config;
+  const auto origins =
+      config::load(job_schema(), {"", {"--model.name", "forgetful", "--model.flavor", "small"}}, config);
+  const StartReport report = check_start(config, origins, 2, /*all_here=*/false);
+  const std::string problems = ConfigError(report.problems).what();
+  EXPECT_NE(problems.find("model.name = forgetful: the model doesn't register a module"), std::string::npos);
+  EXPECT_NE(problems.find("BigramImpl with table [16, 16], constructed after the root module"),
+            std::string::npos)
+      << problems;
+}
+
 }  // namespace titan::train
