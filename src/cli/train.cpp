@@ -403,6 +403,9 @@ int run_rank(const train::JobConfig& config, const dist::Launch& launch, const t
   }
   if (train::run_has_ended(config, world)) return 0;
   const train::RunEnd end = run_trainer(config, world, launch, checked, startup);
+  if (launch.rank == 0)
+    log::info(next_commands(
+        config, {.last_step = end.step, .ranks = launch.by == "titan" ? str(" --nproc ", launch.size) : ""}));
   // Stopped during its last validation: all steps are trained and saved.
   if (end.step >= config.training.steps) return 0;
   return code_after(end.stop);

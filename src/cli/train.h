@@ -50,6 +50,14 @@ void check_launched_restarts(const dist::Launch& launch, const train::JobConfig&
 /// that may restart ranks (--max-restarts) sent one to any of them, and then logs that; otherwise 0.
 int code_after_stop(const dist::Launch& launch, const train::StopCause& stop);
 
+/// How a run ended, and would start again.
+struct NextStart {
+  int64_t last_step = 0;
+  std::string ranks;  ///< words of the command line: " --nproc 4"; "" with another launcher
+};
+/// A run's folder, and commands for a shell that report, compare and resume it, for the end of its log.
+std::string next_commands(const train::JobConfig& config, const NextStart& next);
+
 /// The process that passes signals on to the ranks of `launch`: this process's parent, or 0 if none does.
 int signaling_launcher(const dist::Launch& launch);
 

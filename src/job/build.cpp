@@ -26,12 +26,6 @@ namespace {
 
 std::filesystem::path dump_folder(const JobConfig& config) { return config.job.dump_folder; }
 
-// A load_only run doesn't overwrite the records of the run whose state it loads.
-std::filesystem::path record_folder(const JobConfig& config) {
-  const CheckpointSettings& checkpoint = config.checkpoint;
-  return checkpoint.enable && checkpoint.load_only ? dump_folder(config) / "load_only" : dump_folder(config);
-}
-
 void set_determinism(const DebugSettings& debug) {
   if (!debug.deterministic) return;
   at::globalContext().setDeterministicAlgorithms(true, debug.deterministic_warn_only);
@@ -250,6 +244,11 @@ int64_t report_data(const char* name, const data::DataLoader& loader, int64_t se
 }
 
 }  // namespace
+
+std::filesystem::path record_folder(const JobConfig& config) {
+  const CheckpointSettings& checkpoint = config.checkpoint;
+  return checkpoint.enable && checkpoint.load_only ? dump_folder(config) / "load_only" : dump_folder(config);
+}
 
 dist::World build_world(const JobConfig& config) {
   return dist::init({.backend = config.comm.backend,

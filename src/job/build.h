@@ -48,6 +48,10 @@ BuiltModels build_models(const JobConfig& config, const Meshes& meshes, int64_t 
 /// The policies of [fault_tolerance], and one that stops on signals. Collective over the world.
 TrainerPolicies fault_tolerance_policies(const FaultToleranceSettings& settings, const dist::World& world);
 
+/// Where a run keeps its config and metrics: job.dump_folder, or a folder below it for a load_only run, which
+/// doesn't overwrite the records of the run whose state it loads.
+std::filesystem::path record_folder(const JobConfig& config);
+
 /// Builds everything that a trainer needs: model, data, optimizer, checkpoints, observers and policies. Its
 /// train() first loads the state that [checkpoint] names, and then writes the resolved config to
 /// {dump_folder}/config.toml (rank 0). `on_terminal`: somebody watches the log, so it gets colors and the
@@ -73,6 +77,9 @@ struct InitialSource {
 };
 /// Looks at the files. Nothing: the path holds none of the other kinds.
 InitialSource initial_source(const JobConfig& config);
+
+/// Where the run's step-N folders are.
+std::filesystem::path steps_folder(const JobConfig& config);
 
 /// The step that completes the run, if its folder holds it and the settings don't ask for an earlier one.
 /// Only this process reads the folder.

@@ -60,10 +60,6 @@ InitialState initial_state(const JobConfig& config, const Meshes& meshes,
   return initial;
 }
 
-fs::path steps_folder(const JobConfig& config) {
-  return checkpoint::joined(config.job.dump_folder, config.checkpoint.folder);
-}
-
 // Whether the run's last step in the folder shows that the run is complete.
 bool leaves_its_end(const CheckpointSettings& settings) {
   return settings.enable && !settings.load_only && !settings.create_seed_checkpoint && settings.load_step < 0;
@@ -91,6 +87,10 @@ std::optional<PeerSettings> peer_settings(const CheckpointSettings& settings) {
 }
 
 }  // namespace
+
+fs::path steps_folder(const JobConfig& config) {
+  return checkpoint::joined(config.job.dump_folder, config.checkpoint.folder);
+}
 
 void check_hf_config(const JobConfig& config, const std::filesystem::path& folder) {
   configured_hf_model(config);

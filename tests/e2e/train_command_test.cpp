@@ -94,6 +94,41 @@ TEST(TrainCommand, PlanNamesAMissingTokenizer) {
   EXPECT_THAT(try_train(model("2") + Words{"--print-plan"}).out, Not(HasSubstr("unknown")));
 }
 
+// The last lines of a run's log: report, compare and resume, as a shell reads them.
+Words commands_in(const std::string& log) {
+  std::istringstream lines(log.substr(std::min(log.size(), log.find("the run's files are in"))));
+  Words commands;
+  for (std::string line; std::getline(lines, line);)
+    if (line.starts_with("  ")) commands.push_back(line.substr(2));
+  return commands;
+}
+
+TEST(TrainCommand, EndsWithCommandsThatWorkWhenPasted) {
+  const fs::path folder = fresh_folder("run with 'quotes'");
+  const auto end_of = [&](const Words& words) {
+    const CommandResult result = try_train(model("2") + words);
+    EXPECT_EQ(result.status, 0) << result.err;
+    const Words commands = commands_in(result.err);
+    EXPECT_EQ(commands.size(), 3u) << result.err;
+    return commands;
+  };
+  const auto paste = [&](const std::string& command) {
+    const CommandResult result = run({"/bin/sh", "-c", command}, {{"OMP_NUM_THREADS", "1"}});
+    EXPECT_EQ(result.status, 0) << command << "\n" << result.err;
+    return result.out + result.err;
+  };
+  const Words first = end_of({"--job.dump_folder", (folder / "a").string(), "--checkpoint.enable",
+                              "--checkpoint.no_last_save_model_only"});
+  EXPECT_THAT(first[0], HasSubstr(" report "));
+  paste(first[0]);
+  EXPECT_THAT(paste(first[1]), HasSubstr("optimizer.lr"));
+  EXPECT_THAT(paste(first[2]), AllOf(HasSubstr("resuming after step 2"), HasSubstr("step:  4")));
+  const Words second = end_of({"--job.dump_folder", (folder / "b").string()});
+  EXPECT_THAT(second[1], AllOf(HasSubstr(" compare "), Not(HasSubstr("&&"))));
+  paste(second[1]);
+  EXPECT_THAT(second[2], HasSubstr(" --checkpoint.enable"));
+}
+
 TEST(TrainCommand, PrintedConfigReadsBack) {
   Words overrides = {"--optimizer.lr",       "1.25e-7", "--job.description", "a \"quoted\" word",
                      "--model.args.context", "3"};
