@@ -322,6 +322,15 @@ void check_requeue(const train::FaultToleranceSettings& settings) {
         "(SLURM_JOB_ID isn't set)");
 }
 
+// States in memory need restarts. Ranks that --max-restarts restarts check this themselves, because only they
+// have their job's id.
+void check_peer_states(const TrainArguments& arguments, const train::CheckpointSettings& settings,
+                       dist::Launch launch) {
+  if (arguments.restarts.max_restarts > 0) return;
+  if (arguments.num_ranks > 1) launch.by = "titan";
+  train::peer_settings(settings, launch);
+}
+
 // --check: reports what a start would find.
 int check_only(const TrainArguments& arguments, const LoadedJob& job, const dist::Launch& launch) {
   const int num_ranks = ranks_to_plan_for(arguments, job, launch);
@@ -342,6 +351,7 @@ int check_only(const TrainArguments& arguments, const LoadedJob& job, const dist
   });
   judge([&] { check_launched_restarts(launch, job.config, job.origins); });
   judge([&] { check_requeue(job.config.fault_tolerance); });
+  judge([&] { check_peer_states(arguments, job.config.checkpoint, launch); });
   for (const std::string& fact : report.facts) print(fact + (fact.ends_with('\n') ? "" : "\n"));
   if (!report.problems.empty()) throw ConfigError(std::move(report.problems));
   return print("nothing keeps this job from starting\n");
@@ -449,6 +459,7 @@ int train_command(const Arguments& words) {
   const train::CheckedFiles checked = train::check_job(
       job.config, job.origins, starts_ranks ? arguments.num_ranks : launch.size, files_to_check(launch));
   check_requeue(job.config.fault_tolerance);
+  check_peer_states(arguments, job.config.checkpoint, launch);
   return starts_ranks ? launch_ranks(arguments, job) : run_rank(job.config, launch, checked);
 }
 

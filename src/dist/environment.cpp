@@ -275,8 +275,7 @@ Launch read_launch(const Environment& environment) {
   return launch;
 }
 
-JobIdentity read_job_identity(const Environment& environment) {
-  const Launch launch = read_launch(environment);
+JobIdentity read_job_identity(const Launch& launch, const Environment& environment) {
   const auto identity = [](const std::string& prefix, const auto& id, const char* problem) {
     return id ? JobIdentity{prefix + *id, ""} : JobIdentity{"", problem};
   };

@@ -53,7 +53,7 @@ struct JobIdentity {
   std::string problem;  ///< the reason why no launcher restarts these ranks
 };
 
-/// titan launch's TITAN_JOB_ID, torchrun's --rdzv-id, SLURM's job. Throws ConfigError as read_launch does.
-JobIdentity read_job_identity(const Environment& environment);
+/// titan launch's TITAN_JOB_ID, torchrun's --rdzv-id, SLURM's job.
+JobIdentity read_job_identity(const Launch& launch, const Environment& environment);
 
 }  // namespace titan::dist

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "dist/environment.h"
 #include "job/job_config.h"
 #include "observe/profiling.h"
 #include "titan/dist/world.h"
@@ -91,6 +92,10 @@ bool run_has_ended(const JobConfig& config, const dist::World& world);
 /// into `parameters`, those of the whole model. Reads headers only, in this process.
 std::string find_start(const JobConfig& config, const std::vector<Parameter>& parameters,
                        std::vector<std::string>& problems);
+
+/// How `launch`'s ranks keep states in the hosts' memory; nullopt: they don't. Throws ConfigError if the
+/// settings ask for such states and no launcher restarts the ranks.
+std::optional<PeerSettings> peer_settings(const CheckpointSettings& settings, const dist::Launch& launch);
 
 /// Null if checkpoints are off. Collective over the world.
 std::unique_ptr<RunCheckpoints> build_checkpoints(const JobConfig& config, const dist::World& world,

@@ -2,7 +2,6 @@
 
 #include <limits>
 
-#include "dist/environment.h"
 #include "job/build.h"
 #include "titan/checkpoint/hugging_face.h"
 #include "titan/checkpoint/manifest.h"
@@ -77,16 +76,16 @@ std::optional<ModelExport> model_export(const JobConfig& config) {
   return how;
 }
 
-std::optional<PeerSettings> peer_settings(const CheckpointSettings& settings) {
+}  // namespace
+
+std::optional<PeerSettings> peer_settings(const CheckpointSettings& settings, const dist::Launch& launch) {
   if (settings.peer_interval == 0 || settings.create_seed_checkpoint) return std::nullopt;
-  const dist::JobIdentity job = dist::read_job_identity(dist::process_environment());
+  const dist::JobIdentity job = dist::read_job_identity(launch, dist::process_environment());
   if (job.id.empty())
     throw ConfigError(str("checkpoint.peer_interval = ", settings.peer_interval,
                           " keeps states for restarted ranks, but ", job.problem));
   return PeerSettings{.interval = settings.peer_interval, .folder = settings.peer_folder, .job = job.id};
 }
-
-}  // namespace
 
 fs::path steps_folder(const JobConfig& config) {
   return checkpoint::joined(config.job.dump_folder, config.checkpoint.folder);
@@ -198,13 +197,14 @@ std::unique_ptr<RunCheckpoints> build_checkpoints(const JobConfig& config, const
   if (!config.checkpoint.enable) return nullptr;
   return std::make_unique<RunCheckpoints>(
       world, meshes, parameters,
-      RunCheckpoints::Options{.settings = config.checkpoint,
-                              .folder = steps_folder(config),
-                              .config = config::print_toml(job_schema(), config),
-                              .initial = initial_state(config, meshes, parameters),
-                              .model_export = model_export(config),
-                              .peers = peer_settings(config.checkpoint),
-                              .may_be_missing = {kDelayedScales}});
+      RunCheckpoints::Options{
+          .settings = config.checkpoint,
+          .folder = steps_folder(config),
+          .config = config::print_toml(job_schema(), config),
+          .initial = initial_state(config, meshes, parameters),
+          .model_export = model_export(config),
+          .peers = peer_settings(config.checkpoint, dist::read_launch(dist::process_environment())),
+          .may_be_missing = {kDelayedScales}});
 }
 
 }  // namespace titan::train

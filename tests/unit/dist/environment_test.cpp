@@ -243,11 +243,12 @@ using ::testing::HasSubstr;
 using Variables = std::map<std::string, std::string>;
 
 JobIdentity identity_of(const Variables& variables) {
-  return read_job_identity([variables](const char* name) -> std::optional<std::string> {
+  const Environment environment = [&](const char* name) -> std::optional<std::string> {
     const auto found = variables.find(name);
     if (found == variables.end()) return {};
     return found->second;
-  });
+  };
+  return read_job_identity(read_launch(environment), environment);
 }
 
 TEST(JobIdentity, ComesFromTheRestartingLauncher) {
