@@ -19,6 +19,7 @@
 #include "core/file.h"
 #include "core/json.h"
 #include "core/process.h"
+#include "core/units.h"
 #include "titan/core/error.h"
 
 namespace titan {
@@ -125,6 +126,12 @@ MappedFile::~MappedFile() {
 
 // ---- files of known size
 
+std::optional<int64_t> free_bytes_of(const fs::path& folder) {
+  struct statvfs status = {};
+  if (::statvfs(folder.c_str(), &status) != 0) return std::nullopt;
+  return static_cast<int64_t>(status.f_bavail * status.f_frsize);
+}
+
 OutputFile::OutputFile(fs::path path, std::optional<int64_t> num_bytes, FileCalls calls, fs::path shown)
     : path_(std::move(path)),
       shown_(shown.empty() ? path_ : std::move(shown)),
@@ -135,6 +142,7 @@ OutputFile::OutputFile(fs::path path, std::optional<int64_t> num_bytes, FileCall
   fd_ = uninterrupted(
       [&] { return ::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0666); });
   if (fd_ < 0) fail("cannot create it", errno);
+  free_before_ = free_bytes_of(path_.has_parent_path() ? path_.parent_path() : fs::path("."));
   try {
     reserve();
   } catch (...) {
@@ -155,10 +163,7 @@ void OutputFile::reserve() {
   if (uninterrupted([&] { return calls_.fallocate(fd_, 0, 0, *num_bytes_); }) == 0) return;
   if (errno != EOPNOTSUPP && errno != ENOSYS) fail("cannot reserve its space", errno);
   // Some network file systems can't reserve: check the free space instead.
-  struct statvfs status = {};
-  if (::fstatvfs(fd_, &status) != 0) return;
-  const auto blocks = (static_cast<uint64_t>(*num_bytes_) + status.f_frsize - 1) / status.f_frsize;
-  if (blocks > status.f_bavail) fail_for_space(ENOSPC);
+  if (free_before_ && *free_before_ < *num_bytes_) fail_for_space(ENOSPC);
 }
 
 void OutputFile::write(std::span<iovec> parts, int64_t offset) {
@@ -194,18 +199,16 @@ void OutputFile::fail(const char* what, int error) const {
   rlimit limit = {};
   if (num_bytes_ && error == EFBIG && ::getrlimit(RLIMIT_FSIZE, &limit) == 0 &&
       limit.rlim_cur != RLIM_INFINITY)
-    message += str("; ", *num_bytes_, " bytes are needed, but files of this process are limited to ",
-                   limit.rlim_cur, " (ulimit -f)");
+    message += str("; it needs ", size_text(*num_bytes_), ", but files of this process are limited to ",
+                   size_text(static_cast<int64_t>(limit.rlim_cur)), " (ulimit -f)");
   throw Error(message);
 }
 
 void OutputFile::fail_for_space(int error) const {
-  struct statvfs status = {};
-  std::string free = "an unknown number of";
-  if (::statvfs(path_.has_parent_path() ? path_.parent_path().c_str() : ".", &status) == 0)
-    free = str(static_cast<uint64_t>(status.f_bavail) * status.f_frsize);
-  throw Error(str("cannot write ", shown_.string(), ": ", *num_bytes_, " bytes are needed, ", free,
-                  " bytes are free: ", errno_text(error)));
+  const std::string free = free_before_ ? str(", and ", size_text(*free_before_), " was free") : "";
+  throw DiskFull(str("cannot write ", shown_.string(), ": it needs ", size_text(*num_bytes_), free, ": ",
+                     errno_text(error)),
+                 *num_bytes_, errno_text(error));
 }
 
 // ---- atomic files

@@ -24,8 +24,24 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
+
+#include "titan/core/error.h"
 
 namespace titan {
+
+/// There is no room for a file of known size. what() names the file and both sizes.
+class DiskFull : public Error {
+ public:
+  DiskFull(const std::string& message, int64_t needed, std::string why)
+      : Error(message), needed_bytes(needed), reason(std::move(why)) {}
+
+  const int64_t needed_bytes;
+  const std::string reason;  ///< "No space left on device (ENOSPC)"
+};
+
+/// The bytes that this process can still write to a folder's file system; empty: it doesn't say.
+std::optional<int64_t> free_bytes_of(const std::filesystem::path& folder);
 
 /// Operating system calls. Tests replace them with failing ones.
 struct FileCalls {
@@ -43,8 +59,7 @@ struct FileCalls {
 class OutputFile {
  public:
   /// Replaces an existing file of that name. If `num_bytes` is given, reserves that space, so that a full
-  /// disk is an Error before anything is written, with the bytes needed and the bytes free. Errors name
-  /// `shown` (default: `path`).
+  /// disk throws DiskFull before anything is written. Errors name `shown` (default: `path`).
   OutputFile(std::filesystem::path path, std::optional<int64_t> num_bytes, FileCalls calls = {},
              std::filesystem::path shown = {});
   ~OutputFile();
@@ -64,7 +79,7 @@ class OutputFile {
   [[noreturn]] void fail_for_space(int error) const;
 
   std::filesystem::path path_, shown_;
-  std::optional<int64_t> num_bytes_;
+  std::optional<int64_t> num_bytes_, free_before_;
   FileCalls calls_;
   int fd_ = -1;
   std::atomic<int64_t> written_{0};

@@ -27,7 +27,7 @@ void write_file_atomic(const std::filesystem::path& path, std::string_view conte
 
 /// The same for contents in pieces: `write` gets a function that appends them (small pieces are gathered into
 /// larger writes). An exception from `write` passes through after the temporary is removed. If `num_bytes` is
-/// given, that space is reserved first, and an Error for a full disk has the bytes needed and the bytes free.
+/// given, that space is reserved first, and a full disk throws DiskFull (core/durable.h).
 using AppendBytes = std::function<void(std::span<const std::byte>)>;
 void write_file_atomic(const std::filesystem::path& path,
                        const std::function<void(const AppendBytes&)>& write,

@@ -1,5 +1,6 @@
 // One rank's failure to save a step fails the save on all ranks; and the tree through which they learn of it.
 
+#include <sys/mount.h>
 #include <sys/resource.h>
 
 #include <chrono>
@@ -9,6 +10,8 @@
 #include <gtest/gtest.h>
 
 #include "checkpoint/save/rank_tree.h"
+#include "checkpoint/save/save_writer.h"
+#include "core/units.h"
 #include "distributed/checkpoint_saver.h"
 #include "titan/dist/world.h"
 
@@ -150,6 +153,55 @@ TEST(Failure, ReportsAFileThatCannotBeWritten) {
   saver.fill_and_save(3);
   EXPECT_EQ(steps_in(folder), (std::vector<int64_t>{1, 3}));
   check_saved(step_path(folder, 3), 3);
+}
+
+// Each rank finds only what the others have left; the message adds up what all of them need.
+TEST(DiskFull, NamesTheSizesOfTheWholeSave) {
+  const SharedFolder folder;
+  Saver large({.folder = folder / "large"});
+  large.fill_and_save(1);
+  int64_t needed = 0;
+  for (const FileRecord& file : read_manifest(step_path(folder / "large", 1)).files) needed += file.num_bytes;
+
+  constexpr int64_t kPage = 4096;
+  const int64_t half = (needed / 2 + kPage - 1) / kPage * kPage, lock = kPage;
+  const fs::path disk = folder / "small";
+  bool mounted = false;
+  if (world().rank() == 0) {
+    fs::create_directory(disk);
+    mounted = ::mount("tmpfs", disk.c_str(), "tmpfs", 0, titan::str("size=", half + lock).c_str()) == 0;
+  }
+  if (world().everyone()->sum(int64_t{mounted}, kLabel) == 0) GTEST_SKIP() << "no tmpfs can be mounted here";
+  {
+    Saver small({.folder = disk, .stop_on_failure = false});
+    small.fill_and_save(1);
+    EXPECT_THAT(small.checkpointer.last_failure(),
+                HasSubstr(titan::str(
+                    "there is no room in ", disk.string(), ": the file",
+                    world().size() == 1 ? " needs " : titan::str("s of ", world().size(), " ranks need "),
+                    size_text(needed), ", and ", size_text(half), " was free before: ")));
+    EXPECT_THAT(steps_in(disk), ::testing::IsEmpty());
+    EXPECT_THAT(leftovers(disk), ::testing::IsEmpty());
+    meet();
+  }
+  if (mounted) ::umount2(disk.c_str(), MNT_DETACH);
+}
+
+TEST(DiskFull, IsNotBlamedForAnotherFailure) {
+  detail::SaveReport whole{.failure = {}, .file = {.num_bytes = 12'000'000}, .disk_full = {}, .texts = {}};
+  detail::SaveReport full{.failure = "full",
+                          .file = {.num_bytes = 4'500'000},
+                          .disk_full = "No space left on device (ENOSPC)",
+                          .texts = {}};
+  whole.free_bytes = 12'500'000;
+  full.free_bytes = 500'000;
+  EXPECT_EQ(
+      detail::disk_full_text("/run", {whole, full}),
+      "there is no room in /run: the files of 2 ranks need 16.5 MB, and 12.5 MB was free before: No space "
+      "left on device (ENOSPC)");
+  EXPECT_EQ(detail::disk_full_text("/run", {whole, whole}), "");
+  detail::SaveReport other{.failure = "told to fail", .file = {}, .disk_full = {}, .texts = {}};
+  EXPECT_EQ(detail::disk_full_text("/run", {whole, full, other}), "");
 }
 
 /// An object whose state can't be read.

@@ -68,8 +68,8 @@ struct WrittenFile {
 int64_t rank_file_bytes(const FileIdentity& identity, std::span<const PieceToWrite> pieces);
 
 /// Writes and syncs the file (not its folder). `pieces` are in the order of StateTable. On a local disk the
-/// space is reserved before a byte is written: if the disk is full, the Error says how many bytes are needed
-/// and how many are free. On failure the file is removed.
+/// space is reserved before a byte is written: a full disk throws DiskFull (core/durable.h). On failure the
+/// file is removed.
 WrittenFile write_rank_file(const std::filesystem::path& path, const FileIdentity& identity,
                             std::span<const PieceToWrite> pieces, const WriteOptions& options = {});
 

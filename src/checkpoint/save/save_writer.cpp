@@ -122,6 +122,23 @@ Greeting greet(dist::Group& group, const Greeting& own, OpenedFolder& opened) {
 
 }  // namespace
 
+// A rank that failed may have found only what the others had left, so the largest of the sizes counts.
+std::string disk_full_text(const fs::path& folder, const std::vector<SaveReport>& reports) {
+  int64_t needed = 0, free = -1;
+  std::string why;
+  for (const SaveReport& report : reports) {
+    if (!report.failure.empty() && report.disk_full.empty()) return "";
+    if (why.empty()) why = report.disk_full;
+    needed += report.file.num_bytes;
+    free = std::max(free, report.free_bytes);
+  }
+  if (why.empty()) return "";
+  const std::string files =
+      reports.size() == 1 ? "the file needs " : titan::str("the files of ", reports.size(), " ranks need ");
+  return titan::str("there is no room in ", folder.string(), ": ", files, size_text(needed),
+                    free < 0 ? "" : titan::str(", and ", size_text(free), " was free before"), ": ", why);
+}
+
 // ---- common to both kinds of saving
 
 SaveWriter::SaveWriter(SaveOptions options, std::string run_id, RankTree tree)
@@ -138,7 +155,13 @@ SaveReport SaveWriter::write_file(const SaveJob& job) {
   report.num_threads = job.num_threads;
   for (const auto& [key, merge] : job.merges) report.texts.push_back(job.texts.at(key));
   report.failure = problem_of([&] {
-    write_pieces(job, report);
+    try {
+      write_pieces(job, report);
+    } catch (const DiskFull& full) {
+      report.disk_full = full.reason;
+      report.file.num_bytes = full.needed_bytes;
+      throw;
+    }
     enter(SavePhase::Gather);
   });
   phase_ = SavePhase::Gather;  // from here on it waits for the other ranks
@@ -153,6 +176,7 @@ void SaveWriter::write_pieces(const SaveJob& job, SaveReport& report) {
   enter(SavePhase::MakeFolder);
   const fs::path folder = pending_path(options_.folder, job.step, run_id_);
   storage_of(folder).make_folder(folder);
+  if (is_local(folder)) report.free_bytes = free_bytes_of(folder).value_or(-1);
   enter(SavePhase::WriteFile);
   std::atomic<int64_t> left = 0;
   for (const PieceToWrite& piece : pieces) left += static_cast<int64_t>(piece.data.nbytes());
@@ -241,6 +265,12 @@ SaveOutcome StepWriter::write(const SaveJob& job) {
       for (const SaveReport& report : reports) num_bytes += report.file.num_bytes;
       return Verdict{};
     });
+    if (!verdict.text.empty() && !verdict.lost) {
+      std::vector<SaveReport> reports;
+      for (const Answer& answer : answers) reports.push_back(from_wire<SaveReport>(answer.text));
+      if (std::string full = disk_full_text(options_.folder, reports); !full.empty())
+        verdict.text = std::move(full);
+    }
     if (!verdict.text.empty()) remove_failed(pending_path(options_.folder, job.step, run_id_));
   } else {
     late = problem_of([&] { enter(SavePhase::Verdict); });

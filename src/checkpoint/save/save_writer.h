@@ -47,12 +47,18 @@ struct SaveReport {
   FileRecord file;
   bool finite = true;
   int64_t num_threads = 0;
+  std::string disk_full;           // why its disk takes no more, if that is the failure; `file` has the size
+  int64_t free_bytes = -1;         // on its disk before the file was written; -1: unknown
   std::vector<std::string> texts;  // the texts to merge, in the order of the objects' keys
   static void fields(auto& wire, auto& self) {
     wire(self.step, self.failure, self.file.num_bytes, self.file.header_digest, self.finite, self.num_threads,
-         self.texts);
+         self.disk_full, self.free_bytes, self.texts);
   }
 };
+
+/// The failure of a save whose files share a disk that is full: "there is no room in FOLDER: the files of 2
+/// ranks need 16.5 MB, and 512 kB was free before: WHY". Empty: a rank failed for another reason, or none did.
+std::string disk_full_text(const std::filesystem::path& folder, const std::vector<SaveReport>& reports);
 
 class SaveWriter {
  public:

@@ -16,6 +16,7 @@
 #include "checkpoint/format/rank_file.h"
 #include "checkpoint/format/stored_files.h"
 #include "core/durable.h"
+#include "core/units.h"
 #include "unit/checkpoint/rank_file_support.h"
 
 namespace titan::checkpoint {
@@ -135,8 +136,8 @@ TEST_F(FailingWrite, ReportsADiskThatFillsUp) {
   const Outcome outcome = write({.pwritev = [&](int fd, const iovec* parts, int, off_t offset) -> ssize_t {
     return count++ == 0 ? ::pwrite(fd, parts[0].iov_base, 1000, offset) : fails_with(ENOSPC);
   }});
-  EXPECT_SAYS(outcome.message, str(rank_file_bytes(kIdentity, pieces_), " bytes are needed, "));
-  EXPECT_SAYS(outcome.message, " bytes are free: No space left on device (ENOSPC)");
+  EXPECT_SAYS(outcome.message, str("it needs ", size_text(rank_file_bytes(kIdentity, pieces_)), ", and "));
+  EXPECT_SAYS(outcome.message, "B was free: No space left on device (ENOSPC)");
   EXPECT_FALSE(outcome.file_left);
 }
 
@@ -177,8 +178,8 @@ TEST_F(FailingWrite, ReportsTheFileSizeLimit) {
   std::signal(SIGXFSZ, old_handler);
   for (const Outcome& outcome : {reserved, written}) {
     EXPECT_SAYS(outcome.message, "EFBIG");
-    EXPECT_SAYS(outcome.message, str(rank_file_bytes(kIdentity, pieces_), " bytes are needed"));
-    EXPECT_SAYS(outcome.message, "1000000 (ulimit -f)");
+    EXPECT_SAYS(outcome.message, str("it needs ", size_text(rank_file_bytes(kIdentity, pieces_))));
+    EXPECT_SAYS(outcome.message, "limited to 1 MB (ulimit -f)");
     EXPECT_FALSE(outcome.file_left);
   }
 }
@@ -223,8 +224,10 @@ TEST_F(FailingWrite, ReportsAFullDiskBeforeWriting) {
       const std::string message = complaint([&] {
         write_with(calls, disk / "f", kIdentity, pieces_, {.progress = [&](int64_t) { ++chunks; }});
       });
-      EXPECT_SAYS(message, str(needed, " bytes are needed, "));
-      EXPECT_SAYS(message, " bytes are free: No space left on device (ENOSPC)");
+      // The disk has whole pages.
+      EXPECT_SAYS(message, str("it needs ", size_text(needed), ", and ",
+                               size_text((needed * percent / 100 + 4095) / 4096 * 4096),
+                               " was free: No space left on device (ENOSPC)"));
       EXPECT_EQ(chunks, 0) << "the full disk was found only after writing";
       EXPECT_FALSE(std::filesystem::exists(disk / "f"));
     }

@@ -97,8 +97,8 @@ TEST_F(FileTest, FullDiskErrorNamesPathReasonAndBytes) {
     message = message_of([&] { write_file_atomic(folder_ / "x", std::string(10000, 'a')); });
   }
   EXPECT_EQ(message, str("cannot write ", (folder_ / "x").string(),
-                         ": cannot reserve its space: File too large (EFBIG) after 0 bytes; 10000 bytes are "
-                         "needed, but files of this process are limited to 4096 (ulimit -f)"));
+                         ": cannot reserve its space: File too large (EFBIG) after 0 bytes; it needs "
+                         "10 kB, but files of this process are limited to 4.1 kB (ulimit -f)"));
   EXPECT_EQ(read_file(folder_ / "x"), "old");
   EXPECT_EQ(entries(), 1u);
 }
