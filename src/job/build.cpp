@@ -38,14 +38,27 @@ void seed_generators(const DebugSettings& debug, const Meshes& meshes) {
   at::manual_seed(debug.seed_or_default() + static_cast<uint64_t>(meshes.loss.rank()));
 }
 
+// Replaces the settings of an earlier start. If they differ, they are kept as config.1.toml, ...
+void save_settings(const std::filesystem::path& file, const std::string& text) {
+  std::error_code error;
+  if (std::filesystem::is_regular_file(file, error) && read_file(file) != text) {
+    std::filesystem::path kept = file;
+    for (int number = 1; std::filesystem::exists(kept, error); ++number)
+      kept.replace_filename(str(file.stem().string(), ".", number, file.extension().string()));
+    std::filesystem::rename(file, kept);
+    log::info(str("the different settings of an earlier start in this folder are kept: ", kept.string()));
+  }
+  write_file_atomic(file, text);
+}
+
 void save_config(const JobConfig& config, const dist::World& world) {
   if (world.rank() != 0) return;
   std::string toml = config::print_toml(job_schema(), config);
   const std::filesystem::path folder = record_folder(config);
   make_folder(folder);
-  write_file_atomic(folder / "config.toml", toml);
+  save_settings(folder / "config.toml", toml);
   if (config.job.save_config_file)
-    write_file_atomic(folder / *config.job.save_config_file, config::print_json(job_schema(), config));
+    save_settings(folder / *config.job.save_config_file, config::print_json(job_schema(), config));
   if (config.job.print_config) log::info("resolved config:\n" + toml);
 }
 

@@ -13,6 +13,7 @@
 #include <regex>
 #include <sstream>
 
+#include "core/file.h"
 #include "e2e/small_run.h"
 
 namespace titan::testing {
@@ -146,6 +147,17 @@ TEST(TrainCommand, SavedConfigRepeatsTheRun) {
   auto first = train(folder, model("3"));
   auto again = train(fresh_folder("again"), {(folder / "config.toml").string()});
   EXPECT_EQ(losses(again), losses(first));
+}
+
+TEST(TrainCommand, ASecondRunInAFolderKeepsTheFirstOnesRecords) {
+  const auto folder = fresh_folder("run");
+  train(folder, model("3"));
+  const std::string config = read_file(folder / "config.toml"), metrics = read_file(folder / "metrics.jsonl");
+  train(folder, model("3") + Words{"--optimizer.lr", "1e-5"});
+  EXPECT_EQ(read_file(folder / "config.1.toml"), config);
+  EXPECT_EQ(read_file(folder / "metrics.1.jsonl"), metrics);
+  train(folder, model("3") + Words{"--optimizer.lr", "1e-5"});
+  EXPECT_FALSE(std::filesystem::exists(folder / "config.2.toml")) << "the settings are the same";
 }
 
 TEST(TrainCommand, LogsAllNumbersOfEveryStep) {
