@@ -23,11 +23,17 @@ at::Tensor empty_parts(const at::Tensor& part, int num_ranks) {
   return at::empty(sizes, part.options());
 }
 
-// The other ranks, in the order of the rounds.
+// [Note: order of sends]
+// Each pair of ranks exchanges one message each way. A backend may queue all of a rank's messages on one
+// stream (NCCL does), where a message that waits for its peer blocks the later ones. So there are N rounds,
+// the same on all ranks, and each round pairs the ranks. In a pair the lower rank sends first and the higher
+// one receives first.
+
+// The other ranks, in the order of the rounds. In one of the rounds a rank is its own peer.
 std::vector<int> peers_of(const dist::Group& group) {
   std::vector<int> peers;
   for (int round = 0; round < group.size(); ++round) {
-    const int peer = peer_in_round(group.rank(), group.size(), round);
+    const int peer = (round - group.rank() + group.size()) % group.size();
     if (peer != group.rank()) peers.push_back(peer);
   }
   return peers;

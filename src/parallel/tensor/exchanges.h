@@ -37,17 +37,6 @@ class RankSum {
   at::Tensor sum_;
 };
 
-// The exchange by sends and receives, which every backend has.
-
-/// [Note: order of sends]
-/// Each pair of ranks exchanges one message each way. A backend may queue all of a rank's messages on one
-/// stream (NCCL does), where a message that waits for its peer blocks the later ones. So there are N rounds,
-/// the same on all ranks, and each round pairs the ranks. In a pair the lower rank sends first and the higher
-/// one receives first.
-
-/// The peer of `rank` among `size` ranks in a round. In one of the rounds it is the rank itself.
-inline int peer_in_round(int rank, int size, int round) { return ((round - rank) % size + size) % size; }
-
 // The exchange through memory that the ranks of an axis share.
 
 /// The state that all modules' exchanges share.
