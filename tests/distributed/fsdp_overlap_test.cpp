@@ -9,11 +9,14 @@
 #include <map>
 #include <new>
 #include <optional>
+#include <thread>
 #include <utility>
 
 #include "dist/flight_record.h"
+#include "distributed/recorded_calls.h"
 #include "distributed/toy_case.h"
 #include "memory_meter.h"
+#include "parallel/fsdp/fsdp_state.h"
 
 namespace {
 
@@ -92,6 +95,17 @@ class StepRecord {
   }
   void end() { calls_ = world().recorder().snapshot(); }
 
+  /// Checks that the transfers end while a block computes: no rank waits for them meanwhile.
+  static void expect_transfers_to_end(const WatchedNet& net) {
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    for (const auto& state : fsdp::states_below(nn::AnyRef(net).module()))
+      while (state->group() && state->group()->communicates() && !::testing::Test::HasFailure()) {
+        if (std::chrono::steady_clock::now() > deadline)
+          ADD_FAILURE() << "a call of '" << state->group()->name() << "' makes no progress without a wait";
+        std::this_thread::sleep_for(std::chrono::microseconds(100));
+      }
+  }
+
   /// Checks that the block's `nth` call in this phase was launched before block `computing` computed, and
   /// waited for after that.
   void expect_under_way(const char* phase, int64_t block, size_t nth, Pass pass, int64_t computing) const {
@@ -133,8 +147,9 @@ class FsdpOverlap : public ::testing::Test {
 
   /// The outermost group encloses the blocks. With `ends_are_one`, the first and the last block form one
   /// group, like an embedding and a tied output.
-  void shard(WatchedNet& net, const DataLayout& layout, bool ends_are_one = false) const {
-    const FsdpOptions fsdp{.mesh = mesh_of(layout)};
+  void shard(WatchedNet& net, const DataLayout& layout, bool ends_are_one = false,
+             const ReshardAfterForward& policy = {}) const {
+    const FsdpOptions fsdp{.mesh = mesh_of(layout), .reshard_after_forward = policy};
     auto& blocks = net->blocks;
     if (ends_are_one) fully_shard({blocks.front(), blocks.back()}, fsdp);
     const size_t alone = ends_are_one ? 1 : 0;
@@ -150,7 +165,10 @@ class FsdpOverlap : public ::testing::Test {
     shard(net, layout, ends_are_one);
     for (int i = 0; i < 2; ++i) step(net);
     StepRecord record;
-    net->watch = [&](Pass pass, int64_t block) { record.see(pass, block); };
+    net->watch = [&](Pass pass, int64_t block) {
+      record.see(pass, block);
+      StepRecord::expect_transfers_to_end(net);
+    };
     step(net);
     record.end();
     return record;
@@ -225,6 +243,38 @@ TEST_F(FsdpOverlap, OneBlockIsGatheredAndBuffersAreFourBlocks) {
     EXPECT_GE(meter.bytes(), gradients + 3 * kBlockBytes);
     EXPECT_LE(meter.bytes(), gradients + 4 * kBlockBytes + 2 * kBlockBytes / size + kBlockBytes / 8)
         << num_blocks << " blocks";
+  }
+}
+
+struct PolicyCase {
+  const char* name;
+  ReshardAfterForward policy;
+  bool keeps_blocks, keeps_scale;  // between forward and backward
+  int64_t gathers;                 // in the backward
+  size_t ranks;                    // that take part in each of them
+};
+
+TEST_F(FsdpOverlap, ReshardPoliciesFreeKeepAndGatherWhatTheySay) {
+  const auto all = static_cast<size_t>(size);
+  std::vector<PolicyCase> cases = {
+      {"default", {}, false, true, kNumBlocks, all},
+      {"always", ReshardAfterForward::always(), false, false, kNumBlocks + 1, all},
+      {"never", ReshardAfterForward::never(), true, true, 0, all}};
+  if (size == 4)
+    cases.push_back({"to_size", ReshardAfterForward::to_size(2), false, false, kNumBlocks + 1, 2});
+  for (const PolicyCase& c : cases) {
+    WatchedNet net(kNumBlocks, "block");
+    shard(net, {1, size}, /*ends_are_one=*/false, c.policy);
+    step(net);
+    const at::Tensor loss = loss_of(net(mine));
+    EXPECT_EQ(std::count_if(net->blocks.begin(), net->blocks.end(), has_memory),
+              c.keeps_blocks ? kNumBlocks : 0)
+        << c.name;
+    EXPECT_EQ(net->scale.storage().nbytes() > 0, c.keeps_scale) << c.name;
+    const auto gathers = calls_of("fsdp::all_gather", [&] { loss.backward(); });
+    EXPECT_EQ(static_cast<int64_t>(gathers.size()), c.gathers) << c.name;
+    for (const dist::CallRecord& call : gathers) EXPECT_EQ(call.group->ranks.size(), c.ranks) << c.name;
+    EXPECT_EQ(std::count_if(net->blocks.begin(), net->blocks.end(), has_memory), 0) << c.name;
   }
 }
 

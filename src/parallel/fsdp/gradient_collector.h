@@ -81,6 +81,7 @@ class GradientCollector {
   int64_t kept_bytes() const;
   /// Whether gradients of earlier micro-batches wait for the last one's reduction.
   bool owes_reduction() const { return owes_reduction_; }
+  bool communicates() const { return work_.pending(); }
   /// Drops collected gradients that weren't reduced, and waits for running collectives.
   void discard();
 

@@ -74,6 +74,8 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   /// The queue of delayed weight gradients; null if they are computed at once.
   DelayedGradients* delayed() const { return context_ ? context_->delayed() : nullptr; }
   GradientCollector& gradients() { return gradients_; }
+  /// Whether a collective of the group is running.
+  bool communicates() const { return gather_work_.pending() || gradients_.communicates(); }
 
   // ---- used by other classes
   /// `context` is owned by the modules' states, which own this group too.
