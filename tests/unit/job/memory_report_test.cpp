@@ -1,13 +1,18 @@
 #include <gtest/gtest.h>
 #include <algorithm>
+#include <map>
 #include <new>
 
+#include <ATen/ATen.h>
 #include <c10/util/Exception.h>
 
+#include "job/build.h"
 #include "job/dry_run.h"
+#include "memory_meter.h"
 #include "titan/core/error.h"
 #include "titan/models/llama3.h"
 #include "titan/nn/containers.h"
+#include "titan/parallel/parameters.h"
 #include "unit/job/words.h"
 #include "unit/train/toy_model.h"
 
@@ -20,7 +25,7 @@ class MemoryReportTest : public ::testing::Test {
     if (!model_specs().contains("llama3")) models::register_llama3();
   }
 
-  static MemoryReport report(const Words& words, int world_size = 1, int rank = 0) {
+  static JobConfig config_of(const Words& words, int world_size) {
     Words all = {"--model.name",
                  "llama3",
                  "--model.flavor",
@@ -37,6 +42,11 @@ class MemoryReportTest : public ::testing::Test {
     JobConfig config;
     const auto origins = config::load(job_schema(), {"", all}, config);
     check_job(config, origins, world_size, JobFiles::Ignore);
+    return config;
+  }
+
+  static MemoryReport report(const Words& words, int world_size = 1, int rank = 0) {
+    const JobConfig config = config_of(words, world_size);
     return memory_report(config, world_size, rank, c10::Device(c10::kCPU));
   }
 
@@ -45,6 +55,22 @@ class MemoryReportTest : public ::testing::Test {
       if (owner.name == name) return owner.bytes;
     return 0;
   }
+  /// The memory that a forward of the real model leaves for its backward, after a whole step.
+  static double measured_activations(const Words& words) {
+    const JobConfig config = config_of(words, 1);
+    const dist::World world = dist::init({.backend = "fake"});
+    const auto model = build_model(config, build_job_meshes(config, world), at::kCPU);
+    materialize(model->root(), 1);
+    const int64_t rows = config.training.local_batch_size, length = config.training.seq_len;
+    const at::Tensor tokens = at::randint(100, {rows, length}, at::kLong);
+    model->loss(tokens, tokens, tokens.numel()).backward();
+    for (const Parameter& parameter : parameters(model->root()))
+      at::Tensor(parameter.data.local).mutable_grad().reset();
+    const testing::MemoryMeter meter;
+    const at::Tensor loss = model->loss(tokens, tokens, tokens.numel());
+    return static_cast<double>(meter.bytes());
+  }
+
   static double saved(const MemoryReport& report, const std::string& setting) {
     for (const NamedBytes& saving : report.savings)
       if (saving.name == setting) return saving.bytes;
@@ -78,15 +104,22 @@ TEST_F(MemoryReportTest, ActivationsGrowWithTheBatch) {
   EXPECT_NEAR(saved(four, "training.local_batch_size = 2"), owned(four, "activations") / 2, 1);
 }
 
+// Compares with the memory of the real model, with the setting and without it.
 TEST_F(MemoryReportTest, PredictsWhatASettingSaves) {
-  const MemoryReport plain = report({}), full = report({"--activation_checkpoint.mode", "full"});
-  const double saving = saved(plain, "activation_checkpoint.mode = \"full\"");
-  EXPECT_GT(saving, 0);
-  EXPECT_NEAR(saving, owned(plain, "activations") - owned(full, "activations"), 1);
-  EXPECT_EQ(saved(full, "activation_checkpoint.mode = \"full\""), 0);
-  const MemoryReport half = report({"--training.mixed_precision_param", "bfloat16"});
-  EXPECT_NEAR(saved(plain, "training.mixed_precision_param = \"bfloat16\""),
-              owned(plain, "activations") - owned(half, "activations"), 1);
+  const Words small = {"--training.seq_len", "128", "--training.local_batch_size", "2"};
+  const MemoryReport report_of_small = report(small);
+  const double plain = measured_activations(small);
+  EXPECT_NEAR(owned(report_of_small, "activations"), plain, plain / 20);
+  for (const auto& [setting, words] : std::map<std::string, Words>{
+           {"activation_checkpoint.mode = \"full\"", {"--activation_checkpoint.mode", "full"}},
+           {"training.mixed_precision_param = \"bfloat16\"",
+            {"--training.mixed_precision_param", "bfloat16"}},
+           {"training.local_batch_size = 1", {"--training.local_batch_size", "1"}},
+           {"training.seq_len = 64", {"--training.seq_len", "64"}}}) {
+    const double saves = plain - measured_activations(small + words);
+    EXPECT_NEAR(saved(report_of_small, setting), saves, saves / 20) << setting;
+    EXPECT_EQ(saved(report(small + words), setting), 0) << setting;
+  }
 }
 
 TEST_F(MemoryReportTest, SuggestsOnlySettingsThatPassTheirChecks) {
