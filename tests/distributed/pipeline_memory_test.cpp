@@ -19,16 +19,18 @@ namespace {
 using namespace titan::testing;  // NOLINT: the test's own names
 
 constexpr int kMicroBatches = 8;
+constexpr int64_t kLayers = 16;
 
 // Wide enough that activations are much larger than the runner's own memory, with a tiny vocabulary.
-// Embedding and head count for no layers, so every stage has the same number of layers.
+// Embedding and head count for no layers, so every stage has the same number of layers: enough of them that
+// the temporary memory of one layer's backward is small beside a stage's micro-batch.
 LlamaCase model() {
   LlamaCase llama = mini_llama();
-  llama.args["n_layers"] = int64_t{8};
+  llama.args["n_layers"] = kLayers;
   llama.args["n_kv_heads"] = int64_t{4};
   llama.args["vocab_size"] = int64_t{32};
   llama.rows = kMicroBatches;
-  llama.seq_len = 256;
+  llama.seq_len = 128;
   return llama;
 }
 
@@ -96,16 +98,19 @@ void print_row(std::string_view schedule, double peak, double simulated, double 
 }
 
 // The simulator counts activations between I and W as whole; with their actual size the bound is narrower.
+// Beyond the schedule's micro-batches, a rank has only the temporary memory of a layer's backward, which is
+// less than half of the smallest part that a stage could hold for too long.
 TEST(PipelineMemory, MatchesTheSimulator) {
   const double whole = bytes_of_micro_batch();
+  const double layer = whole * world().size() / kLayers;
   for (const pipeline::ScheduleTraits& traits : pipeline::all_schedule_traits()) {
     const int stages = pipeline::default_num_stages(traits, world().size());
     const Measured measured = run(traits.name, stages);
     const double of_stage = whole * world().size() / stages;
     const double expected = of_stage * measured.simulated.peak_live, held = of_stage * measured.held;
-    EXPECT_LE(measured.peak_bytes, 1.15 * expected + 0.5 * whole) << traits.name;
-    EXPECT_LE(measured.peak_bytes, 1.02 * held + 0.75 * whole) << traits.name;
-    EXPECT_GE(measured.peak_bytes, 0.5 * expected) << traits.name;
+    EXPECT_LE(measured.peak_bytes, 1.15 * expected + layer) << traits.name;
+    EXPECT_LE(measured.peak_bytes, 1.02 * held + 1.2 * layer) << traits.name;
+    EXPECT_GE(measured.peak_bytes, 0.95 * expected) << traits.name;
     print_row(traits.name, measured.peak_bytes / whole, expected / whole, held / whole);
   }
 }
