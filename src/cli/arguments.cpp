@@ -156,10 +156,10 @@ Write a value that looks like an option as --section.key=value.
 
 constexpr const char* kLaunchNotes =
     R"(Starts N ranks of a program on this machine and waits for them. They find each other with dist::init().
-When a rank fails, the others are ended, its last lines are printed, and its exit code becomes this command's.
-With --max-restarts the ranks are restarted, unless the exit code is a final one. SIGTERM, SIGINT and SIGUSR1
-go to all ranks and end the job; SIGUSR2 brings lost ranks back; SIGQUIT goes to all ranks that handle it, and
-the job continues. See docs/elastic.md.
+When a rank fails, the others are ended, its last lines are printed unless they were shown, and its exit code
+becomes this command's. With --max-restarts the ranks are restarted, unless the exit code is a final one.
+SIGTERM, SIGINT and SIGUSR1 go to all ranks and end the job; SIGUSR2 brings lost ranks back; SIGQUIT goes to
+all ranks that handle it, and the job continues. See docs/elastic.md.
 )";
 
 }  // namespace

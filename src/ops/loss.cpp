@@ -23,19 +23,23 @@ constexpr const char* kPhase = "tp::vocabulary";
 
 struct LinearCrossEntropyBackward final : BackwardNode {
   enum Input : size_t { Hidden, Weight };
-  at::Tensor grad_hidden, grad_weight;  // gradients of the sum of token losses
+  // Gradients of the sum of token losses; the weight's in memory of the sink or in its own.
+  at::Tensor grad_hidden, grad_weight;
+  std::vector<at::Tensor> lent_grad_weight;
   at::ScalarType weight_dtype = at::kFloat;
   double scale = 0;  // one over the number of tokens
   std::shared_ptr<GradSink> weight_sink;
 
   variable_list backward(const at::Tensor& grad) override {
-    TITAN_CHECK(grad_hidden.defined() || grad_weight.defined(),
+    TITAN_CHECK(grad_hidden.defined() || grad_weight.defined() || !lent_grad_weight.empty(),
                 "linear_cross_entropy: second backward through the same loss");
     const at::Tensor factor = grad * scale;  // stays on the device: reading it would make the host wait
     variable_list grads(2);
     if (task_should_compute_output(Hidden)) grads[Hidden] = scaled(take(grad_hidden), factor);
     if (!task_should_compute_output(Weight)) return grads;
-    if (weight_sink) {
+    if (!lent_grad_weight.empty()) {
+      weight_sink->accept_lent(std::exchange(lent_grad_weight, {}), factor);
+    } else if (weight_sink) {
       weight_sink->accept(take(grad_weight), factor);
     } else {
       grads[Weight] = scaled(take(grad_weight), factor).to(weight_dtype);
@@ -52,6 +56,7 @@ struct LinearCrossEntropyBackward final : BackwardNode {
   void release_variables() override {
     grad_hidden.reset();
     grad_weight.reset();
+    lent_grad_weight.clear();
   }
   std::string name() const override { return "titan::linear_cross_entropy backward"; }
 };
@@ -67,11 +72,12 @@ at::Tensor log_sum_exp(const at::Tensor& x) {
 struct ChunkLoop {
   const LossOptions& options;
   at::Tensor hidden_ND, weight_VD, labels_N;
-  at::Tensor grad_hidden_ND, grad_weight_VD;  // undefined if they aren't needed
-  at::Tensor loss_sum;                        // double
+  at::Tensor grad_hidden_ND;            // undefined if it isn't needed
+  std::vector<at::Tensor> grad_weight;  // [V, D] in blocks of rows; empty if it isn't needed
+  at::Tensor loss_sum;                  // double
 
   const VocabularyPart& part() const { return options.part; }
-  bool with_grad() const { return grad_hidden_ND.defined() || grad_weight_VD.defined(); }
+  bool with_grad() const { return grad_hidden_ND.defined() || !grad_weight.empty(); }
   int64_t padded_rows() const { return padded_chunk_length(part().size, part().parts->count()); }
 
   // All ranks of a split vocabulary cut the same chunks.
@@ -95,7 +101,11 @@ struct ChunkLoop {
                                                        : loss_of_whole_(logits, labels));
     if (grad_hidden_ND.defined())
       grad_hidden_ND.narrow(0, first, rows).copy_(products.grad_input(logits, weight_VD));
-    if (grad_weight_VD.defined()) products.add_grad_weight(grad_weight_VD, logits, hidden);
+    int64_t row = 0;
+    for (const at::Tensor& block : grad_weight) {
+      products.add_grad_weight(block, logits.narrow(1, row, block.size(0)), hidden);
+      row += block.size(0);
+    }
   }
 
   // The following functions return the sum of the chunk's losses and replace the logits by their gradient.
@@ -200,21 +210,29 @@ at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weig
   const at::ScalarType wide = composite::accumulate_type(hidden);
   ChunkLoop loop{options, {}, weight_VD, {}, {}, {}, {}};
   at::Tensor loss;
+  bool lent = false;
   {
     BelowAutograd guard;
     loop.hidden_ND = as_rows(hidden);
     loop.labels_N = labels.reshape({-1});
     if (recorded && hidden.requires_grad())
       loop.grad_hidden_ND = at::empty(loop.hidden_ND.sizes(), hidden.options());
-    if (recorded && weight_VD.requires_grad())
-      loop.grad_weight_VD = at::zeros(weight_VD.sizes(), weight_VD.options().dtype(wide));
+    if (recorded && weight_VD.requires_grad()) {
+      if (options.weight_sink) loop.grad_weight = options.weight_sink->lend(wide);
+      lent = !loop.grad_weight.empty();
+      if (!lent) loop.grad_weight = {at::zeros(weight_VD.sizes(), weight_VD.options().dtype(wide))};
+    }
     loop.run();
     loss = loop.loss_sum.mul(scale).to(wide);
   }
   if (!recorded) return loss;
   const auto node = record<LinearCrossEntropyBackward>(loss, hidden, weight_VD);
   if (loop.grad_hidden_ND.defined()) node->grad_hidden = loop.grad_hidden_ND.view(hidden.sizes());
-  node->grad_weight = std::move(loop.grad_weight_VD);
+  if (lent) {
+    node->lent_grad_weight = std::move(loop.grad_weight);
+  } else if (!loop.grad_weight.empty()) {
+    node->grad_weight = std::move(loop.grad_weight[0]);
+  }
   node->weight_dtype = weight_VD.scalar_type();
   node->scale = scale;
   node->weight_sink = options.weight_sink;

@@ -42,8 +42,9 @@ inline Toy sharded_toy(const ToyOptions& options, at::ScalarType dtype, const Fs
 /// The loss is a sum, so the gradients of all ranks' rows add up to the whole batch's.
 inline at::Tensor loss_of(const at::Tensor& output) { return output.pow(2).sum() / 8; }
 
-inline void expect_equal_gradients(const Toy& sharded, const Toy& reference, double tolerance,
-                                   const std::string& what) {
+template <class Model>
+void expect_equal_gradients(const Model& sharded, const Model& reference, double tolerance,
+                            const std::string& what) {
   const auto expected = reference->named_parameters();
   for (const Parameter& parameter : parameters(sharded)) {
     const at::Tensor& expected_param = expected[parameter.name];
@@ -62,7 +63,7 @@ inline void expect_equal_gradients(const Toy& sharded, const Toy& reference, dou
   }
 }
 
-inline void forget_gradients(const Toy& model) {
+inline void forget_gradients(const nn::AnyRef& model) {
   for (const Parameter& parameter : parameters(model)) parameter.data.local.mutable_grad().reset();
 }
 

@@ -181,11 +181,17 @@ class GradSink {
  public:
   virtual ~GradSink() = default;
   virtual void accept(WeightGrad grad) = 0;
-  /// Adds scale * grad, a gradient that is computed already (the loss head's accumulated buffer). `scale` is
+  /// Adds scale * grad, a gradient that is computed already (the loss head's, if nothing was lent). `scale` is
   /// a scalar tensor on the gradient's device, so that the host doesn't wait for it; undefined means 1.
   virtual void accept(const at::Tensor& grad_OI, const at::Tensor& scale) = 0;
   /// The default computes the gradient at once.
   virtual void accept(DueGradient gradient) { accept(gradient.compute(), {}); }
+
+  /// Lends memory of the sink for a gradient that is summed before its backward (the loss head's): zeros, as
+  /// blocks of the gradient's rows in order. Empty: there is none, and the caller allocates its own.
+  virtual std::vector<at::Tensor> lend(at::ScalarType /*dtype*/) { return {}; }
+  /// Takes lent blocks back and adds scale * their values. Blocks that are dropped instead add nothing.
+  virtual void accept_lent(const std::vector<at::Tensor>& /*blocks*/, const at::Tensor& /*scale*/) {}
 };
 
 // ---- layers

@@ -55,7 +55,8 @@ struct LossOptions {
 /// [Note: chunks] For a few tokens at a time, logits are computed, replaced by their gradient in place, and
 /// multiplied into both gradients, so the logits of all tokens never exist together. Thus the forward
 /// computes the gradients too (if any are needed), and the backward only scales them. The weight's gradient
-/// is summed over the chunks in one fp32 buffer. First derivatives only.
+/// is summed over the chunks in fp32, in memory that options.weight_sink lends or in a buffer of its own.
+/// First derivatives only.
 ///
 /// [Note: parts of a vocabulary] With options.part the weight has one rank's rows. Each chunk needs one small
 /// all-gather of each part's statistics per token. (TorchTitan's loss parallel reduces three times: maximum,

@@ -55,8 +55,8 @@ struct GroupEnd {
   /// Ranks that failed by themselves, not because others did: those that a signal ended, hung ones, or else
   /// the first one.
   std::vector<LostRank> lost = {};
-  std::string report =
-      {};  ///< a box with the rank that failed first and its last lines, unless they were shown
+  /// A box with the rank that failed first, and its last lines unless they were shown.
+  std::string report = {};
 };
 
 /// Starts the ranks and waits for the end of the last one.

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/zeros.h>
@@ -134,8 +135,64 @@ void GradientCollector::write(const at::Tensor& packed, const Slot& slot, const 
   if (rest > 0) put({1, rest}, whole_chunks * stride + slot.offset, whole_chunks * chunk);
 }
 
+bool GradientCollector::can_lend_place(size_t slot, at::ScalarType dtype) const {
+  constexpr int few_ranks = 16;
+  constexpr int64_t large_block = 1024;  // rows
+  if (layout_.num_ranks() > few_ranks && layout_.slots()[slot].chunk_rows < large_block) return false;
+  if (!lent_.empty()) return false;
+  if (local()) return config_.grad_dtype == dtype && !shards_[slot].grad().defined();
+  return config_.reduce_dtype == dtype && !(collected_.defined() && written_[slot]);
+}
+
+std::vector<at::Tensor> GradientCollector::lend(size_t slot, at::ScalarType dtype) {
+  const Slot& place = layout_.slots()[slot];
+  if (!context_ || place.rows() == 0) return {};
+  at::NoGradGuard no_grad;
+  if (!lent_.empty() && lent_[0].use_count() == 1) lent_.clear();  // the head has dropped it
+  if (!can_lend_place(slot, dtype)) {
+    const at::Tensor buffer =
+        context_->pool.acquire(place.rows() * place.row_numel, dtype, dist::Stream::current(config_.device));
+    return {buffer.view(place.shape).zero_()};
+  }
+  local() ? make_flat_grad() : open_collected();
+  const at::Tensor& packed = local() ? flat_grad_ : collected_;
+  std::vector<int64_t> sizes = place.shape;
+  int64_t offset = place.offset;
+  for (int64_t row = 0; row < place.rows(); row += place.chunk_rows, offset += layout_.trainable_numel()) {
+    sizes[0] = std::min(place.chunk_rows, place.rows() - row);
+    lent_.push_back(part_of(packed, offset, sizes).zero_());
+  }
+  lent_slot_ = slot;
+  return lent_;
+}
+
+void GradientCollector::add_lent(size_t slot, const std::vector<at::Tensor>& blocks,
+                                 const at::Tensor& scale) {
+  at::NoGradGuard no_grad;
+  if (!lent_.empty() && lent_[0].is_same(blocks[0])) {
+    for (const at::Tensor& block : blocks) block.mul_(scale);
+    lent_.clear();
+    if (local()) {
+      shards_[slot].mutable_grad() = grad_parts_[slot];
+    } else {
+      written_[slot] = true;
+    }
+    return;
+  }
+  add(slot, blocks.size() == 1 ? blocks[0] : at::cat(blocks), scale);
+  if (context_ && blocks.size() == 1)
+    context_->pool.release(blocks[0], dist::Stream::current(config_.device));
+}
+
+// The blocks keep their identity, so the head isn't concerned.
+void GradientCollector::move_loan() {
+  for (const at::Tensor& block : std::exchange(lent_, {}))
+    if (block.use_count() > 1) block.set_data(block.clone());
+}
+
 void GradientCollector::add(size_t slot, const at::Tensor& grad, const at::Tensor& scale) {
   at::NoGradGuard no_grad;
+  if (slot == lent_slot_) move_loan();
   if (local()) {
     make_flat_grad();
     const at::Tensor& shard = shards_[slot];
@@ -171,6 +228,7 @@ bool GradientCollector::start_reduce(bool last_micro_batch) {
     set_empty_grads();
     return false;
   }
+  move_loan();
   if (local()) {
     make_flat_grad();
     for (size_t i = 0; i < grad_parts_.size(); ++i) {
@@ -216,6 +274,7 @@ void GradientCollector::release(at::Tensor& buffer) {
 
 void GradientCollector::discard() {
   owes_reduction_ = false;
+  move_loan();
   if (!context_) return;
   if (phase_ != Phase::Idle) {
     dist::StreamGuard on_reduce_stream(context_->reduce_stream);

@@ -47,6 +47,15 @@ void fully_shard_beside_any_device(std::initializer_list<nn::AnyRef> modules, co
 /// With one rank on the shard axis nothing is scattered; with one rank in total the gradients are collected
 /// in the flat gradient. If that is in host memory ([Note: host shards]), the last step is a copy, or a copy
 /// and a sum on the host.
+///
+/// [Note: lent gradients]
+/// The loss head sums its weight's gradient in the forward, and only the backward adds it. So that a gradient
+/// of the vocabulary's size exists only once, the head sums in the gradient's place in the collected (or
+/// flat) gradient, which begins in the forward then. In `collected` the place is one block of rows for each
+/// rank of the shard axis. The place isn't lent where it holds a gradient already, where it has another dtype,
+/// while it is lent (GPipe runs all forwards first), and where many ranks make small blocks, whose products
+/// would be slow; then the head gets a buffer of the pool. If the place is needed before the loan ends, the
+/// lent values move to memory of their own.
 class GradientCollector {
  public:
   struct Config {
@@ -73,6 +82,9 @@ class GradientCollector {
 
   /// Adds grad * scale; `scale` is a scalar tensor, or undefined for 1.
   void add(size_t slot, const at::Tensor& grad, const at::Tensor& scale);
+  /// ops::GradSink's lend() and accept_lent() for a slot ([Note: lent gradients]).
+  std::vector<at::Tensor> lend(size_t slot, at::ScalarType dtype);
+  void add_lent(size_t slot, const std::vector<at::Tensor>& blocks, const at::Tensor& scale);
   /// Starts reducing the collected gradients; false if there is nothing to wait for.
   bool start_reduce(bool last_micro_batch);
   /// Runs the next step of the reduction; true when the shards' gradients are complete.
@@ -105,6 +117,8 @@ class GradientCollector {
   void write(const at::Tensor& packed, const Slot& slot, const at::Tensor& grad, const at::Tensor& scale,
              bool first) const;
   void zero_missing();
+  bool can_lend_place(size_t slot, at::ScalarType dtype) const;
+  void move_loan();
   void after_scatter();
   void sum_summands();
   void accumulate(const at::Tensor& reduced);
@@ -120,11 +134,13 @@ class GradientCollector {
   std::vector<at::Tensor> grad_parts_;  // each shard's part of flat_grad_
   at::Tensor
       collected_;  // [N * S_trainable], reduce_dtype; flat_grad_ itself where nothing is scattered or cast
-  std::vector<bool> written_;  // per slot: collected_ holds a gradient
-  at::Tensor scattering_;      // input of the running reduce-scatter
-  at::Tensor reduced_;         // [S_trainable], reduce_dtype
-  at::Tensor arrived_;         // to_host: sums of another micro-batch, in host memory
-  at::Tensor partial_;         // sums of earlier micro-batches, not yet reduced over the replicas
+  std::vector<bool> written_;     // per slot: collected_ holds a gradient
+  std::vector<at::Tensor> lent_;  // blocks of a slot's place, until they are taken back or moved
+  size_t lent_slot_ = 0;
+  at::Tensor scattering_;  // input of the running reduce-scatter
+  at::Tensor reduced_;     // [S_trainable], reduce_dtype
+  at::Tensor arrived_;     // to_host: sums of another micro-batch, in host memory
+  at::Tensor partial_;     // sums of earlier micro-batches, not yet reduced over the replicas
   Phase phase_ = Phase::Idle;
   bool last_micro_batch_ = true;
   bool owes_reduction_ = false;

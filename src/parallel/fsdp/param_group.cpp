@@ -177,6 +177,13 @@ class GroupSink final : public ops::GradSink {
   void accept(const at::Tensor& grad_OI, const at::Tensor& scale) override {
     if (const auto group = group_.lock()) group->take_grad(slot_, grad_OI, scale);
   }
+  std::vector<at::Tensor> lend(at::ScalarType dtype) override {
+    const auto group = group_.lock();
+    return group ? group->lend_grad(slot_, dtype) : std::vector<at::Tensor>();
+  }
+  void accept_lent(const std::vector<at::Tensor>& blocks, const at::Tensor& scale) override {
+    if (const auto group = group_.lock()) group->take_lent_grad(slot_, blocks, scale);
+  }
 
  private:
   template <class Gradient>
@@ -352,12 +359,21 @@ int64_t ParamGroup::find(const at::Tensor& compute) const {
   return -1;
 }
 
-void ParamGroup::take_grad(size_t slot, const at::Tensor& grad, const at::Tensor& scale) {
-  // The engine runs a parameter's node on the stream that was current when the parameter was made.
+// The engine runs a parameter's node on the stream that was current when the parameter was made.
+dist::StreamGuard ParamGroup::on_forward_stream() const {
   const dist::Stream current = compute_stream();
   if (!(current == forward_stream_)) forward_stream_.wait(current);
-  const dist::StreamGuard on_forward_stream(forward_stream_);
+  return dist::StreamGuard(forward_stream_);
+}
+
+void ParamGroup::take_grad(size_t slot, const at::Tensor& grad, const at::Tensor& scale) {
+  const dist::StreamGuard guard = on_forward_stream();
   gradients_.add(slot, grad, scale);
+}
+
+void ParamGroup::take_lent_grad(size_t slot, const std::vector<at::Tensor>& blocks, const at::Tensor& scale) {
+  const dist::StreamGuard guard = on_forward_stream();
+  gradients_.add_lent(slot, blocks, scale);
 }
 
 }  // namespace titan::fsdp

@@ -71,6 +71,12 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   /// Adds scale * grad to the gradient that this backward has collected for a slot. `grad` has the whole
   /// parameter's shape; `scale` is a scalar tensor, or undefined for 1.
   void take_grad(size_t slot, const at::Tensor& grad, const at::Tensor& scale);
+  /// Lends memory for a slot's gradient, and takes it back with scale * its values added ([Note: lent
+  /// gradients]).
+  std::vector<at::Tensor> lend_grad(size_t slot, at::ScalarType dtype) {
+    return gradients_.lend(slot, dtype);
+  }
+  void take_lent_grad(size_t slot, const std::vector<at::Tensor>& blocks, const at::Tensor& scale);
   /// The queue of delayed weight gradients; null if they are computed at once.
   DelayedGradients* delayed() const { return context_ ? context_->delayed() : nullptr; }
   GradientCollector& gradients() { return gradients_; }
@@ -136,6 +142,8 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   std::vector<ParamGroup*> due_for_scales(const ops::RankParts* parts);
   void find_float8_weights();
   void wait_for_gather();
+  /// Continues on the stream that gradients are collected on.
+  dist::StreamGuard on_forward_stream() const;
   void unpack_gathered();
   void bind_compute_params(const at::Tensor& full);
   void keep_part_of_gathered();

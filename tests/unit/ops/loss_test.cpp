@@ -129,6 +129,35 @@ TEST(LinearCrossEntropy, GivesTheWeightGradientToTheSink) {
   EXPECT_FALSE(weight.grad().defined());
 }
 
+/// Lends two blocks of rows.
+struct LendingSink : GradSink {
+  void accept(WeightGrad /*grad*/) override { FAIL() << "the head computes its gradient itself"; }
+  void accept(const at::Tensor& /*grad*/, const at::Tensor& /*scale*/) override {
+    FAIL() << "the head has memory of its own";
+  }
+  std::vector<at::Tensor> lend(at::ScalarType dtype) override {
+    lent = {at::zeros({20, 24}, dtype), at::zeros({9, 24}, dtype)};
+    return lent;
+  }
+  void accept_lent(const std::vector<at::Tensor>& blocks, const at::Tensor& scale) override {
+    EXPECT_TRUE(blocks[0].is_same(lent[0]));
+    kept = at::cat(blocks) * scale;
+  }
+  std::vector<at::Tensor> lent;
+  at::Tensor kept;
+};
+
+TEST(LinearCrossEntropy, SumsTheWeightGradientInLentMemory) {
+  const HeadCase c;
+  const at::Tensor weight = c.weight.clone().requires_grad_();
+  linear_cross_entropy(c.hidden, weight, c.labels, options_for(c.count())).backward();
+  LossOptions options = options_for(c.count());
+  const auto sink = std::make_shared<LendingSink>();
+  options.weight_sink = sink;
+  linear_cross_entropy(c.hidden, weight, c.labels, options).backward();
+  EXPECT_CLOSE(sink->kept, weight.grad(), 1e-14);
+}
+
 TEST(LinearCrossEntropy, RefusesWrongLabels) {
   HeadCase c;
   EXPECT_THROW(linear_cross_entropy(c.hidden, c.weight, c.labels.narrow(1, 0, 3), options_for(1)), Error);

@@ -11,6 +11,7 @@
 #include "titan/dist/device_mesh.h"
 #include "titan/dist/world.h"
 #include "titan/nn/layers.h"
+#include "titan/nn/loss.h"
 #include "titan/parallel/fsdp.h"
 #include "titan/parallel/parameters.h"
 
@@ -97,6 +98,30 @@ TEST(ScheduledSharding, SeveralForwardsCanPrecedeBackwards) {
   sharding.reduce();
   sharding.finish();
   expect_equal(gradients(net), gradients_of_two_backwards());
+}
+
+// The first forward sums its gradient in the group's memory, which the second one's backward needs first.
+TEST(ScheduledSharding, LossHeadsCanRunAllForwardsFirst) {
+  const auto make_head = [] {
+    nn::LinearCrossEntropy head(4, 7, nn::LossHeadOptions{});
+    fully_shard(head, {});
+    materialize(head, 1);
+    return head;
+  };
+  const auto loss_of = [](nn::LinearCrossEntropy& head, int micro_batch) {
+    return head(at::sin(at::arange(20).view({5, 4}) + micro_batch), tokens_of(micro_batch), 10);
+  };
+  nn::LinearCrossEntropy head = make_head(), expected = make_head();
+  ScheduledSharding sharding{head};
+  sharding.unshard();
+  const at::Tensor first = loss_of(head, 0), second = loss_of(head, 1), third = loss_of(head, 2);
+  second.backward();
+  first.backward();
+  third.backward();
+  sharding.reduce();
+  sharding.finish();
+  for (const int micro_batch : {1, 0, 2}) loss_of(expected, micro_batch).backward();
+  EXPECT_TRUE(at::equal(parameters(head)[0].data.local.grad(), parameters(expected)[0].data.local.grad()));
 }
 
 TEST(ScheduledSharding, WeightGradientsCanWait) {

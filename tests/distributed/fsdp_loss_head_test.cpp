@@ -1,0 +1,125 @@
+// The loss head under fully_shard sums its weight's gradient in memory of its group: every gradient equals
+// one rank's, and no step allocates a second gradient of the vocabulary's size.
+
+#include <tuple>
+
+#include <gtest/gtest.h>
+
+#include "distributed/toy_case.h"
+#include "memory_meter.h"
+#include "titan/nn/layers.h"
+#include "titan/nn/loss.h"
+
+namespace titan {
+namespace {
+
+using namespace testing;  // NOLINT: the test's own names
+
+constexpr int64_t kWidth = 16, kTokens = 96;
+
+struct HeadCase {
+  int64_t vocab = 0;
+  bool tied = false;
+  at::ScalarType dtype = at::kDouble;
+  int calls = 1;
+  int64_t chunk_rows = 20;
+  bool frozen_embedding = false;  // its gradient is a whole matrix for a moment, too
+};
+
+class HeadNetImpl : public nn::Module {
+ public:
+  explicit HeadNetImpl(const HeadCase& c)
+      : calls(c.calls),
+        embedding(c.vocab, kWidth, deferred(device(), c.dtype)),
+        norm(kWidth, 1e-5, deferred(device(), c.dtype)),
+        head(kWidth, c.vocab,
+             nn::LossHeadOptions{
+                 .init = nn::Init::normal(0, 0.5),
+                 .tied_weight = c.tied ? embedding->weight : at::Tensor(),
+                 .chunk_bytes = c.chunk_rows * c.vocab * static_cast<int64_t>(c10::elementSize(c.dtype)),
+                 .construct = deferred(device(), c.dtype)}) {
+    if (c.frozen_embedding) embedding->weight.set_requires_grad(false);
+    register_module("embedding", embedding);
+    register_module("norm", norm);
+    register_module("head", head);
+  }
+  // The factors show that the loss's own gradient counts.
+  at::Tensor forward(const at::Tensor& tokens) {
+    const at::Tensor hidden = norm(embedding(tokens));
+    at::Tensor loss = 3 * head(hidden, tokens, kTokens);
+    for (int call = 1; call < calls; ++call) loss = loss - call * head(hidden.square(), tokens, kTokens);
+    return loss;
+  }
+  int calls;
+  nn::Embedding embedding;
+  nn::RMSNorm norm;
+  nn::LinearCrossEntropy head;
+};
+TITAN_MODULE(HeadNet);
+
+at::Tensor all_tokens(const HeadCase& c) {
+  return (at::arange(kTokens, options_of(at::kLong)) * 7919).remainder(c.vocab);
+}
+
+HeadNet sharded_net(const HeadCase& c, FsdpOptions options, const DataLayout& layout) {
+  HeadNet net(c);
+  options.mesh = mesh_of(layout);
+  if (c.tied) {
+    fully_shard({net->embedding, net->norm, net->head}, options);
+  } else if (c.calls > 1) {
+    fully_shard(net->head, options);
+  } else {
+    fully_shard({net->norm, net->head}, options);
+  }
+  fully_shard(net, options);
+  materialize(net, 1);
+  return net;
+}
+
+HeadNet reference_net(const HeadCase& c) {
+  HeadNet net(c);
+  materialize(net, 1);
+  net(all_tokens(c)).backward();
+  return net;
+}
+
+// Each rank computes its tokens in `count` micro-batches.
+void run_head(const HeadNet& net, const HeadCase& c, int count) {
+  const at::Tensor mine = my_rows(all_tokens(c), world().rank(), world().size());
+  for (int m = 0; m < count; ++m) {
+    set_last_micro_batch(net, m + 1 == count);
+    net(my_rows(mine, m, count)).backward();
+  }
+}
+
+// Parameters: rows of the vocabulary, tied. With 29 rows the last rank's block is shorter, with 5 rows a rank
+// of four has none. With 128,256 rows in fp32, all libraries' products are large enough to be used.
+class FsdpLossHead : public ::testing::TestWithParam<std::tuple<int64_t, bool>> {};
+
+TEST_P(FsdpLossHead, HasOneRanksGradients) {
+  const auto [vocab, tied] = GetParam();
+  const bool large = vocab > 1000;
+  const HeadCase c{.vocab = vocab, .tied = tied, .dtype = large ? at::kFloat : at::kDouble};
+  const HeadNet reference = reference_net(c);
+  for (const DataLayout& layout : layouts(world().size()))
+    for (const bool reduce_every : {true, false})
+      for (const int micro_batches : {1, 3}) {
+        const HeadNet net = sharded_net(c, {.reduce_every_micro_batch = reduce_every}, layout);
+        for (int step = 0; step < 3; ++step) {
+          forget_gradients(net);
+          // A forward without a backward, whose graph is kept or dropped.
+          at::Tensor unused = net(my_rows(all_tokens(c), world().rank(), world().size()));
+          if (step == 1) unused.reset();
+          run_head(net, c, micro_batches);
+          expect_equal_gradients(net, reference, large ? 1e-5 : 1e-12,
+                                 str("replicate ", layout.replicate, " shard ", layout.shard,
+                                     " reduce_every ", reduce_every, " micro-batches ", micro_batches));
+        }
+      }
+}
+
+INSTANTIATE_TEST_SUITE_P(Vocabularies, FsdpLossHead,
+                         ::testing::Combine(::testing::Values(128256, 29, 5), ::testing::Bool()));
+
+}  // namespace
+}  // namespace titan
