@@ -7,6 +7,9 @@
 #include <chrono>
 #include <exception>
 #include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -68,19 +71,46 @@ BackendPtr make_host_group(const GroupSpec& spec, BackendPtr sockets);
 /// Takes meta tensors, too.
 BackendPtr make_fake_group(int rank, int size);
 
+/// The calls that the ranks' main threads wait in, of all groups, in a store that all ranks read. One per
+/// World. Ranks write to it only after a while, so it costs nothing when calls agree.
+class WaitingCalls {
+ public:
+  WaitingCalls(c10::intrusive_ptr<c10d::Store> store, int world_rank)
+      : store_(std::move(store)), rank_(world_rank) {}
+
+  /// This rank's main thread has reached this collective of the call's group.
+  void reach(const CallRecord& call);
+  /// Shows the call to the other ranks, until withdraw() or the next call.
+  void show(const CallRecord& call);
+  void withdraw();
+  /// The calls of other groups in which members of the call's group wait: "; rank 1 calls ... in group 'tp'
+  /// of ranks 0, 1". With `only_for_me`: only calls that wait for this rank.
+  std::string elsewhere(const CallRecord& call, bool only_for_me);
+  int rank() const { return rank_; }
+
+ private:
+  c10::intrusive_ptr<c10d::Store> store_;
+  int rank_;
+  std::mutex mutex_;
+  bool shown_ = false;
+  std::map<std::string, uint64_t> num_reached_;  // this rank's collectives by group
+};
+
 /// Compares the members' calls before they start, so that ranks that have lost their common order get an
 /// error instead of waiting for each other. One per group.
 ///
 /// Collectives: every member gathers all members' calls on the host and compares them. So the error names a
-/// member that makes another call of the same group. A member that makes no call of the group shows only as a
-/// time-out. Without the checker, ranks may order calls of different groups differently if they wait later;
-/// with it they can't, because the gather waits in each call.
+/// member that makes another call of the same group. A rank that waits for longer than a second shows its
+/// call to the others: two ranks that wait for each other in calls of different groups get an error at once,
+/// and an error about a member that never comes says which call it waits in. Without the checker, ranks may
+/// order calls of different groups differently if they wait later; with it they can't, because the gather
+/// waits in each call.
 /// Send and receive: the sender posts its call in the store and continues; the receiver compares when it
 /// waits.
 class CallChecker {
  public:
   /// `spec`: the group's, with a store of the checker's own. `ranks`: world ranks in group order.
-  CallChecker(const GroupSpec& spec, std::vector<int> ranks);
+  CallChecker(const GroupSpec& spec, std::vector<int> ranks, std::shared_ptr<WaitingCalls> waiting);
 
   void set_timeout(std::chrono::milliseconds timeout) { timeout_ms_ = timeout.count(); }
 
@@ -92,12 +122,14 @@ class CallChecker {
   void check_received(const CallRecord& call) const;
 
  private:
+  void wait_for_members(c10d::Work& gather, const CallRecord& call) const;
   std::string key_of(int from, int to, uint64_t sequence) const;
 
   c10::intrusive_ptr<c10d::Store> store_;
   int rank_;
   std::vector<int> ranks_;
   std::atomic<int64_t> timeout_ms_;
+  std::shared_ptr<WaitingCalls> waiting_;
 };
 
 /// The first line of what(): LibTorch appends a stack trace.

@@ -1,10 +1,12 @@
-// Compares each collective of a group across its ranks before it starts.
+// Compares each collective of a group across its ranks before it starts, and finds ranks that wait for each
+// other in different groups.
 
 #include "dist/backends.h"
 
 #include <algorithm>
 #include <cstring>
 #include <span>
+#include <sstream>
 #include <thread>
 
 #include <ATen/ops/empty.h>
@@ -52,6 +54,13 @@ std::string words_of(const CallRecord& call) {
   return text.str();
 }
 
+/// At most eight of them.
+std::string list_ranks(const std::vector<int>& ranks) {
+  constexpr size_t most = 8;
+  const std::string more = ranks.size() > most ? str(" and ", ranks.size() - most, " more") : "";
+  return list_str(std::span(ranks).first(std::min(most, ranks.size()))) + more;
+}
+
 /// "ranks 0, 2 call X; rank 1 calls Y": ranks of the job, each call once.
 std::string tell_apart(const std::vector<CallRecord>& calls, const std::vector<int>& ranks) {
   std::string message;
@@ -64,21 +73,129 @@ std::string tell_apart(const std::vector<CallRecord>& calls, const std::vector<i
       told[j] = true;
       who.push_back(ranks[j]);
     }
-    constexpr size_t most = 8;
-    const std::string more = who.size() > most ? str(" and ", who.size() - most, " more") : "";
-    message += str(message.empty() ? "" : "; ", who.size() > 1 ? "ranks " : "rank ",
-                   list_str(std::span(who).first(std::min(most, who.size()))), more,
+    message += str(message.empty() ? "" : "; ", who.size() > 1 ? "ranks " : "rank ", list_ranks(who),
                    who.size() > 1 ? " call " : " calls ", words_of(calls[i]));
   }
   return message;
 }
 
+std::string words_with_group(const CallRecord& call) {
+  return str(words_of(call), " in group '", call.group->name, "' of ranks ", list_ranks(call.group->ranks));
+}
+
 constexpr const char* kMismatch = "the ranks of the group don't make the same call: ";
+
+/// The error that two ranks wait in calls of different groups.
+struct CallMismatch : Error {
+  using Error::Error;
+};
 
 }  // namespace
 
-CallChecker::CallChecker(const GroupSpec& spec, std::vector<int> ranks)
-    : store_(spec.store), rank_(spec.rank), ranks_(std::move(ranks)), timeout_ms_(spec.timeout.count()) {}
+// ---- calls of different groups
+
+namespace {
+
+/// A waiting call in the store, one line each.
+struct WaitingCall {
+  std::string group;       // name, purpose and ranks, which are the same on all members
+  std::vector<int> ranks;  // the group's
+  uint64_t sequence = 0;   // the call's
+  std::string words;
+
+  static std::string name_of(const GroupRecord& group) {
+    return str(group.name, '|', group.purpose, '|', list_str(group.ranks));
+  }
+  static std::string text_of(const CallRecord& call) {
+    return str(name_of(*call.group), '\n', list_str(call.group->ranks, " "), '\n', call.sequence, '\n',
+               words_with_group(call));
+  }
+  explicit WaitingCall(const std::string& text) {
+    std::istringstream lines(text);
+    std::string of_ranks, number;
+    std::getline(lines, group);
+    std::getline(lines, of_ranks);
+    std::getline(lines, number);
+    std::getline(lines, words);
+    std::istringstream numbers(of_ranks);
+    for (int rank = 0; numbers >> rank;) ranks.push_back(rank);
+    std::istringstream(number) >> sequence;
+  }
+};
+
+}  // namespace
+
+void WaitingCalls::reach(const CallRecord& call) {
+  withdraw();  // the last call, if it ended in an error
+  const std::lock_guard lock(mutex_);
+  num_reached_[WaitingCall::name_of(*call.group)] = call.sequence + 1;
+}
+
+void WaitingCalls::show(const CallRecord& call) {
+  const std::lock_guard lock(mutex_);
+  const std::string text = WaitingCall::text_of(call);
+  store_->set(std::to_string(rank_), std::vector<uint8_t>(text.begin(), text.end()));
+  shown_ = true;
+}
+
+// Another rank may be about to read the key, so it stays.
+void WaitingCalls::withdraw() {
+  const std::lock_guard lock(mutex_);
+  if (std::exchange(shown_, false)) store_->set(std::to_string(rank_), std::vector<uint8_t>{'\n'});
+}
+
+std::string WaitingCalls::elsewhere(const CallRecord& call, bool only_for_me) {
+  const std::lock_guard lock(mutex_);
+  std::string message;
+  for (const int rank : call.group->ranks) {
+    const std::string key = std::to_string(rank);
+    if (rank == rank_ || !store_->check({key})) continue;
+    const std::vector<uint8_t> bytes = store_->get(key);
+    const WaitingCall theirs(std::string(bytes.begin(), bytes.end()));
+    if (theirs.words.empty() || theirs.group == WaitingCall::name_of(*call.group)) continue;
+    // A call that needs this rank hasn't ended before this rank has reached it.
+    const auto reached = num_reached_.find(theirs.group);
+    const bool needs_me = std::ranges::find(theirs.ranks, rank_) != theirs.ranks.end() &&
+                          (reached == num_reached_.end() || reached->second <= theirs.sequence);
+    if (needs_me || !only_for_me) message += str("; rank ", rank, " calls ", theirs.words);
+  }
+  return message;
+}
+
+// ---- calls of one group
+
+CallChecker::CallChecker(const GroupSpec& spec, std::vector<int> ranks, std::shared_ptr<WaitingCalls> waiting)
+    : store_(spec.store),
+      rank_(spec.rank),
+      ranks_(std::move(ranks)),
+      timeout_ms_(spec.timeout.count()),
+      waiting_(std::move(waiting)) {}
+
+// Looks at the other ranks' calls less and less often, because a store serves all ranks. Background threads
+// take no part: while one waits, the rank's main thread may reach any other call.
+void CallChecker::wait_for_members(c10d::Work& gather, const CallRecord& call) const {
+  using Clock = std::chrono::steady_clock;
+  if (BackgroundCalls::active()) return;
+  waiting_->reach(call);
+  std::chrono::nanoseconds until_look = std::min<std::chrono::milliseconds>(
+      std::chrono::seconds(1), std::chrono::milliseconds(timeout_ms_) / 4);
+  auto next_look = Clock::now() + until_look;
+  auto pause = std::chrono::microseconds(20);
+  for (; !gather.isCompleted(); pause = std::min(2 * pause, std::chrono::microseconds(5000))) {
+    if (Clock::now() >= next_look) {
+      waiting_->show(call);
+      const std::string others = waiting_->elsewhere(call, /*only_for_me=*/true);
+      if (!others.empty())
+        throw CallMismatch(
+            str(kMismatch, "rank ", waiting_->rank(), " calls ", words_with_group(call), others));
+      until_look *= 2;
+      next_look = Clock::now() + until_look;
+    }
+    std::this_thread::sleep_for(pause);
+  }
+  gather.wait();
+  waiting_->withdraw();
+}
 
 void CallChecker::check(const CallRecord& call, c10d::Backend& backend) const {
   const auto bytes = static_cast<int64_t>(sizeof(CallRecord));
@@ -86,10 +203,20 @@ void CallChecker::check(const CallRecord& call, c10d::Backend& backend) const {
              out = at::empty({bytes * static_cast<int64_t>(ranks_.size())}, at::kByte);
   std::memcpy(in.data_ptr(), &call, sizeof(call));
   try {
-    backend._allgather_base(out, in)->wait();
+    const auto gather = backend._allgather_base(out, in);
+    wait_for_members(*gather, call);
+    gather->wait();
+  } catch (const CallMismatch&) {
+    throw;
   } catch (const std::exception& error) {
-    throw Error(
-        str("debug.check_collectives: not all ranks of the group made the call: ", first_line_of(error)));
+    std::string others;
+    try {
+      others = waiting_->elsewhere(call, /*only_for_me=*/false);
+    } catch (const std::exception&) {
+      // The store is gone, too: the first error says more.
+    }
+    throw Error(str(
+        "debug.check_collectives: not all ranks of the group made the call: ", first_line_of(error), others));
   }
   std::vector<CallRecord> calls(ranks_.size());
   std::memcpy(static_cast<void*>(calls.data()), out.data_ptr(), calls.size() * sizeof(CallRecord));

@@ -94,6 +94,7 @@ std::string CallRecord::describe() const {
 
 BackgroundCalls::BackgroundCalls() : before_(std::exchange(is_background, true)) {}
 BackgroundCalls::~BackgroundCalls() { is_background = before_; }
+bool BackgroundCalls::active() noexcept { return is_background; }
 
 FlightRecorder::FlightRecorder(size_t num_entries, size_t least_slots)
     : num_entries_(num_entries),

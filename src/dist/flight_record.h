@@ -107,6 +107,8 @@ class BackgroundCalls {
  public:
   BackgroundCalls();
   ~BackgroundCalls();
+  /// On the calling thread.
+  static bool active() noexcept;
   BackgroundCalls(const BackgroundCalls&) = delete;
   BackgroundCalls& operator=(const BackgroundCalls&) = delete;
 

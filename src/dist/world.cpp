@@ -78,10 +78,10 @@ std::shared_ptr<Group> World::Impl::make_group(const std::vector<int>& ranks, co
     }
   }
   std::unique_ptr<CallChecker> checker;
-  if (check_collectives && backends)
+  if (waiting_calls && backends)
     checker = std::make_unique<CallChecker>(
         spec_of(name, key, "calls", static_cast<int>(me - ranks.begin()), static_cast<int>(ranks.size())),
-        ranks);
+        ranks, waiting_calls);
   auto group = std::make_shared<Group>(Group::Parts{.name = name,
                                                     .purpose = purpose,
                                                     .ranks = ranks,
@@ -239,9 +239,11 @@ World init(const InitOptions& options) {
   impl->backend = choose_backend(options, impl->devices);
   impl->timeout = options.timeout;
   impl->recorder = std::make_shared<FlightRecorder>(options.flight_entries);
-  impl->check_collectives = options.check_collectives;
   Rendezvous rendezvous = meet(impl->launch, options.timeout);
   impl->store = std::move(rendezvous.store);
+  if (options.check_collectives)
+    impl->waiting_calls = std::make_shared<WaitingCalls>(
+        c10::make_intrusive<c10d::PrefixStore>("waiting", impl->store), impl->launch.rank);
   count_local_ranks(impl->launch, rendezvous.peers);
   for (const auto& peer : rendezvous.peers) impl->hosts.push_back(peer.host);
   impl->direct_memory = options.direct_memory;

@@ -36,8 +36,8 @@ struct World::Impl {
   std::vector<std::string> hosts;  // by rank
   bool direct_memory = true;
   std::shared_ptr<FlightRecorder> recorder;
-  std::unique_ptr<SideThread> sweep;  // sweeps the recorder twice a second; null without a device
-  bool check_collectives = false;
+  std::unique_ptr<SideThread> sweep;            // sweeps the recorder twice a second; null without a device
+  std::shared_ptr<WaitingCalls> waiting_calls;  // for debug.check_collectives; null without it
 
   std::mutex mutex;
   std::map<std::pair<std::vector<int>, std::string>, std::shared_ptr<Group>> groups;  // by ranks and purpose

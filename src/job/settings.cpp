@@ -96,10 +96,11 @@ void describe(config::Table<DebugSettings>& table) {
               "deterministic GPU kernels only (CPU runs are bit-equal anyway)");
   table.field("deterministic_warn_only", &DebugSettings::deterministic_warn_only,
               "with deterministic: warn, instead of stopping, if no deterministic kernel exists");
-  table.field("check_collectives", &DebugSettings::check_collectives,
-              "compare every collective call with the group's other ranks before it starts (operation, "
-              "sizes, dtype, label), and received tensors with sent ones: a difference stops all of them "
-              "with an error that names the calls; slow");
+  table.field(
+      "check_collectives", &DebugSettings::check_collectives,
+      "compare every collective call with the group's other ranks before it starts (operation, "
+      "sizes, dtype, label, group), and received tensors with sent ones: a difference stops all of them "
+      "with an error that names the calls; slow");
   table.field(
       "detect_anomaly", &DebugSettings::detect_anomaly,
       "autograd's anomaly mode: stop at the first operation whose backward makes a non-finite gradient, and "

@@ -1,9 +1,13 @@
 // debug.check_collectives: when ranks lose their common order, all of them report what each one called.
 // Started with --check-collectives; without it (one rank, in the ordinary run) there is nothing to compare.
 
+#include <chrono>
+#include <thread>
+
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "distributed/world.h"
 #include "titan/core/error.h"
@@ -23,6 +27,17 @@ constexpr dist::Label kHere = {"fsdp::reduce", "layers.7"};
 
 /// The rank that makes a different call.
 bool is_odd_one() { return world().rank() == world().size() - 1; }
+
+/// Waits for the other ranks without a call, because the next call withdraws what this rank has shown.
+void meet_without_calls() {
+  c10d::Store& store = world().store();
+  const std::string key = str("met/", ::testing::UnitTest::GetInstance()->current_test_info()->name());
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  for (store.add(key, 1); store.add(key, 0) < world().size();) {
+    ASSERT_LT(std::chrono::steady_clock::now(), deadline);
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+}
 
 class CallCheck : public ::testing::Test {
  protected:
@@ -122,7 +137,9 @@ TEST_F(CallCheck, ReportsASkippedCallAmongEqualOnes) {
 TEST_F(CallCheck, MissingCallTimesOut) {
   auto group = this->group();
   group->set_timeout(std::chrono::milliseconds(500));
-  if (!is_odd_one()) {
+  if (is_odd_one()) {
+    std::this_thread::sleep_for(std::chrono::seconds(2));  // it waits in no other call meanwhile
+  } else {
     at::Tensor tensor = at::zeros({8});
     const std::string error = error_of([&] { group->all_reduce(tensor, ReduceOp::Sum, kHere).wait(); });
     EXPECT_THAT(error,
@@ -130,6 +147,61 @@ TEST_F(CallCheck, MissingCallTimesOut) {
                       HasSubstr("not all ranks of the group made the call")));
   }
   world().everyone()->barrier(kHere).wait();
+}
+
+std::string all_reduce_in(const char* group, const std::string& ranks) {
+  return str("all_reduce #1 (sum) of Float [8] in fsdp::reduce of layers.7 in group '", group, "' of ranks ",
+             ranks);
+}
+
+TEST_F(CallCheck, NamesRanksThatWaitForEachOtherInDifferentGroups) {
+  const std::vector<int> ranks = world().everyone()->ranks();
+  const auto mine = group(), other = world().group(ranks, "other", "other");
+  // Longer than the test needs; calls that were abandoned end after it.
+  for (const auto& each : {mine, other}) each->set_timeout(std::chrono::seconds(20));
+  at::Tensor tensor = at::zeros({8});
+  const auto start = std::chrono::steady_clock::now();
+  const std::string error =
+      error_of([&] { (is_odd_one() ? other : mine)->all_reduce(tensor, ReduceOp::Sum, kHere).wait(); });
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10))
+      << "it waits for no time limit";
+  const std::string all = list_str(ranks);
+  EXPECT_THAT(error, AllOf(HasSubstr("don't make the same call"),
+                           HasSubstr(str("rank ", world().rank(), " calls ",
+                                         all_reduce_in(is_odd_one() ? "other" : "checked", all))),
+                           HasSubstr(is_odd_one() ? all_reduce_in("checked", all)
+                                                  : the_odd_one() + all_reduce_in("other", all))));
+  meet_without_calls();
+}
+
+// Each rank waits for the next one, so no two wait for each other.
+TEST_F(CallCheck, ATimeOutSaysWhichOtherGroupTheMissingRankWaitsIn) {
+  if (world().size() != 3) GTEST_SKIP() << "needs three ranks";
+  const int rank = world().rank();
+  std::vector<std::shared_ptr<dist::Group>> pairs;
+  for (const auto& ranks : {std::vector<int>{0, 1}, {1, 2}, {0, 2}}) {
+    pairs.push_back(world().group(ranks, str("pair", pairs.size()), "ring"));
+    pairs.back()->set_timeout(std::chrono::seconds(2));
+  }
+  at::Tensor tensor = at::zeros({8});
+  const std::string error =
+      error_of([&] { pairs[static_cast<size_t>(rank)]->all_reduce(tensor, ReduceOp::Sum, kHere).wait(); });
+  const std::vector<std::string> next = {"rank 1 calls " + all_reduce_in("pair1", "1, 2"),
+                                         "rank 2 calls " + all_reduce_in("pair2", "0, 2"),
+                                         "rank 0 calls " + all_reduce_in("pair0", "0, 1")};
+  EXPECT_THAT(error, AllOf(HasSubstr("not all ranks of the group made the call"),
+                           HasSubstr(next[static_cast<size_t>(rank)])));
+  meet_without_calls();
+}
+
+// Ranks may wait longer than a second in calls of different groups, as long as somebody makes progress.
+TEST_F(CallCheck, ALateRankIsNoDifference) {
+  const auto mine = group();
+  at::Tensor tensor = at::ones({8});
+  if (is_odd_one()) std::this_thread::sleep_for(std::chrono::milliseconds(2500));
+  mine->all_reduce(tensor, ReduceOp::Sum, kHere).wait();
+  world().everyone()->barrier(kHere).wait();
+  EXPECT_EQ(tensor[0].item<int>(), world().size());
 }
 
 // The receiver reports it; the sender has moved on, and learns of it when its next send finds no receiver.

@@ -108,7 +108,8 @@ class BatchingWorld {
     backends->main = batching;
     const std::vector<int> ranks = {0, 1};
     auto checker = std::make_unique<dist::CallChecker>(
-        impl_->spec_of(purpose, purpose, "calls", world().rank(), 2), ranks);
+        impl_->spec_of(purpose, purpose, "calls", world().rank(), 2), ranks,
+        std::make_shared<dist::WaitingCalls>(impl_->store, world().rank()));
     impl_->groups[{ranks, purpose}] =
         std::make_shared<dist::Group>(dist::Group::Parts{.name = purpose,
                                                          .purpose = purpose,

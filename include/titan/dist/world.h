@@ -34,7 +34,8 @@ struct InitOptions {
   size_t flight_entries = 2048;  ///< calls that the flight recorder keeps; 0 records none
   /// Compares every collective with the other members' before it starts (and a received tensor with the sent
   /// one before it is waited for): operation, sizes, dtype, label. A difference is an Error on all of them
-  /// that names the calls. Costs a small gather on the host for each call.
+  /// that names the calls. So are calls of different groups in which two ranks wait for each other. Costs a
+  /// small gather on the host for each call.
   bool check_collectives = false;
   int fake_rank = 0;  ///< backend "fake" only: this process plays rank `fake_rank` of `fake_world_size`
   int fake_world_size = 1;
