@@ -121,5 +121,39 @@ TEST_P(FsdpLossHead, HasOneRanksGradients) {
 INSTANTIATE_TEST_SUITE_P(Vocabularies, FsdpLossHead,
                          ::testing::Combine(::testing::Values(128256, 29, 5), ::testing::Bool()));
 
+// The backwards come in the reverse order, and the group reduces after each.
+TEST(FsdpLossHeadCalls, MayBeTwoInOneForward) {
+  const HeadCase c{.vocab = 29, .calls = 2};
+  const HeadNet reference = reference_net(c);
+  for (const DataLayout& layout : layouts(world().size())) {
+    const HeadNet net = sharded_net(c, {}, layout);
+    run_head(net, c, 1);
+    expect_equal_gradients(net, reference, 1e-12, str("shard ", layout.shard));
+  }
+}
+
+// From the third step on nothing of the gradient's size is allocated. One rank takes no buffer from the pool,
+// unless it adds up micro-batches: then the later ones use one buffer.
+TEST(FsdpLossHeadMemory, AllocatesNoGradientOfTheVocabularysSizeInAStep) {
+  if (device().is_cuda()) GTEST_SKIP() << "would count gloo's copies in host memory, too";
+  const HeadCase c{.vocab = 128256, .dtype = at::kFloat, .chunk_rows = 1, .frozen_embedding = true};
+  constexpr double unit = 128256.0 * kWidth * sizeof(float);
+  const int size = world().size();
+  for (const int micro_batches : {1, 2}) {
+    const HeadNet net = sharded_net(c, {.reduce_every_micro_batch = true}, {1, size});
+    for (int step = 0; step < 2; ++step) {
+      forget_gradients(net);
+      run_head(net, c, micro_batches);
+    }
+    const MemoryMeter third;
+    forget_gradients(net);
+    run_head(net, c, micro_batches);
+    EXPECT_LE(static_cast<double>(third.peak()), 0.6 * unit) << micro_batches;
+    if (size == 1) {
+      EXPECT_EQ(fsdp_stats(net).communication_buffer_allocations, micro_batches - 1);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace titan

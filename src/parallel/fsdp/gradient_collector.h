@@ -103,9 +103,11 @@ class GradientCollector {
   bool local() const {
     return !config_.shard_group && !config_.replicate_group && !config_.summand_group && !config_.to_host;
   }
-  /// Whether flat_grad_ can serve as a buffer: it has the same memory and dtype, and holds no gradient yet.
+  /// Whether flat_grad_ can serve as a buffer: it has the same memory and dtype, and holds no gradient, nor
+  /// one that is being reduced.
   bool flat_grad_serves() const {
-    return config_.reduce_dtype == config_.grad_dtype && !config_.to_host && no_grad_yet();
+    return config_.reduce_dtype == config_.grad_dtype && !config_.to_host && phase_ == Phase::Idle &&
+           no_grad_yet();
   }
   void make_flat_grad();
   bool no_grad_yet() const;
