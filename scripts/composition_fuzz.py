@@ -54,10 +54,10 @@ MODELS = (
 )
 # Sizes that MXFP8's blocks of 32 divide, also in two parts.
 BLOCK_MODELS = (
-    {"dim": 128, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 264, "multiple_of": 64},
+    {"dim": 128, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 264, "multiple_of": 64},
     {"dim": 64, "n_layers": 6, "n_heads": 4, "n_kv_heads": 4, "vocab_size": 263, "multiple_of": 64},
 )
-FLOAT8_PROBLEMS = range(1, 5)  # the models and batches of --float8
+FLOAT8_PROBLEMS = range(1, 9)  # the models and batches of --float8
 # The layouts of --float8. The pipeline has one micro-batch.
 ALONE = {
     "dp_replicate 2": {"parallelism.data_parallel_replicate_degree": 2},
@@ -124,12 +124,12 @@ def draw_problem(seed, number, precisions=PRECISIONS):
     settings["training.max_norm"] = rng.choice((0.3, 1.0, 100.0))
     settings["optimizer.name"] = rng.choice(("AdamW", "AdamW", "Adam"))
     settings["optimizer.lr"] = 1e-2 if precision == "float64" else 2e-3  # Rounding errors grow with the rate.
-    if rng.random() < 0.3:
-        settings["optimizer.param_groups"] = "norm|tok_embeddings: lr=3e-3"
     settings["data.seed"] = rng.randrange(1000)
     if rng.random() < 0.3:
         settings |= {"validation.enable": True, "validation.dataset": "synthetic", "validation.freq": 2, "validation.steps": 2,
                      "validation.seq_len": settings["training.seq_len"], "validation.global_batch_size": settings["training.global_batch_size"]}
+    if rng.random() < 0.3:
+        settings["optimizer.param_groups"] = "norm|tok_embeddings: lr=3e-3"
     return precision, settings
 
 

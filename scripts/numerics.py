@@ -130,8 +130,8 @@ def main():
     if arguments.print:
         print(text)
     else:
-        _, title, float8 = PAGE.read_text().partition("\n## Float8: losses\n")  # written by hand, followed by the part of scripts/float8_snr.py
-        PAGE.write_text(text + title + float8)
+        _, title, rest = PAGE.read_text().partition("\n## Random layouts\n")  # written by hand, followed by the part of scripts/float8_snr.py
+        PAGE.write_text(text + title + rest)
 
 
 if __name__ == "__main__":
