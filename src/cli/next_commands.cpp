@@ -88,7 +88,7 @@ std::optional<int64_t> newest_state(const train::JobConfig& config) {
 // How the next start continues the run.
 struct Continuation {
   std::string purpose;
-  std::string words;  // of the command line
+  std::string words;  // to add to the command
 };
 
 Continuation continuation(const train::JobConfig& config, int64_t last_step) {

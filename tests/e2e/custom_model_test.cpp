@@ -144,7 +144,8 @@ TEST(CustomModel, TwoRunsAreBitEqual) {
 }
 
 TEST(CustomModel, HelpShowsItsArguments) {
-  for (const Words& words : {config("3") + by_import(), by_import() + Words{"--model.name", "ngram"}}) {
+  for (const Words& words :
+       {config("3") + by_import(), by_import() + Words{"--model.name", "ngram", "--model.flavor", "small"}}) {
     const CommandResult result = try_train(words + Words{"--help"});
     EXPECT_EQ(result.status, 0) << result.err;
     EXPECT_THAT(result.out, AllOf(HasSubstr("--model.args.context int"), HasSubstr("--training.seq_len int"),

@@ -144,7 +144,7 @@ TEST(HuggingFace, AutoTakesTheModelFromTheFolder) {
   EXPECT_EQ(flavor.status, 2);
   EXPECT_THAT(flavor.err, HasSubstr("isn't read with model.name = \"auto\""));
   nlohmann::json config = read_json(weights / "config.json");
-  config["architectures"] = {"GPT2LMHeadModel"};
+  config["architectures"] = nlohmann::json::array({"GPT2LMHeadModel"});
   std::ofstream(weights / "config.json") << config;
   const CommandResult unknown = try_train(words);
   EXPECT_EQ(unknown.status, 2);

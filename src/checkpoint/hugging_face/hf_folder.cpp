@@ -19,6 +19,7 @@
 #include "core/json.h"
 #include "titan/checkpoint/storage.h"
 #include "titan/core/error.h"
+#include "titan/core/log.h"
 
 namespace titan {
 namespace {
@@ -234,8 +235,14 @@ bool is_same_model(const HfConfig& source, const HfConfig& model) {
 // Adds what options.config_source asks to keep. The keys of `replaced` are other names of the model's own.
 void keep_values(nlohmann::json& config, const HfConfig& model, const fs::path& folder) {
   static const std::set<std::string> replaced = {"rope_parameters", "dtype"};
-  if (folder.empty() || !fs::exists(folder / "config.json")) return;
-  if (!is_same_model(read_hf_config(folder), model)) return;
+  std::error_code ignored;
+  if (folder.empty() || !fs::exists(folder / "config.json", ignored)) return;
+  try {
+    if (!is_same_model(read_hf_config(folder), model)) return;
+  } catch (const ConfigError& error) {
+    // The weights are worth more than these values.
+    return log::warning(str("the exported config.json has only the model's own values: ", error.what()));
+  }
   const nlohmann::json source = parse_json(read_file(folder / "config.json"));
   for (const auto& [key, value] : source.items()) {
     const bool is_open = !config.contains(key) || (config[key].is_null() && is_token_id(key));

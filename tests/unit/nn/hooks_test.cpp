@@ -159,9 +159,9 @@ TEST(ConstructedModules, ReportAModuleWithoutThoseBelowIt) {
   const ConstructedModules constructed;
   Linear root(2, 2);
   Pair elsewhere(true);
-  EXPECT_EQ(constructed.unregistered(*root),
-            (Log{"titan::nn::PairImpl with up.weight [3, 2], down.weight [2, 3], constructed after the root "
-                 "module"}));
+  EXPECT_EQ(constructed.unregistered(*root), (Log{"titan::nn::(anonymous namespace)::PairImpl with up.weight "
+                                                  "[3, 2], down.weight [2, 3], constructed after the root "
+                                                  "module"}));
 }
 
 TEST(ConstructedModules, IgnoreDestroyedFrozenAndTiedOnes) {
