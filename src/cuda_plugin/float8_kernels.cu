@@ -8,6 +8,8 @@
 
 #include <algorithm>
 
+#include "cuda_plugin/launch.h"
+
 namespace titan::float8::cuda {
 
 namespace {
@@ -262,23 +264,23 @@ void with_types(Format format, Source source, Launch launch) {
 void launch_amax(float* out, const Matrix& x, cudaStream_t stream) {
   const int64_t count = x.rows * x.columns;
   with_source(x.source, [&]<class T>(T) {
-    amax_kernel<<<blocks_for(count, kThreads * 32), kThreads, 0, stream>>>(out, static_cast<const T*>(x.data),
-                                                                           count);
+    launch_kernel(amax_kernel<T>, dim3(blocks_for(count, kThreads * 32)), dim3(kThreads), stream, out,
+                  static_cast<const T*>(x.data), count);
   });
 }
 
 void launch_amax_of_rows(float* out, const Matrix& x, cudaStream_t stream) {
   with_source(x.source, [&]<class T>(T) {
-    amax_of_rows_kernel<<<blocks_for(x.rows, 1), kThreads, 0, stream>>>(out, static_cast<const T*>(x.data),
-                                                                        x.rows, x.columns);
+    launch_kernel(amax_of_rows_kernel<T>, dim3(blocks_for(x.rows, 1)), dim3(kThreads), stream, out,
+                  static_cast<const T*>(x.data), x.rows, x.columns);
   });
 }
 
 void launch_amax_of_columns(float* out, const Matrix& x, cudaStream_t stream) {
   const dim3 grid(parts_of(x.columns, kThreads), blocks_for(x.rows, kRowsPerBlock));
   with_source(x.source, [&]<class T>(T) {
-    amax_of_columns_kernel<<<grid, kThreads, 0, stream>>>(out, static_cast<const T*>(x.data), x.rows,
-                                                          x.columns);
+    launch_kernel(amax_of_columns_kernel<T>, grid, dim3(kThreads), stream, out, static_cast<const T*>(x.data),
+                  x.rows, x.columns);
   });
 }
 
@@ -286,34 +288,35 @@ void launch_amax_of_pieces(float* out, const AmaxPiece* pieces, int64_t num_piec
                            cudaStream_t stream) {
   if (num_pieces == 0) return;
   with_source(source, [&]<class T>(T) {
-    amax_of_pieces_kernel<T><<<static_cast<unsigned>(num_pieces), kThreads, 0, stream>>>(out, pieces);
+    launch_kernel(amax_of_pieces_kernel<T>, dim3(static_cast<unsigned>(num_pieces)), dim3(kThreads), stream,
+                  out, pieces);
   });
 }
 
 void launch_scale(float* out, const float* amax, int64_t count, const ScaleOptions& options,
                   cudaStream_t stream) {
-  scale_kernel<<<static_cast<unsigned>(parts_of(count, kThreads)), kThreads, 0, stream>>>(out, amax, count,
-                                                                                          options);
+  launch_kernel(scale_kernel, dim3(static_cast<unsigned>(parts_of(count, kThreads))), dim3(kThreads), stream,
+                out, amax, count, options);
 }
 
 void launch_delayed_scale(float* out, const DelayedScale& delayed, const ScaleOptions& options,
                           cudaStream_t stream) {
-  delayed_scale_kernel<<<1, 1, 0, stream>>>(out, delayed, options);
+  launch_kernel(delayed_scale_kernel, dim3(1), dim3(1), stream, out, delayed, options);
 }
 
 void launch_cast(uint8_t* out, const Matrix& x, const CastOptions& options, cudaStream_t stream) {
   const int64_t count = x.rows * x.columns;
   with_types(options.format, x.source, [&]<Format format, class T>(T) {
-    cast_kernel<format><<<blocks_for(count, kThreads * 8), kThreads, 0, stream>>>(
-        out, static_cast<const T*>(x.data), x.columns, count, options);
+    launch_kernel(cast_kernel<format, T>, dim3(blocks_for(count, kThreads * 8)), dim3(kThreads), stream, out,
+                  static_cast<const T*>(x.data), x.columns, count, options);
   });
 }
 
 void launch_transposed_cast(uint8_t* out, const Matrix& x, const CastOptions& options, cudaStream_t stream) {
   const dim3 grid(parts_of(x.rows, kTile), parts_of(x.columns, kTile));
   with_types(options.format, x.source, [&]<Format format, class T>(T) {
-    transposed_cast_kernel<format>
-        <<<grid, kThreads, 0, stream>>>(out, static_cast<const T*>(x.data), x.rows, x.columns, options);
+    launch_kernel(transposed_cast_kernel<format, T>, grid, dim3(kThreads), stream, out,
+                  static_cast<const T*>(x.data), x.rows, x.columns, options);
   });
 }
 
@@ -323,8 +326,8 @@ void launch_cast_row_blocks(const CastBlocks& out, const Matrix& x, const BlockO
   const auto grid =
       static_cast<unsigned>(std::clamp<int64_t>(parts_of(warps, kThreads / kWarp), 1, kMaxGrid));
   with_types(options.format, x.source, [&]<Format format, class T>(T) {
-    row_blocks_kernel<format><<<grid, kThreads, 0, stream>>>(out, static_cast<const T*>(x.data), x.rows,
-                                                             x.columns, options.round_up);
+    launch_kernel(row_blocks_kernel<format, T>, grid, dim3(kThreads), stream, out,
+                  static_cast<const T*>(x.data), x.rows, x.columns, options.round_up);
   });
 }
 
@@ -333,8 +336,8 @@ void launch_cast_column_blocks(const CastBlocks& out, const Matrix& x, const Blo
   const dim3 grid(parts_of(x.columns, kThreads),
                   static_cast<unsigned>(std::clamp<int64_t>(parts_of(x.rows, kBlock), 1, kMaxGrid)));
   with_types(options.format, x.source, [&]<Format format, class T>(T) {
-    column_blocks_kernel<format><<<grid, kThreads, 0, stream>>>(out, static_cast<const T*>(x.data), x.rows,
-                                                                x.columns, options.round_up);
+    launch_kernel(column_blocks_kernel<format, T>, grid, dim3(kThreads), stream, out,
+                  static_cast<const T*>(x.data), x.rows, x.columns, options.round_up);
   });
 }
 

@@ -41,6 +41,9 @@ struct Gradients {
   Tensor q, k, v;
 };
 
+// The CPU's backward reads its inputs as if they were laid out as [batch, tokens, heads, head_dim].
+Tensor dense(const Tensor& t) { return t.transpose(1, 2).contiguous().transpose(1, 2); }
+
 Gradients attend_backward(const char* name, const Tensor& grad, const Tensor& q, const Tensor& k,
                           const Tensor& v, const Attention& forward, const OptionalTensor& mask,
                           bool is_causal, optional<double> scale) {
@@ -55,7 +58,7 @@ Gradients attend_backward(const char* name, const Tensor& grad, const Tensor& q,
                  scale, grad_q = cpu(result.q), grad_k = cpu(result.k), grad_v = cpu(result.v)]() mutable {
                   const at::AutoDispatchBelowADInplaceOrView below;
                   auto [a, b, c] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-                      grad, q, k, v, o, l, 0, is_causal, mask, scale);
+                      dense(grad), dense(q), dense(k), dense(v), dense(o), l, 0, is_causal, mask, scale);
                   grad_q.copy_(a);
                   grad_k.copy_(b);
                   grad_v.copy_(c);

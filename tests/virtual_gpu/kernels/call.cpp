@@ -23,7 +23,11 @@ Range range_of(const at::Tensor& t, bool is_written) {
 at::Tensor StandIns::stand_in(const at::Tensor& t) {
   if (!t.defined() || !t.is_cuda()) {
     if (!t.defined() || !t.device().is_cpu()) return t;
-    return kind_ == Kind::meta && t.dim() > 0 ? t.to(at::kMeta) : t.clone();
+    if (kind_ == Kind::meta && t.dim() > 0) return t.to(at::kMeta);
+    at::Tensor copy = t.clone();
+    // Numbers promote types less than tensors do.
+    copy.unsafeGetTensorImpl()->set_wrapped_number(t.unsafeGetTensorImpl()->is_wrapped_number());
+    return copy;
   }
   auto* impl = t.unsafeGetTensorImpl();
   const c10::Storage& cuda_storage = impl->unsafe_storage();

@@ -1,0 +1,196 @@
+#include "simt/simt.h"
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "runtime/virtual_gpu.h"
+
+// The linker's names for the section of shared variables; absent if no kernel has any.
+extern "C" {
+[[gnu::weak]] extern char __start_simt_shared;
+[[gnu::weak]] extern char __stop_simt_shared;
+}
+
+namespace virtual_gpu::simt {
+
+Place place;
+
+namespace {
+
+constexpr size_t stack_bytes = 64 << 10;
+
+enum class State { can_run, at_block_barrier, at_warp_barrier, has_returned };
+
+struct Fiber {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack{new char[stack_bytes]};
+  State state = State::can_run;
+  uint3 thread;
+  unsigned mask = 0;  ///< lanes of the warp operation that it waits in
+};
+
+struct Warp {
+  std::array<uint64_t, warp_size> arriving{};
+  std::array<uint64_t, warp_size> values{};  ///< from the last exchange
+};
+
+/// The block that runs now. Kernels run on the scheduler's thread, one at a time.
+class Block {
+ public:
+  void run(dim3 size, const std::function<void()>& kernel) {
+    kernel_ = &kernel;
+    if (&__start_simt_shared)
+      std::memset(&__start_simt_shared, 0xff,
+                  static_cast<size_t>(&__stop_simt_shared - &__start_simt_shared));
+    prepare(size);
+    while (true) {
+      if (run_warps()) continue;
+      if (release_warps() || release_block()) continue;
+      break;
+    }
+    for (const auto& fiber : used())
+      if (fiber->state != State::has_returned)
+        not_supported("a kernel whose threads wait for others that never come", "Its barriers don't match.");
+  }
+
+  void wait(State state) {
+    Fiber& fiber = *current_;
+    fiber.state = state;
+    swapcontext(&fiber.context, &scheduler_);
+  }
+  Warp& warp() { return warps_[index_ / warp_size]; }
+  size_t lane() const { return index_ % warp_size; }
+  void set_mask(unsigned mask) { current_->mask = mask; }
+
+ private:
+  std::span<std::unique_ptr<Fiber>> used() { return {fibers_.data(), num_threads_}; }
+
+  void prepare(dim3 size) {
+    num_threads_ = size_t{size.x} * size.y * size.z;
+    while (fibers_.size() < num_threads_) fibers_.push_back(std::make_unique<Fiber>());
+    warps_.assign((num_threads_ + warp_size - 1) / warp_size, {});
+    for (size_t i = 0; i < num_threads_; ++i) {
+      Fiber& fiber = *fibers_[i];
+      fiber.state = State::can_run;
+      const auto n = static_cast<unsigned>(i);
+      fiber.thread = {n % size.x, n / size.x % size.y, n / size.x / size.y};
+      getcontext(&fiber.context);
+      fiber.context.uc_stack.ss_sp = fiber.stack.get();
+      fiber.context.uc_stack.ss_size = stack_bytes;
+      fiber.context.uc_link = &scheduler_;
+      makecontext(&fiber.context, &Block::enter, 0);
+    }
+  }
+
+  static void enter();
+
+  // Runs each thread that can run until it waits or returns; warps in random order, because hardware promises none.
+  bool run_warps() {
+    std::vector<size_t> order(warps_.size());
+    for (size_t i = 0; i < order.size(); ++i) order[i] = i;
+    std::ranges::shuffle(order, random_);
+    bool any_ran = false;
+    for (const size_t warp : order) {
+      for (size_t i = warp * warp_size; i < std::min(num_threads_, (warp + 1) * warp_size); ++i) {
+        if (fibers_[i]->state != State::can_run) continue;
+        any_ran = true;
+        index_ = i;
+        current_ = fibers_[i].get();
+        place.thread = current_->thread;
+        swapcontext(&scheduler_, &current_->context);
+      }
+    }
+    return any_ran;
+  }
+
+  // A warp operation is complete when no lane of its mask can still come.
+  bool release_warps() {
+    bool any = false;
+    for (size_t w = 0; w < warps_.size(); ++w) {
+      const size_t begin = w * warp_size, end = std::min(num_threads_, begin + warp_size);
+      unsigned here = 0, returned = 0, mask = 0;
+      for (size_t i = begin; i < end; ++i) {
+        const unsigned bit = 1u << (i - begin);
+        if (fibers_[i]->state == State::at_warp_barrier) {
+          here |= bit;
+          mask = fibers_[i]->mask;
+        }
+        if (fibers_[i]->state == State::has_returned) returned |= bit;
+      }
+      if (end - begin < warp_size) returned |= ~((1u << (end - begin)) - 1);
+      if (here == 0 || (mask & ~(here | returned)) != 0) continue;
+      any = true;
+      warps_[w].values = std::exchange(warps_[w].arriving, {});
+      for (size_t i = begin; i < end; ++i)
+        if (here & 1u << (i - begin)) fibers_[i]->state = State::can_run;
+    }
+    return any;
+  }
+
+  bool release_block() {
+    bool any = false;
+    for (const auto& fiber : used())
+      if (fiber->state == State::at_warp_barrier) return false;
+    for (const auto& fiber : used()) {
+      if (fiber->state != State::at_block_barrier) continue;
+      fiber->state = State::can_run;
+      any = true;
+    }
+    return any;
+  }
+
+  const std::function<void()>* kernel_ = nullptr;
+  size_t num_threads_ = 0;
+  std::vector<std::unique_ptr<Fiber>> fibers_;
+  std::vector<Warp> warps_;
+  ucontext_t scheduler_;
+  Fiber* current_ = nullptr;
+  size_t index_ = 0;
+  std::mt19937 random_{1};
+};
+
+Block& block() {
+  static auto* b = new Block;
+  return *b;
+}
+
+void Block::enter() {
+  Block& self = block();
+  (*self.kernel_)();
+  self.current_->state = State::has_returned;
+}
+
+}  // namespace
+
+void wait_for_block() { block().wait(State::at_block_barrier); }
+
+std::array<uint64_t, warp_size> exchange(unsigned mask, uint64_t value) {
+  Block& b = block();
+  b.set_mask(mask);
+  b.warp().arriving[b.lane()] = value;
+  b.wait(State::at_warp_barrier);
+  return b.warp().values;
+}
+
+void launch(dim3 grid, dim3 size, cudaStream_t stream, std::function<void()> kernel) {
+  submit(stream, computation("titan kernel", {}, [grid, size, kernel = std::move(kernel)] {
+           place.block_size = size;
+           place.grid_size = grid;
+           for (unsigned z = 0; z < grid.z; ++z)
+             for (unsigned y = 0; y < grid.y; ++y)
+               for (unsigned x = 0; x < grid.x; ++x) {
+                 place.block = {x, y, z};
+                 block().run(size, kernel);
+               }
+         }));
+}
+
+}  // namespace virtual_gpu::simt
