@@ -1,7 +1,7 @@
 // Saves and loads a whole checkpoint; pytorch/dcp_bench.py does the same with PyTorch.
 //
 //   titan launch -n 2 -- checkpoint_bench [--folder DIR] [--runs N] [--threads N] [--compute-ms T]
-//   [--span-ms T] [--memory DIR] [--only save | async | taken]
+//   [--span-ms T] [--memory DIR] [--only save | async | taken | model]
 //
 // The state is the 134M Llama's parameters and AdamW's two moments (1.6 GB in fp32), cut by rows over all
 // ranks. Prints a JSON object of medians over the runs (default 5, after a warm-up run), each of the slowest
@@ -13,6 +13,7 @@
 //   load_s, load_warm_s                a load without and with the files in the page cache
 //   gigabytes                          size of all ranks' tensors
 //   save_extra_mib, async_extra_mib    peak memory of a rank above what it had before
+//   model_s, model_extra_mib           the same for saving the model alone
 //
 // Computation is slower while a copy is made. staged_blocked_s is the sum of staged_called_s (the time in the
 // call), the wait for the copy after the T ms, and staged_lost_s: the time that the products missing in the T
@@ -29,8 +30,8 @@
 // is copied to the next rank's memory over the group's sockets. For peers_lost_load_s the memory of one of
 // these hosts is lost, and its ranks fetch their files from the copies.
 //
-// --only save: only synchronous saves, and loads; --only async: only asynchronous saves whose call makes the
-// copy; --only taken: only async_taken_s and staged_taken_s.
+// --only model: only the model alone; --only save: only synchronous saves, and loads; --only async: only
+// asynchronous saves whose call makes the copy; --only taken: only async_taken_s and staged_taken_s.
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -52,6 +53,7 @@
 
 #include "checkpoint/peer/peer_folder.h"
 #include "titan/checkpoint/checkpointer.h"
+#include "titan/checkpoint/hugging_face.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/core/error.h"
 #include "titan/dist/world.h"
@@ -77,8 +79,8 @@ Options parse(const std::vector<std::string>& args) {
   }
   TITAN_CHECK(args.size() % 2 == 0, args.back(), " needs a value");
   const std::string& only = options["only"];
-  TITAN_CHECK(only.empty() || only == "save" || only == "async" || only == "taken",
-              "--only needs save, async or taken");
+  TITAN_CHECK(only.empty() || only == "save" || only == "async" || only == "taken" || only == "model",
+              "--only needs save, async, taken or model");
   return options;
 }
 
@@ -117,7 +119,7 @@ class ExtraMemory {
 
 // ---- the saved state
 
-std::vector<std::pair<std::string, std::vector<int64_t>>> parameters() {
+std::vector<std::pair<std::string, std::vector<int64_t>>> sizes() {
   std::vector<std::pair<std::string, std::vector<int64_t>>> result = {
       {"tok_embeddings.weight", {kVocabulary, kDim}},
       {"norm.weight", {kDim}},
@@ -139,7 +141,7 @@ class Tensors final : public Stateful {
  public:
   Tensors(const DeviceMesh& mesh, const std::vector<std::string>& kinds) {
     for (const std::string& kind : kinds)
-      for (const auto& [name, shape] : parameters()) {
+      for (const auto& [name, shape] : sizes()) {
         const std::vector<Placement> placements = {Placement::shard(0)};
         const Box box = local_box(shape, mesh, placements);
         tensors_.push_back({kind + name, DTensor{at::randn(box.length), mesh, placements, shape, box}});
@@ -147,6 +149,15 @@ class Tensors final : public Stateful {
   }
   ObjectState state() override { return {.tensors = tensors_, .text = ""}; }
   void loaded(const std::string&) override {}
+  std::vector<Parameter> parameters() const {
+    std::vector<Parameter> all;
+    for (const ObjectTensor& tensor : tensors_) {
+      Parameter& parameter = all.emplace_back();
+      parameter.name = tensor.name;
+      parameter.data = tensor.data;
+    }
+    return all;
+  }
   int64_t num_bytes() const {
     int64_t total = 0;
     for (const ObjectTensor& tensor : tensors_) total += static_cast<int64_t>(tensor.data.local.nbytes());
@@ -176,6 +187,7 @@ class Bench {
 
   void run() {
     if (only_.empty() || only_ == "save") synchronous();
+    if (only_.empty() || only_ == "model") model_alone();
     if (only_.empty() || only_ == "async") asynchronous(AsyncMode::Copied, "async");
     if (only_.empty() || only_ == "taken") {
       all_that_is_taken(AsyncMode::Copied, "async");
@@ -242,6 +254,22 @@ class Bench {
       timed("load_warm_s", run, [&] { checkpointer.load(step); });
       drop_from_memory(step);
       timed("load_s", run, [&] { checkpointer.load(step); });
+    }
+  }
+
+  void model_alone() {
+    const std::vector<Parameter> parameters = model_.parameters();
+    const auto folder = folder_ / "model_alone";
+    for (int run = -1; run < runs_; ++run) {
+      barrier();
+      if (world_.rank() == 0) {
+        std::filesystem::remove_all(folder);
+        std::filesystem::create_directories(folder_);
+        ::sync();
+      }
+      const ExtraMemory memory;
+      timed("model_s", run, [&] { save_model(parameters, world_, folder); });
+      add("model_extra_mib", memory.mib(), run);
     }
   }
 

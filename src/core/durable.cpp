@@ -282,27 +282,39 @@ class Deflate {
   std::vector<std::byte> buffer_ = std::vector<std::byte>(size_t{1} << 16);
 };
 
+fs::path folder_of(const fs::path& path) {
+  return path.has_parent_path() ? path.parent_path() : fs::path(".");
+}
+
+fs::path temporary_name(const fs::path& path) {
+  static std::atomic<uint64_t> counter{0};
+  return folder_of(path) / str(".", path.filename().string(), ".", ::getpid(), ".", counter++, ".tmp");
+}
+
 }  // namespace
+
+AtomicFile::AtomicFile(fs::path path, std::optional<int64_t> num_bytes)
+    : path_(std::move(path)), temporary_(temporary_name(path_)), file_(temporary_, num_bytes, {}, path_) {}
+
+void AtomicFile::commit() {
+  file_.finish();
+  if (::rename(temporary_.c_str(), path_.c_str()) != 0) {
+    const int error = errno;
+    ::unlink(temporary_.c_str());
+    throw Error(str("cannot write ", path_.string(), ": rename failed: ", errno_text(error)));
+  }
+  detail::sync_folder(folder_of(path_));
+}
 
 void write_file_atomic(const fs::path& path, const std::function<void(const AppendBytes&)>& write,
                        std::optional<int64_t> num_bytes) {
-  static std::atomic<uint64_t> counter{0};
-  const fs::path folder = path.has_parent_path() ? path.parent_path() : fs::path(".");
-  const fs::path temporary =
-      folder / str(".", path.filename().string(), ".", ::getpid(), ".", counter++, ".tmp");
-  OutputFile file(temporary, num_bytes, {}, path);
-  Appender appender(file);
+  AtomicFile file(path, num_bytes);
+  Appender appender(file.file());
   write([&](std::span<const std::byte> bytes) { appender.append(bytes); });
   appender.flush();
   TITAN_CHECK(!num_bytes || appender.num_bytes() == *num_bytes, path.string(), ": wrote ",
               appender.num_bytes(), " of ", *num_bytes, " bytes");
-  file.finish();
-  if (::rename(temporary.c_str(), path.c_str()) != 0) {
-    const int error = errno;
-    ::unlink(temporary.c_str());
-    throw Error(str("cannot write ", path.string(), ": rename failed: ", errno_text(error)));
-  }
-  detail::sync_folder(folder);
+  file.commit();
 }
 
 void write_file_atomic(const fs::path& path, std::string_view contents) {

@@ -4,7 +4,8 @@
 // A durable file is complete or absent, even after a power failure:
 //
 //   OutputFile          known size, written in any order by several threads, synced by finish()
-//   write_file_atomic   (core/file.h) an OutputFile under a temporary name, renamed, its folder synced
+//   AtomicFile          an OutputFile under a temporary name, renamed, its folder synced
+//   write_file_atomic   (core/file.h) the same, written from its beginning
 //   write_gzip_atomic   the same, compressed
 //   AppendFile          a log: each append reaches the operating system, sync() reaches the disk
 //
@@ -84,6 +85,22 @@ class OutputFile {
   int fd_ = -1;
   std::atomic<int64_t> written_{0};
   bool finished_ = false;
+};
+
+/// An OutputFile under a temporary name in the same folder, until commit().
+class AtomicFile {
+ public:
+  /// As OutputFile.
+  AtomicFile(std::filesystem::path path, std::optional<int64_t> num_bytes);
+
+  OutputFile& file() { return file_; }
+  /// Syncs the file, gives it its name by a rename, and syncs the folder. On a failure the temporary is
+  /// removed and an older file of that name stays.
+  void commit();
+
+ private:
+  std::filesystem::path path_, temporary_;
+  OutputFile file_;
 };
 
 /// A file that only grows. Every append reaches the operating system before it returns, so a log survives a

@@ -1,18 +1,13 @@
-// Functions that take the list of parameters (gradient norm, optimizer, model files), with parameters sharded
-// and replicated over meshes.
-
-#include <unistd.h>
+// Functions that take the list of parameters (gradient norm, optimizer), with parameters sharded and
+// replicated over meshes.
 
 #include <cmath>
-#include <filesystem>
 #include <ios>
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
 #include "distributed/world.h"
-#include "titan/checkpoint/safetensors.h"
-#include "titan/core/error.h"
 #include "titan/optim/clip.h"
 #include "titan/optim/optimizer.h"
 
@@ -139,42 +134,6 @@ TEST(ShardedParameters, OptimizerStepsShardsLikeTheWhole) {
         << name;
     EXPECT_EQ(state.find(name)->second.at("step").local.item<float>(), 3);
   }
-}
-
-// A path that all ranks agree on.
-std::filesystem::path shared_file(const std::string& name) {
-  auto folder =
-      std::filesystem::temp_directory_path() / titan::str("titan_test_", world().rank(), "_", ::getpid());
-  return std::filesystem::path(
-             world().everyone()->all_gather_text(folder.string(), {.phase = "test"}).front()) /
-         name;
-}
-
-TEST(ShardedParameters, ModelFileHoldsWholeParameters) {
-  Job job = make_job();
-  auto path = shared_file("model.safetensors");
-  if (world().rank() == 0) std::filesystem::create_directory(path.parent_path());
-  save_model(job.parameters, path);
-  SafetensorsFile file(path);
-  EXPECT_EQ(file.names().size(), job.wholes.size());
-  for (const auto& whole : job.wholes)
-    EXPECT_TRUE(at::equal(file.tensor(whole.name), whole.values.cpu())) << whole.name;
-
-  std::vector<at::Tensor> before;
-  for (auto& parameter : job.parameters) {
-    at::NoGradGuard no_grad;
-    before.push_back(parameter.data.local.clone());
-    parameter.data.local.zero_();
-  }
-  load_model(job.parameters, path);
-  for (size_t i = 0; i < before.size(); ++i) EXPECT_TRUE(at::equal(job.parameters[i].data.local, before[i]));
-  world().everyone()->barrier({.phase = "test"}).wait();
-  if (world().rank() == 0) std::filesystem::remove_all(path.parent_path());
-}
-
-TEST(ShardedParameters, AFailedSaveIsAnErrorOnEveryRank) {
-  Job job = make_job();
-  EXPECT_THROW(save_model(job.parameters, "/nonexistent-folder/model.safetensors"), Error);
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 
 #include "checkpoint_files.h"
 #include "e2e/training.h"
+#include "titan/checkpoint/hugging_face.h"
 #include "titan/checkpoint/safetensors.h"
 
 namespace titan::testing {
@@ -256,6 +257,36 @@ TEST(CheckpointCommands, ConvertExtractsTheModelFromAState) {
   EXPECT_EQ(damaged.status, 1);
   EXPECT_THAT(damaged.err, AllOf(HasSubstr(file.string()), HasSubstr("'model.embedding' is damaged")));
   EXPECT_FALSE(fs::exists(new_file));
+}
+
+// Two files with titan's names, as several ranks write them.
+TEST(CheckpointCommands, HandlesAModelAloneOfSeveralFiles) {
+  const fs::path folder = fresh_folder("alone"), step = folder / "checkpoint/step-9";
+  const HfModel model{.config = {},
+                      .tensors = {{.name = "a", .hf_name = "a", .shape = {4, 6}},
+                                  {.name = "b", .hf_name = "b", .shape = {10}}}};
+  const at::Tensor values = at::arange(24, at::kFloat);
+  fs::create_directories(step);
+  write_hf_folder(step, model, {{&model.tensors[0], at::kFloat}, {&model.tensors[1], at::kFloat}},
+                  {.shard_bytes = 100, .in_place = true}, [&](size_t index, const AppendTensor& append) {
+                    append(index == 0 ? values.view({4, 6}) : values.narrow(0, 0, 10));
+                  });
+  fs::remove(step / "config.json");
+  ASSERT_TRUE(fs::exists(step / "model-00002-of-00002.safetensors"));
+  EXPECT_THAT(succeeds({"ls", folder.string()}), HasSubstr("model only"));
+  EXPECT_THAT(fails(2, {"info", step.string()}), HasSubstr("holds only a model; `titan checkpoint info`"));
+
+  const fs::path joined = folder / "joined.safetensors";
+  succeeds({"convert", step.string(), joined.string()});
+  EXPECT_TRUE(at::equal(SafetensorsFile(joined).tensor("a"), values.view({4, 6})));
+  EXPECT_TRUE(at::equal(SafetensorsFile(joined).tensor("b"), values.narrow(0, 0, 10)));
+
+  // config.json is one of the files that the manifest lists.
+  EXPECT_THAT(fails(1, {"verify", step.string()}), HasSubstr("config.json: "));
+  fs::resize_file(step / "model-00001-of-00002.safetensors", 50);
+  EXPECT_THAT(fails(1, {"verify", step.string()}),
+              HasSubstr("model-00001-of-00002.safetensors: has 50 bytes"));
+  EXPECT_THAT(succeeds({"ls", folder.string()}), HasSubstr("damaged: "));
 }
 
 TEST(CheckpointCommands, PruneKeepsTheRequestedSteps) {

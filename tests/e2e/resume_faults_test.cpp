@@ -135,7 +135,27 @@ TEST(DamagedSteps, TheFinalModelIsSavedAgain) {
   const std::string log = train_log(run, words);
   EXPECT_THAT(log, AllOf(HasSubstr("resuming after step"), Not(HasSubstr("this run is complete"))));
   EXPECT_EQ(std::filesystem::file_size(model), size);
+  flip_a_bit(model, static_cast<int64_t>(size) - 200);  // in the header, which is still well-formed or not
+  EXPECT_THAT(train_log(run, words), HasSubstr("resuming after step"));
   EXPECT_THAT(train_log(run, words), HasSubstr("this run is complete"));
+}
+
+// A run that starts from another run's model compares checksums, as it does with a step.
+TEST(DamagedSteps, AModelWithAFlippedBitIsNotLoaded) {
+  const Words words = resumable(fresh_folder("config")) + Words{"--checkpoint.last_save_model_only"};
+  const auto run_folder = fresh_folder("run"), step = step_folder(run_folder, 20);
+  train(run_folder, words);
+  EXPECT_EQ(run({titan_program(), "checkpoint", "verify", step.string()}).status, 0);
+  flip_a_bit(step / "model.safetensors", 9);
+  const CommandResult verified = run({titan_program(), "checkpoint", "verify", step.string()});
+  EXPECT_EQ(verified.status, 1);
+  EXPECT_THAT(verified.out, HasSubstr("the bytes don't match their checksum"));
+  for (const auto& path : {step, step / "model.safetensors"}) {
+    const CommandResult result = try_train(words + Words{"--job.dump_folder", fresh_folder("other").string(),
+                                                         "--checkpoint.initial_load_path", path.string()});
+    EXPECT_EQ(result.status, 2);
+    EXPECT_THAT(result.err, HasSubstr("doesn't match its checksum"));
+  }
 }
 
 using std::filesystem::perms;
@@ -327,8 +347,8 @@ TEST_P(NearlyFullDisk, KeepsTheStepBeforeAndReportsHowMuchIsMissing) {
                                        (folder / "checkpoint").string(), ": the file needs ",
                                        "[0-9.]+ .B, and [0-9.]+ .B was free before: No space left")));
     if (goes_on && !has_room_at_the_end)
-      EXPECT_THAT(log, ContainsRegex(
-                           "model.safetensors: it needs [0-9.]+ .B, and [0-9.]+ .B was free: No space left"));
+      EXPECT_THAT(log, ContainsRegex("no room in [^ ]*/checkpoint: the file needs [0-9.]+ .B, and [0-9.]+ .B "
+                                     "was free before: No space left.*"));
     if (goes_on) {
       EXPECT_EQ(curve_of(folder).size(), 12u);
     } else {

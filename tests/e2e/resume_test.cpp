@@ -143,7 +143,8 @@ TEST(Saving, FollowsTheFirstStepAndTheLast) {
   EXPECT_EQ(names_in(run / "checkpoint"), (std::vector<std::string>{".lock", "step-1", "step-4"}));
   EXPECT_EQ(names_in(step_folder(run, 1)),
             (std::vector<std::string>{"manifest.json", "rank_00000.safetensors"}));
-  EXPECT_EQ(names_in(step_folder(run, 4)), (std::vector<std::string>{"model.safetensors"}));
+  EXPECT_EQ(names_in(step_folder(run, 4)),
+            (std::vector<std::string>{"model.safetensors", "model_manifest.json"}));
 }
 
 // The time that steps wait for a save is reported separately from the steps' own time.

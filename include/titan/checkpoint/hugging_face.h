@@ -6,7 +6,7 @@
 // checked against the shards' own headers before it is used.
 //
 //   load_hf_model(parameters, model, "Llama-3.1-8B");          // each rank reads its own rows
-//   save_hf_model(parameters, model, "exported", {});          // every rank calls it
+//   save_model(parameters, world, "exported", {.hf = &model});  // every rank calls it
 //   convert_to_hf("model.safetensors", "exported", model);     // without a job
 //
 // [Note: rows of rotary pairs]
@@ -32,6 +32,7 @@
 
 #include "titan/checkpoint/safetensors.h"
 #include "titan/checkpoint/step_folder.h"
+#include "titan/dist/world.h"
 #include "titan/parallel/parameters.h"
 
 namespace titan {
@@ -85,11 +86,12 @@ HfConfig read_hf_config(const std::filesystem::path& folder);
 /// compared, because training chooses it.
 std::vector<std::string> differing_keys(const HfConfig& a, const HfConfig& b);
 
-/// The weights of a folder, memory-mapped: opening reads headers only.
+/// The weights of a folder, under any names, memory-mapped: opening reads headers only.
 class HfFolder {
  public:
   /// Throws ConfigError that lists all problems: no weights or two kinds of them, a shard outside the folder
-  /// (or a link out of it), a tensor on which the index and the shards disagree, a tensor in two shards.
+  /// (or a link out of it), a tensor on which the index and the shards disagree, a tensor in two shards, a
+  /// file that isn't as the folder's manifest says, if there is one.
   explicit HfFolder(const std::filesystem::path& folder);
 
   const std::filesystem::path& path() const { return path_; }
@@ -111,11 +113,13 @@ std::vector<std::string> tensor_differences(const HfFolder& folder, const HfMode
 
 struct HfWriteOptions {
   int64_t shard_bytes = 5'000'000'000;  ///< a file is at most this large, or holds a single tensor
-  std::filesystem::path assets;         ///< tokenizer files are copied from here; empty: none
+  std::filesystem::path assets = {};    ///< tokenizer files are copied from here; empty: none
   /// A folder with this model's config.json: keeps its values that HfModel doesn't set, its ids of special
   /// tokens and its longest sequence. Ignored if it has none, or another model's; empty: none.
   std::filesystem::path config_source = {};
-  bool in_place = false;  ///< the folder exists, and the caller renames or removes it
+  bool in_place = false;    ///< the folder exists, and the caller renames or removes it
+  std::string config = {};  ///< for the manifest: the run's settings as TOML; may be empty
+  int64_t step = 0;         ///< for the manifest
 };
 
 /// A tensor to be written: one of HfModel::tensors, and its dtype in the folder.
@@ -125,10 +129,10 @@ struct HfEntry {
 };
 int64_t num_bytes(const HfEntry& entry);
 
-/// Writes config.json, weights and tokenizer files. `entries` are sorted by element size, largest first.
-/// `produce` appends the rows of entries[index], in Hugging Face's order. Unless in_place, the folder appears
-/// under its name complete, by one rename, or not at all, and an existing folder of that name is kept as
-/// NAME.old (or NAME.old.2, ...). Throws Error.
+/// Writes config.json, weights, tokenizer files, and a manifest (kModelManifestName). `entries` are sorted by
+/// element size, largest first. `produce` appends the rows of entries[index], in Hugging Face's order. Unless
+/// in_place, the folder appears under its name complete, by one rename, or not at all, and an existing folder
+/// of that name is kept as NAME.old (or NAME.old.2, ...). Throws Error.
 void write_hf_folder(const std::filesystem::path& folder, const HfModel& model,
                      const std::vector<HfEntry>& entries, const HfWriteOptions& options,
                      const ProduceParts& produce);
@@ -142,16 +146,21 @@ void write_hf_folder(const std::filesystem::path& folder, const HfModel& model,
 void load_hf_model(const std::vector<Parameter>& parameters, const HfModel& model,
                    const std::filesystem::path& folder);
 
-struct HfSaveOptions {
+struct ModelSaveOptions {
   HfWriteOptions folder = {};
   std::optional<at::ScalarType> export_dtype = std::nullopt;  ///< unset: each tensor keeps its own
   DeviceMesh pipeline = {};                                   ///< the axis of the stages, if there are any
+  const HfModel* hf = nullptr;                                ///< unset: our names, without config.json
+  int64_t least_file_bytes = 128'000'000;  ///< ranks share the writing if each gets a file of this size
 };
 
-/// Writes all parameters as a folder (write_hf_folder). Collective as save_model, one tensor at a time. When
-/// it can't be written, every rank throws Error.
-void save_hf_model(const std::vector<Parameter>& parameters, const HfModel& model,
-                   const std::filesystem::path& folder, const HfSaveOptions& options = {});
+/// Writes all parameters into a folder that all ranks see, and throws the same Error on all ranks if that
+/// fails. Collective over the world. Each rank writes its share of the files, with checksums, 16 MiB at a
+/// time: it takes the parts of its tensors from the ranks that hold them. If there is more than one file, the
+/// folder has an index in Hugging Face's form. A name that several stages have (a tied matrix) is written
+/// once. Unless in_place, the folder appears as write_hf_folder's.
+void save_model(const std::vector<Parameter>& parameters, const dist::World& world,
+                const std::filesystem::path& folder, const ModelSaveOptions& options = {});
 
 // ---- converting without a job. Reads and writes 16 MiB at a time, so that memory doesn't depend on the
 // model's size. Throws ConfigError where the source isn't `model`'s weights.
@@ -165,11 +174,11 @@ struct ConvertOptions {
 /// Writes a folder's weights as one file with our names.
 void convert_from_hf(const std::filesystem::path& folder, const std::filesystem::path& file,
                      const HfModel& model, const ConvertOptions& options = {});
-/// Writes one file as a folder.
+/// Writes one file, or a folder that save_model wrote with our names, as a folder.
 void convert_to_hf(const std::filesystem::path& file, const std::filesystem::path& folder,
                    const HfModel& model, const ConvertOptions& options = {});
 /// Writes the model of a saved state (its tensors "model.NAME", each under NAME) as one file, whatever ranks
-/// saved it: the same bytes as save_model.
+/// saved it: the same bytes as save_model's, if that writes one file.
 void convert_state(const checkpoint::SavedState& state, const std::filesystem::path& file,
                    const ConvertOptions& options = {});
 /// The same as a folder.

@@ -7,7 +7,7 @@
 //
 //   const titan::SafetensorsFile file("model.safetensors");
 //   at::Tensor norm = file.tensor("norm.weight");                 // a view of the mapped file
-//   titan::save_model(titan::parameters(model), "model.safetensors");   // every rank calls it
+//   titan::load_model(titan::parameters(model), "model.safetensors");   // each rank reads its own parts
 
 #include <cstdint>
 #include <filesystem>
@@ -39,8 +39,10 @@ struct SafetensorsInfo {
 
 using SafetensorsMetadata = std::map<std::string, std::string>;
 
-/// An open file, memory-mapped: opening reads the header, and data is read from disk when it is touched. A
-/// handle (cheap to copy); the map lives as long as a copy or a tensor that views it.
+/// An open file, memory-mapped: opening reads the header, and data is read from disk when it is touched. If
+/// LibTitan wrote it, the header has a checksum of each MiB of each tensor. It is compared before a number of
+/// it is used for the first time; ConfigError names the damaged tensor. A handle (cheap to copy); the map
+/// lives as long as a copy or a tensor that views it.
 class SafetensorsFile {
  public:
   /// Throws Error when the file can't be read or isn't well-formed.
@@ -54,8 +56,9 @@ class SafetensorsFile {
   const SafetensorsInfo& info(std::string_view name) const;
   const SafetensorsMetadata& metadata() const;
 
-  /// The whole tensor on the CPU: a view of the read-only map (writing to it faults; clone() first) where the
-  /// file aligns it to its element size, as all known writers do, otherwise a copy.
+  /// The whole tensor on the CPU (all its checksums are compared now): a view of the read-only map (writing
+  /// to it faults; clone() first) where the file aligns it to its element size, as all known writers do,
+  /// otherwise a copy.
   at::Tensor tensor(std::string_view name) const;
   /// The part `box` as a new contiguous tensor; touches only the pages that hold it.
   at::Tensor read_slice(std::string_view name, const Box& box) const;
@@ -66,6 +69,8 @@ class SafetensorsFile {
   void drop_pages() const;
 
  private:
+  void check_blocks(std::string_view name, const Box& box) const;
+
   struct Contents;
   std::shared_ptr<const Contents> contents_;
 };
@@ -89,8 +94,8 @@ void sort_for_file(std::vector<SafetensorsEntry>& entries);
 /// order.
 using ProduceTensor = std::function<at::Tensor(size_t index)>;
 
-/// Writes a file tensor by tensor, so that one is in memory at a time. `entries` are in the order of
-/// sort_for_file. The file appears under its name complete or not at all; throws Error.
+/// Writes a file with checksums tensor by tensor, so that one is in memory at a time. `entries` are in the
+/// order of sort_for_file. The file appears under its name complete or not at all; throws Error.
 void write_safetensors(const std::filesystem::path& path, const std::vector<SafetensorsEntry>& entries,
                        const SafetensorsMetadata& metadata, const ProduceTensor& produce);
 
@@ -109,27 +114,19 @@ void save_safetensors(const std::filesystem::path& path,
                       const std::vector<std::pair<std::string, at::Tensor>>& tensors,
                       const SafetensorsMetadata& metadata = {});
 
-// ---- a model's weights in one file with TorchTitan's names: checkpoint.initial_load_path reads it, and the
-// last step writes it
+// ---- a model's weights with TorchTitan's names: checkpoint.initial_load_path reads them; save_model in
+// hugging_face.h writes them
 
-/// Copies this rank's part of every parameter out of the file (each rank reads only its own boxes), converted
-/// to the parameter's dtype. The file and the parameters must have the same names. With `pipeline`, the
-/// parameters of all its ranks count, and the call is collective over it. Throws ConfigError that lists all
-/// missing and unexpected names and wrong shapes before any parameter has changed. Parameters must be
-/// materialized.
+/// Copies this rank's part of every parameter out of one file, or the files of a folder that save_model wrote
+/// (each rank reads only its own boxes), converted to the parameter's dtype. The files and the parameters
+/// must have the same names. With `pipeline`, the parameters of all its ranks count, and the call is
+/// collective over it. Throws ConfigError that lists all missing and unexpected names and wrong shapes before
+/// any parameter has changed. Parameters must be materialized.
 void load_model(const std::vector<Parameter>& parameters, const std::filesystem::path& path,
                 const DeviceMesh& pipeline = {});
 /// The problems that load_model() would report for `parameters`, those of the whole model. Reads the file's
 /// header.
 std::vector<std::string> model_file_differences(const std::vector<Parameter>& parameters,
                                                 const std::filesystem::path& path);
-
-/// Writes all parameters, cast to `export_dtype` (unset: each keeps its own), as one file. Collective over
-/// the parameters' meshes and `pipeline`, whose ranks hold other stages: the tensors are gathered one after
-/// the other, brought to the pipeline's rank 0, and written by rank 0 of the largest mesh (in a pipeline, of
-/// the world). A name that several stages have (a tied matrix) is written once. The file appears by one
-/// rename. When it can't be written, every rank throws Error.
-void save_model(const std::vector<Parameter>& parameters, const std::filesystem::path& path,
-                std::optional<at::ScalarType> export_dtype = std::nullopt, const DeviceMesh& pipeline = {});
 
 }  // namespace titan

@@ -56,6 +56,13 @@ std::vector<std::string> quick_problems(const std::filesystem::path& step_folder
 /// The same, with a manifest that has been read already.
 std::vector<std::string> quick_problems(const std::filesystem::path& step_folder, const Manifest& manifest);
 
+/// The manifest of a folder that holds a model alone (save_model): as a step's, with one file for each "rank".
+constexpr const char* kModelManifestName = "model_manifest.json";
+/// Throws Error as read_manifest.
+Manifest read_model_manifest(const std::filesystem::path& folder);
+/// Whether a folder holds a model alone, in either form, with or without a manifest.
+bool holds_model_alone(const std::filesystem::path& folder);
+
 /// The newest step whose manifest is valid and whose files have the recorded sizes. The problems of newer
 /// ones are added to `problems`, a line each.
 std::optional<int64_t> newest_complete(const std::filesystem::path& folder,
@@ -139,10 +146,10 @@ struct VerifyReport {
   int64_t num_bytes = 0;  ///< tensors' bytes that were compared with their checksums
 };
 
-/// Reads the manifest, every header and every block, and continues after damage. Finds: a manifest that was
-/// changed or belongs to another step; files that are missing, shorter, longer, or belong to another rank,
-/// step or run; headers that contradict the manifest; blocks whose bytes changed. Throws Error where the
-/// folder itself can't be read.
+/// Reads the manifest, every header and every block of a step, or of a model alone that has a manifest, and
+/// continues after damage. Finds: a manifest that was changed or belongs to another step; files that are
+/// missing, shorter, longer, or belong to another rank, step or run; headers that contradict the manifest;
+/// blocks whose bytes changed. Throws Error where the folder itself can't be read.
 VerifyReport verify_step(const std::filesystem::path& step_folder, const VerifyOptions& options = {});
 
 // ---- writing and removing

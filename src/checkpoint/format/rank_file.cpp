@@ -279,6 +279,12 @@ detail::RankFileHeader parse(const std::string& header, const InputFile& file) {
                                         static_cast<size_t>(file.num_bytes()), file.path().string());
 }
 
+titan::detail::SafetensorsHeader parse_safetensors(const std::string& header, const InputFile& file) {
+  return titan::detail::parse_safetensors_header(std::string_view(header).substr(sizeof(uint64_t)),
+                                                 header.size(), static_cast<size_t>(file.num_bytes()),
+                                                 file.path().string());
+}
+
 // Distinguishes a swapped file from a damaged one: "; it belongs to step 400, not 500", or nothing.
 std::string identity_difference(const InputFile& file, const FileIdentity& expected) {
   try {
@@ -325,18 +331,27 @@ struct RankFile::Impl {
   detail::RankFileHeader header;
 };
 
-RankFile::RankFile(const std::filesystem::path& path, const FileIdentity& identity, const FileRecord& record)
+RankFile::RankFile(const std::filesystem::path& path, const FileRecord& record, const FileIdentity* identity)
     : impl_(std::make_shared<Impl>(path)) {
   const InputFile& file = impl_->file;
+  const auto hint = [&] { return identity ? identity_difference(file, *identity) : ""; };
   if (file.num_bytes() != record.num_bytes)
     throw Error(str(path.string(), ": has ", file.num_bytes(), " bytes; the checkpoint's manifest says ",
-                    record.num_bytes, identity_difference(file, identity)));
+                    record.num_bytes, hint()));
   const std::string header = read_header(file);
   if (const std::string digest = digest_of(header); digest != record.header_digest)
     throw Error(str(path.string(), ": its header has digest ", digest, "; the checkpoint's manifest says ",
-                    record.header_digest, identity_difference(file, identity)));
+                    record.header_digest, hint()));
+  if (!identity) {
+    auto parsed = parse_safetensors(header, file);
+    impl_->header = {
+        .identity = {}, .names = parsed.names, .entries = detail::checked_entries(parsed, path.string())};
+    TITAN_CHECK(impl_->header.entries.size() == parsed.names.size(), path.string(), ": its metadata has no '",
+                detail::kChecksumsKey, "'");
+    return;
+  }
   impl_->header = parse(header, file);
-  const std::string other = detail::difference(impl_->header.identity, identity);
+  const std::string other = detail::difference(impl_->header.identity, *identity);
   if (!other.empty()) throw Error(str(path.string(), ": ", other));
 }
 
@@ -455,12 +470,19 @@ WrittenFile write_rank_file(const CreateFile& create, const FileIdentity& identi
   return {.record = {.num_bytes = num_bytes, .header_digest = digest_of(header)}, .finite = blocks.finite};
 }
 
+std::filesystem::path stored_file(const std::filesystem::path& folder, const Manifest& manifest,
+                                  int64_t rank) {
+  return folder /
+         (is_model_alone(manifest) ? model_file_name(rank, manifest.table.world_size()) : file_name(rank));
+}
+
 RankFile open_rank_file(const std::filesystem::path& step_folder, const Manifest& manifest, int64_t rank) {
-  const std::filesystem::path path = step_folder / file_name(rank);
+  const std::filesystem::path path = stored_file(step_folder, manifest, rank);
   if (!is_file(path))
     throw Error(titan::str(path.string(), not_a_file(path), is_there(path) ? "; links aren't followed" : ""));
-  const FileIdentity identity{manifest.run_id, manifest.step, rank, manifest.table.world_size()};
-  return RankFile(path, identity, manifest.files.at(static_cast<size_t>(rank)));
+  const FileRecord& record = manifest.files.at(static_cast<size_t>(rank));
+  if (is_model_alone(manifest)) return RankFile(path, record);
+  return RankFile(path, {manifest.run_id, manifest.step, rank, manifest.table.world_size()}, record);
 }
 
 std::shared_ptr<const RankFile> OpenFiles::use(const Manifest& manifest, int64_t rank) {

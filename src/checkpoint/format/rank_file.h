@@ -29,6 +29,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 
+#include "checkpoint/format/safetensors_header.h"
 #include "checkpoint/format/stored_files.h"
 #include "titan/checkpoint/manifest.h"
 #include "titan/tensor/placement.h"
@@ -87,7 +88,10 @@ class RankFile {
 
   /// Throws Error that names the file and the problem: a size or header that differs from `record`, another
   /// `identity`, a malformed header, boxes that don't match their tensors' shapes.
-  RankFile(const std::filesystem::path& path, const FileIdentity& identity, const FileRecord& record);
+  RankFile(const std::filesystem::path& path, const FileIdentity& identity, const FileRecord& record)
+      : RankFile(path, record, &identity) {}
+  /// A file of a model saved alone, which has no identity.
+  RankFile(const std::filesystem::path& path, const FileRecord& record) : RankFile(path, record, nullptr) {}
 
   const detail::InputFile& file() const;
   const std::vector<std::string>& names() const;
@@ -104,6 +108,8 @@ class RankFile {
   void verify(const std::function<void(int64_t bytes)>& progress = {}) const;
 
  private:
+  RankFile(const std::filesystem::path& path, const FileRecord& record, const FileIdentity* identity);
+
   struct Impl;
   std::shared_ptr<Impl> impl_;
 };
@@ -126,6 +132,8 @@ bool all_finite(std::span<const std::byte> bytes, at::ScalarType dtype);
 
 /// "0:512,256:512": begin:end of each dimension.
 std::string box_text(const Box& box);
+/// The value of a tensor's key: its box and checksums.
+std::string piece_text(const Box& box, const std::vector<uint64_t>& checksums);
 
 /// By piece, the checksums of its blocks.
 using Checksums = std::vector<std::vector<uint64_t>>;
@@ -147,6 +155,14 @@ struct RankFileHeader {
 /// tensor where a rule of safetensors or of [Note: header of a rank's file] is broken.
 RankFileHeader parse_rank_file_header(std::string_view json, size_t data_start, size_t file_size,
                                       const std::string& path);
+
+/// In __metadata__ of a file of whole tensors (SafetensorsWriter), which has the same values for each tensor
+/// and no identity.
+constexpr const char* kChecksumsKey = "titan_checksums";
+constexpr const char* kChecksumsForm = "1";
+/// The tensors of such a file; none where the file isn't one. Throws Error as parse_rank_file_header.
+std::map<std::string, RankFile::Entry, std::less<>> checked_entries(
+    const titan::detail::SafetensorsHeader& header, const std::string& path);
 
 /// "it belongs to step 400, not 500"; empty when they are equal.
 std::string difference(const FileIdentity& found, const FileIdentity& expected);
@@ -179,7 +195,10 @@ WrittenFile write_rank_file(const CreateFile& create, const FileIdentity& identi
 
 // ---- the files of a checkpoint that is being read
 
-/// Opens a rank's file in a step's folder. Throws Error as RankFile does, and for anything but a regular
+/// The path of a rank's file in a step's folder, or of a file of a model alone.
+std::filesystem::path stored_file(const std::filesystem::path& folder, const Manifest& manifest,
+                                  int64_t rank);
+/// Opens it. Throws Error as RankFile does, and for anything but a regular
 /// file, because a link may point anywhere.
 RankFile open_rank_file(const std::filesystem::path& step_folder, const Manifest& manifest, int64_t rank);
 

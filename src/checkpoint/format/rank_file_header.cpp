@@ -29,17 +29,6 @@ bool is_reserved(std::string_view name) {
 
 // ---- writing
 
-std::string metadata_value(const Box& box, const std::vector<uint64_t>& checksums) {
-  std::string text = box_text(box);
-  if (!text.empty()) text += ' ';
-  text += kChecksumPrefix;
-  for (size_t block = 0; block < checksums.size(); ++block) {
-    if (block > 0) text += ',';
-    text += hex(checksums[block]);
-  }
-  return text;
-}
-
 void check_piece(const PieceToWrite& piece) {
   TITAN_CHECK(piece.data.defined(), "'", piece.name, "': the tensor to write is undefined");
   TITAN_CHECK(!is_reserved(piece.name), "'", piece.name,
@@ -181,6 +170,17 @@ std::string box_text(const Box& box) {
   return text;
 }
 
+std::string piece_text(const Box& box, const std::vector<uint64_t>& checksums) {
+  std::string text = box_text(box);
+  if (!text.empty()) text += ' ';
+  text += kChecksumPrefix;
+  for (size_t block = 0; block < checksums.size(); ++block) {
+    if (block > 0) text += ',';
+    text += hex(checksums[block]);
+  }
+  return text;
+}
+
 Checksums blank_checksums(std::span<const PieceToWrite> pieces) {
   Checksums checksums;
   for (const PieceToWrite& piece : pieces) {
@@ -204,7 +204,7 @@ std::string make_rank_file_header(const FileIdentity& identity, std::span<const 
     // So that each tensor is aligned in the file.
     TITAN_CHECK(i == 0 || piece.data.element_size() <= pieces[i - 1].data.element_size(), "'", piece.name,
                 "' has larger elements than '", pieces[i - 1].name, "' before it");
-    metadata[piece.name] = metadata_value(piece.box, checksums[i]);
+    metadata[piece.name] = piece_text(piece.box, checksums[i]);
     entries.push_back({piece.name, piece.data.scalar_type(), piece.box.length});
   }
   return titan::detail::make_safetensors_header(entries, metadata);
@@ -224,6 +224,25 @@ RankFileHeader parse_rank_file_header(std::string_view json, size_t data_start, 
     TITAN_CHECK(is_reserved(key) || header.entries.contains(key), path, ": metadata '", key,
                 "' belongs to no tensor in the file");
   return header;
+}
+
+std::map<std::string, RankFile::Entry, std::less<>> checked_entries(
+    const titan::detail::SafetensorsHeader& header, const std::string& path) {
+  std::map<std::string, RankFile::Entry, std::less<>> entries;
+  const auto form = header.metadata.find(kChecksumsKey);
+  if (form == header.metadata.end()) return entries;
+  TITAN_CHECK(form->second == kChecksumsForm, path, ": its checksums have the form '", form->second,
+              "'; this program reads '", kChecksumsForm, "'");
+  for (const auto& [name, info] : header.tensors) {
+    const std::string where = str(path, ": tensor '", name, "': ");
+    const auto value = header.metadata.find(name);
+    TITAN_CHECK(value != header.metadata.end(), where, "its metadata has no checksums");
+    RankFile::Entry entry = parse_entry(value->second, info, where);
+    TITAN_CHECK(std::ranges::all_of(entry.box.offset, [](int64_t begin) { return begin == 0; }), where,
+                "its box '", box_text(entry.box), "' isn't the whole tensor");
+    entries.emplace(name, std::move(entry));
+  }
+  return entries;
 }
 
 std::string difference(const FileIdentity& found, const FileIdentity& expected) {

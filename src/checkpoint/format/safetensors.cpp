@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <bit>
 #include <cstring>
 #include <deque>
@@ -14,6 +15,7 @@
 #include <c10/util/accumulate.h>
 #include <nlohmann/json.hpp>
 
+#include "checkpoint/format/rank_file.h"
 #include "checkpoint/format/safetensors_header.h"
 #include "core/file.h"
 #include "core/json.h"
@@ -328,10 +330,17 @@ std::string make_safetensors_header(const std::vector<SafetensorsEntry>& entries
 
 }  // namespace detail
 
+// The checksums of a tensor's blocks. A block is compared once, when some of it is read for the first time.
+struct CheckedBlocks {
+  std::vector<uint64_t> checksums;
+  std::unique_ptr<std::atomic<bool>[]> sound;
+};
+
 struct SafetensorsFile::Contents {
   std::filesystem::path path;
   MappedFile map;
   detail::SafetensorsHeader header;
+  std::map<std::string, CheckedBlocks, std::less<>> blocks = {};  // empty for a file without checksums
 };
 
 namespace {
@@ -351,7 +360,49 @@ void check_box(const Box& box, const SafetensorsInfo& info, std::string_view nam
               at::IntArrayRef(box.length));
 }
 
+std::map<std::string, CheckedBlocks, std::less<>> blocks_of(const detail::SafetensorsHeader& header,
+                                                            const std::string& path) {
+  std::map<std::string, CheckedBlocks, std::less<>> blocks;
+  for (auto& [name, entry] : checkpoint::detail::checked_entries(header, path)) {
+    const size_t count = entry.checksums.size();
+    blocks[name] = {entry.checksums, std::make_unique<std::atomic<bool>[]>(count)};
+  }
+  return blocks;
+}
+
+// The first and one past the last byte of the tensor that hold elements of a box, which isn't empty.
+std::pair<int64_t, int64_t> byte_range(const Box& box, const SafetensorsInfo& info) {
+  int64_t first = 0, last = 0;
+  for (size_t dim = 0; dim < box.length.size(); ++dim) {
+    first = first * info.shape[dim] + box.offset[dim];
+    last = last * info.shape[dim] + box.offset[dim] + box.length[dim] - 1;
+  }
+  const auto element_size = static_cast<int64_t>(c10::elementSize(info.dtype));
+  return {first * element_size, (last + 1) * element_size};
+}
+
 }  // namespace
+
+void SafetensorsFile::check_blocks(std::string_view name, const Box& box) const {
+  const auto found = contents_->blocks.find(name);
+  if (found == contents_->blocks.end()) return;
+  const SafetensorsInfo& about = info(name);
+  const auto& [checksums, sound] = found->second;
+  const auto [first, end] = byte_range(box, about);
+  for (int64_t block = first / checkpoint::kBlockBytes; block * checkpoint::kBlockBytes < end; ++block) {
+    const auto index = static_cast<size_t>(block);
+    if (sound[index].load(std::memory_order_acquire)) continue;
+    const int64_t begin = block * checkpoint::kBlockBytes;
+    const int64_t length = std::min(checkpoint::kBlockBytes, about.num_bytes - begin);
+    const auto bytes = contents_->map.bytes().subspan(static_cast<size_t>(about.offset + begin),
+                                                      static_cast<size_t>(length));
+    if (checkpoint::detail::checksum_of(bytes) != checksums[index])
+      throw ConfigError(str(path().string(), ": tensor '", name, "' is damaged: block ", block, " of ",
+                            checksums.size(), " (bytes ", about.offset + begin, " to ",
+                            about.offset + begin + length, " of the file) doesn't match its checksum"));
+    sound[index].store(true, std::memory_order_release);
+  }
+}
 
 SafetensorsFile::SafetensorsFile(const std::filesystem::path& path) {
   MappedFile map(path);
@@ -360,7 +411,9 @@ SafetensorsFile::SafetensorsFile(const std::filesystem::path& path) {
   auto header =
       detail::parse_safetensors_header(map.text().substr(sizeof(uint64_t), data_start - sizeof(uint64_t)),
                                        data_start, map.text().size(), path.string());
-  contents_ = std::make_shared<const Contents>(Contents{path, std::move(map), std::move(header)});
+  auto blocks = blocks_of(header, path.string());
+  contents_ =
+      std::make_shared<const Contents>(Contents{path, std::move(map), std::move(header), std::move(blocks)});
 }
 
 const std::filesystem::path& SafetensorsFile::path() const { return contents_->path; }
@@ -381,7 +434,9 @@ at::Tensor SafetensorsFile::tensor(std::string_view name) const {
   const SafetensorsInfo& about = info(name);
   void* data = address_of(contents_->map, about.offset);
   bool viewable = about.num_bytes > 0 && is_aligned(data, c10::elementSize(about.dtype));
-  if (!viewable) return read_slice(name, Box{std::vector<int64_t>(about.shape.size(), 0), about.shape});
+  const Box whole{std::vector<int64_t>(about.shape.size(), 0), about.shape};
+  if (!viewable) return read_slice(name, whole);
+  check_blocks(name, whole);
   auto keep_map = [contents = contents_](void*) {};
   return at::from_blob(data, about.shape, keep_map, at::dtype(about.dtype));
 }
@@ -409,6 +464,7 @@ void SafetensorsFile::read_slice(std::string_view name, const Box& box, const at
               at::IntArrayRef(box.length), " of ", about.dtype, " on the CPU, given ", target.sizes(), " of ",
               target.scalar_type(), " on ", target.device());
   if (target.numel() == 0) return;
+  check_blocks(name, box);
   // As bytes, [..., element size], alignment doesn't matter.
   auto element_size = static_cast<int64_t>(target.element_size());
   std::vector<int64_t> byte_shape = about.shape;
@@ -419,69 +475,6 @@ void SafetensorsFile::read_slice(std::string_view name, const Box& box, const at
     bytes = bytes.narrow(static_cast<int64_t>(dim), box.offset[dim], box.length[dim]);
   }
   at::from_blob(target.data_ptr(), bytes.sizes(), at::dtype(at::kByte)).copy_(bytes);
-}
-
-int64_t num_bytes(const SafetensorsEntry& entry) {
-  return c10::multiply_integers(entry.shape) * static_cast<int64_t>(c10::elementSize(entry.dtype));
-}
-
-void sort_for_file(std::vector<SafetensorsEntry>& entries) {
-  std::ranges::sort(entries, {}, [](const SafetensorsEntry& entry) {
-    return std::pair<int64_t, const std::string&>(-static_cast<int64_t>(c10::elementSize(entry.dtype)),
-                                                  entry.name);
-  });
-}
-
-void write_safetensors_in_parts(const std::filesystem::path& path,
-                                const std::vector<SafetensorsEntry>& entries,
-                                const SafetensorsMetadata& metadata, const ProduceParts& produce) {
-  checkpoint::require_local(path, "a safetensors file");
-  std::string header = detail::make_safetensors_header(entries, metadata);
-  const auto write = [&](const AppendBytes& append) {
-    append(std::as_bytes(std::span(header)));
-    for (size_t index = 0; index < entries.size(); ++index) {
-      const SafetensorsEntry& entry = entries[index];
-      int64_t missing = c10::multiply_integers(entry.shape);
-      produce(index, [&](const at::Tensor& rows) {
-        TITAN_CHECK(rows.scalar_type() == entry.dtype && rows.numel() <= missing, "tensor '", entry.name,
-                    "': a part of ", rows.numel(), " elements of ", rows.scalar_type(), ", expected at most ",
-                    missing, " of ", entry.dtype);
-        missing -= rows.numel();
-        const at::Tensor data = rows.detach().to(at::kCPU).contiguous();
-        append({static_cast<const std::byte*>(data.const_data_ptr()), data.nbytes()});
-      });
-      TITAN_CHECK(missing == 0, "tensor '", entry.name, "': its parts lack ", missing, " elements");
-    }
-  };
-  auto file_bytes = static_cast<int64_t>(header.size());
-  for (const SafetensorsEntry& entry : entries) file_bytes += num_bytes(entry);
-  write_file_atomic(path, write, file_bytes);
-}
-
-void write_safetensors(const std::filesystem::path& path, const std::vector<SafetensorsEntry>& entries,
-                       const SafetensorsMetadata& metadata, const ProduceTensor& produce) {
-  write_safetensors_in_parts(path, entries, metadata, [&](size_t index, const AppendTensor& append) {
-    const at::Tensor tensor = produce(index);
-    const SafetensorsEntry& entry = entries[index];
-    TITAN_CHECK(tensor.sizes() == at::IntArrayRef(entry.shape) && tensor.scalar_type() == entry.dtype,
-                "tensor '", entry.name, "' is ", tensor.sizes(), " of ", tensor.scalar_type(),
-                ", announced as ", at::IntArrayRef(entry.shape), " of ", entry.dtype);
-    append(tensor);
-  });
-}
-
-void save_safetensors(const std::filesystem::path& path,
-                      const std::vector<std::pair<std::string, at::Tensor>>& tensors,
-                      const SafetensorsMetadata& metadata) {
-  std::vector<SafetensorsEntry> entries;
-  std::map<std::string, at::Tensor> by_name;
-  for (const auto& [name, tensor] : tensors) {
-    TITAN_CHECK(tensor.defined(), "tensor '", name, "' is undefined");
-    TITAN_CHECK(by_name.emplace(name, tensor).second, "tensor '", name, "' is given twice");
-    entries.push_back({name, tensor.scalar_type(), tensor.sizes().vec()});
-  }
-  sort_for_file(entries);
-  write_safetensors(path, entries, metadata, [&](size_t index) { return by_name.at(entries[index].name); });
 }
 
 }  // namespace titan

@@ -5,7 +5,7 @@
 #include <iterator>
 #include <utility>
 
-#include "checkpoint/format/stored_files.h"
+#include "checkpoint/format/rank_file.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 
@@ -218,6 +218,7 @@ bool is_good(const StepEntry& step) {
 }  // namespace
 
 std::optional<std::string> detail::step_name_problem(const fs::path& step_folder, const Manifest& manifest) {
+  if (is_model_alone(manifest)) return std::nullopt;  // may have any name
   const auto step = step_of_name(without_slash(step_folder).filename().string());
   if (!step || *step == manifest.step) return std::nullopt;
   return str((step_folder / kManifestName).string(), " belongs to step ", manifest.step,
@@ -270,11 +271,24 @@ Manifest read_manifest(const fs::path& folder) {
   return parse_manifest(detail::read_text(path, kMaxManifestBytes), path);
 }
 
+Manifest read_model_manifest(const fs::path& folder) {
+  const fs::path path = folder / kModelManifestName;
+  Manifest manifest = parse_manifest(detail::read_text(path, kMaxManifestBytes), path);
+  TITAN_CHECK(detail::is_model_alone(manifest), path.string(), ": doesn't describe a model saved alone");
+  return manifest;
+}
+
+bool holds_model_alone(const fs::path& folder) {
+  const auto has = [&](const std::string& name) { return detail::is_there(folder / name); };
+  return !has(kManifestName) && (has(kModelManifestName) || has(detail::model_file_name(0, 1)) ||
+                                 has(detail::kModelIndex) || has("config.json"));
+}
+
 std::vector<std::string> quick_problems(const fs::path& step_folder, const Manifest& manifest) {
   std::vector<std::string> problems;
   if (auto problem = detail::step_name_problem(step_folder, manifest)) problems.push_back(*problem);
   for (size_t rank = 0; rank < manifest.files.size(); ++rank) {
-    const fs::path file = step_folder / file_name(static_cast<int64_t>(rank));
+    const fs::path file = detail::stored_file(step_folder, manifest, static_cast<int64_t>(rank));
     if (auto problem = size_problem(file, manifest.files[rank].num_bytes)) problems.push_back(*problem);
   }
   return problems;

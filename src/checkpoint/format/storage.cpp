@@ -9,8 +9,11 @@
 #include <array>
 #include <cctype>
 #include <cerrno>
+#include <cstdio>
 #include <random>
 #include <system_error>
+
+#include <torch/headeronly/version.h>
 
 #include "checkpoint/format/stored_files.h"
 #include "core/durable.h"
@@ -295,6 +298,25 @@ void remove_quietly(const fs::path& path) {
 
 std::unique_ptr<Storage::Writer> local_writer(const fs::path& path, int64_t num_bytes, FileCalls calls) {
   return std::make_unique<LocalWriter>(path, num_bytes, std::move(calls));
+}
+
+std::string library_text() { return titan::str("titan ", kVersion, ", torch ", TORCH_VERSION); }
+
+std::string model_file_name(int64_t number, int64_t count) {
+  if (count == 1) return "model.safetensors";
+  std::array<char, 64> name{};
+  std::snprintf(name.data(), name.size(), "model-%05lld-of-%05lld.safetensors",
+                static_cast<long long>(number + 1), static_cast<long long>(count));
+  return name.data();
+}
+
+std::string digest_problem(const fs::path& file, const std::string& digest) {
+  try {
+    const std::string found = digest_of(read_text(file));
+    return found == digest ? "" : titan::str("has digest ", found, ", expected ", digest);
+  } catch (const Error& error) {
+    return error.what();
+  }
 }
 
 std::string random_id() {

@@ -61,6 +61,19 @@ std::unique_ptr<Storage::Writer> local_writer(const std::filesystem::path& path,
 
 /// 32 hexadecimal digits.
 std::string random_id();
+/// "titan 0.1.0, torch 2.11.0"
+std::string library_text();
+
+// ---- a model saved alone: a folder of safetensors files with whole tensors, and kModelManifestName, whose
+// "rank" k is file k. Its texts have kModelForm, and a digest of each of the folder's other files.
+
+constexpr const char* kModelForm = "model.form";  // no object of a state has a key with a dot
+inline bool is_model_alone(const Manifest& manifest) { return manifest.texts.contains(kModelForm); }
+/// "model.safetensors", or "model-00001-of-00004.safetensors" for number 0 of 4.
+std::string model_file_name(int64_t number, int64_t count);
+constexpr const char* kModelIndex = "model.safetensors.index.json";
+/// Why a file isn't the one with this digest; empty: it is.
+std::string digest_problem(const std::filesystem::path& file, const std::string& digest);
 
 /// Why a tensor, an axis or a text can't have this name; empty: it can. Names appear in files, listings and
 /// error messages, and must not be mistaken for paths.

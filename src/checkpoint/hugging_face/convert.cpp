@@ -9,6 +9,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/accumulate.h>
 
+#include "checkpoint/hugging_face/model_folder.h"
 #include "titan/checkpoint/hugging_face.h"
 #include "titan/core/error.h"
 
@@ -76,25 +77,6 @@ WeightSource weights_of(const checkpoint::SavedState& state) {
 
 // ---- a piece at a time
 
-// Rows are reordered within a head, so pieces are whole heads.
-std::vector<Box> pieces_of(const SafetensorsEntry& source, int64_t rotary_head_dim) {
-  const auto element_size = static_cast<int64_t>(c10::elementSize(source.dtype));
-  if (rotary_head_dim == 0) return checkpoint::slabs_of(source.shape, element_size, kPieceBytes);
-  const int64_t rows = source.shape.at(0), num_heads = rows / rotary_head_dim;
-  TITAN_CHECK(rows % rotary_head_dim == 0, "tensor '", source.name, "': its ", rows, " rows aren't heads of ",
-              rotary_head_dim);
-  const int64_t num_bytes = c10::multiply_integers(source.shape) * element_size;
-  std::vector<Box> pieces;
-  for (const Box& heads :
-       checkpoint::slabs_of({num_heads}, num_bytes / std::max<int64_t>(1, num_heads), kPieceBytes)) {
-    Box piece{std::vector<int64_t>(source.shape.size(), 0), source.shape};
-    piece.offset[0] = heads.offset[0] * rotary_head_dim;
-    piece.length[0] = heads.length[0] * rotary_head_dim;
-    pieces.push_back(std::move(piece));
-  }
-  return pieces;
-}
-
 // A tensor at the front of `buffer`, which grows if it is too small.
 at::Tensor part_of(at::Tensor& buffer, const std::vector<int64_t>& sizes, at::ScalarType dtype) {
   const int64_t num_bytes = c10::multiply_integers(sizes) * static_cast<int64_t>(c10::elementSize(dtype));
@@ -113,7 +95,7 @@ class Converter {
   void append(const std::string& name, at::ScalarType dtype, int64_t rotary_head_dim,
               const AppendTensor& append) {
     const SafetensorsEntry& entry = source_.tensors.at(name);
-    for (const Box& box : pieces_of(entry, rotary_head_dim)) {
+    for (const Box& box : detail::pieces_of(entry, rotary_head_dim, kPieceBytes)) {
       at::Tensor piece = part_of(read_, box.length, entry.dtype);
       source_.read(name, box, piece);
       if (rotary_head_dim != 0 || dtype != entry.dtype) {
@@ -211,7 +193,9 @@ void convert_from_hf(const std::filesystem::path& folder, const std::filesystem:
 
 void convert_to_hf(const std::filesystem::path& file, const std::filesystem::path& folder,
                    const HfModel& model, const ConvertOptions& options) {
-  write_as_hf(weights_of(SafetensorsFile(file)), folder, model, options);
+  const bool is_folder = std::filesystem::is_directory(file);
+  write_as_hf(is_folder ? weights_of(HfFolder(file)) : weights_of(SafetensorsFile(file)), folder, model,
+              options);
 }
 
 void convert_state(const checkpoint::SavedState& state, const std::filesystem::path& file,

@@ -1,11 +1,8 @@
-// A Hugging Face folder: its files and their checks, the order of its rows, and writing one.
+// A Hugging Face folder: its files and their checks, and the order of its rows.
 
 #include "titan/checkpoint/hugging_face.h"
 
-#include <unistd.h>
-
 #include <algorithm>
-#include <cstdio>
 #include <set>
 
 #include <ATen/ops/empty.h>
@@ -13,8 +10,8 @@
 #include <c10/util/accumulate.h>
 #include <nlohmann/json.hpp>
 
+#include "checkpoint/format/rank_file.h"
 #include "checkpoint/hugging_face/hf_json.h"
-#include "core/durable.h"
 #include "core/file.h"
 #include "core/json.h"
 #include "titan/checkpoint/storage.h"
@@ -27,8 +24,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr const char* kSingle = "model.safetensors";
-constexpr const char* kIndex = "model.safetensors.index.json";
-constexpr const char* kLongestSequence = "max_position_embeddings";
+constexpr const char* kIndex = checkpoint::detail::kModelIndex;
 
 // Why `file` isn't a regular file in the folder; empty: it is one.
 std::string problem_of_file(const fs::path& folder, const fs::path& file) {
@@ -42,22 +38,45 @@ std::string problem_of_file(const fs::path& folder, const fs::path& file) {
   return "";
 }
 
+// The differences from the folder's manifest, if it has one: sizes and headers of the weights, the index.
+// Checksums in the headers are compared while weights are read.
+std::vector<std::string> manifest_problems(const fs::path& folder, std::set<std::string> names) {
+  using namespace checkpoint::detail;
+  const fs::path path = folder / checkpoint::kModelManifestName;
+  if (!fs::exists(path)) return {};
+  std::vector<std::string> problems;
+  const auto judge = [&](const auto& part) {
+    try {
+      part();
+    } catch (const Error& error) {
+      problems.push_back(error.what());
+    }
+  };
+  judge([&] {
+    const checkpoint::Manifest manifest = checkpoint::read_model_manifest(folder);
+    for (size_t i = 0; i < manifest.files.size(); ++i) {
+      const fs::path file = stored_file(folder, manifest, static_cast<int64_t>(i));
+      names.erase(file.filename().string());
+      judge([&] { checkpoint::RankFile(file, manifest.files[i]); });
+    }
+    const auto digest = manifest.texts.find(kIndex);
+    const std::string index =
+        digest == manifest.texts.end() ? "" : digest_problem(folder / kIndex, digest->second);
+    if (!index.empty()) problems.push_back(str((folder / kIndex).string(), ": ", index));
+    for (const std::string& name : names)
+      problems.push_back(str((folder / name).string(), ": isn't in the manifest"));
+  });
+  if (!problems.empty())
+    problems.push_back(str("if these files were changed on purpose, remove ", path.string()));
+  return problems;
+}
+
 constexpr size_t kMaxConfigBytes = 1 << 20;
 constexpr size_t kMaxIndexBytes = 100'000'000;
 
 bool is_plain_name(const std::string& name) {
   return name.find_first_of(std::string_view("/\0", 2)) == std::string::npos && !name.starts_with('.') &&
          name.ends_with(".safetensors");
-}
-
-nlohmann::json json_of(const HfValue& value) {
-  const auto convert = [](const auto& held) -> nlohmann::json {
-    if constexpr (std::is_same_v<decltype(held), const std::monostate&>)
-      return nullptr;
-    else
-      return held;
-  };
-  return std::visit(convert, value);
 }
 
 void check_heads(int64_t num_rows, int64_t head_dim) {
@@ -88,199 +107,6 @@ RowRun run_of(int64_t half, int64_t head_dim, int64_t begin, int64_t end, RowOrd
 
 int64_t span(int64_t length, int64_t stride) { return (length - 1) * stride + 1; }
 
-// ---- a folder that is being written
-
-constexpr const char* kTokenizerFiles[] = {
-    "tokenizer.json",  "tokenizer_config.json",  "special_tokens_map.json", "added_tokens.json",
-    "tokenizer.model", "generation_config.json", "chat_template.jinja",     "vocab.json",
-    "merges.txt"};
-
-// A folder that appears whole or not at all, like a file of write_file_atomic. It is made next to its final
-// place under a temporary name, `.NAME.PID.tmp`. The destructor removes it unless commit() renamed it.
-class NewFolder {
- public:
-  explicit NewFolder(const fs::path& path)
-      : final_(without_slash(path)),
-        temporary_(final_.parent_path() / str(".", final_.filename().string(), ".", ::getpid(), ".tmp")) {
-    std::error_code ignored;
-    fs::remove_all(temporary_, ignored);  // an earlier process with this number may have left it
-    make_folder(temporary_);
-  }
-  ~NewFolder() {
-    std::error_code ignored;
-    if (!committed_) fs::remove_all(temporary_, ignored);
-  }
-  NewFolder(const NewFolder&) = delete;
-  NewFolder& operator=(const NewFolder&) = delete;
-
-  const fs::path& path() const { return temporary_; }
-
-  // Renames the folder and syncs. An existing folder of that name is kept as NAME.old, NAME.old.2, ...
-  void commit() {
-    detail::sync_folder(temporary_);
-    if (detail::is_there(final_)) detail::rename_folder(final_, free_name());
-    detail::rename_folder(temporary_, final_);
-    committed_ = true;
-    detail::sync_folder(final_.parent_path());
-  }
-
- private:
-  static fs::path without_slash(const fs::path& path) {
-    const fs::path normal = fs::absolute(path).lexically_normal();
-    return normal.has_filename() ? normal : normal.parent_path();
-  }
-  fs::path free_name() const {
-    for (int number = 1;; ++number) {
-      fs::path name = final_;
-      name += number == 1 ? std::string(".old") : str(".old.", number);
-      if (!detail::is_there(name)) return name;
-    }
-  }
-
-  fs::path final_, temporary_;
-  bool committed_ = false;
-};
-
-// entries[begin, end) go into one file.
-struct Shard {
-  size_t begin = 0, end = 0;
-  int64_t bytes = 0;
-};
-
-std::vector<Shard> cut(const std::vector<HfEntry>& entries, int64_t shard_bytes) {
-  std::vector<Shard> shards = {{}};
-  for (size_t index = 0; index < entries.size(); ++index) {
-    const int64_t bytes = num_bytes(entries[index]);
-    if (shards.back().bytes > 0 && shards.back().bytes + bytes > shard_bytes)
-      shards.push_back({index, index});
-    shards.back().end = index + 1;
-    shards.back().bytes += bytes;
-  }
-  return shards;
-}
-
-std::string shard_name(size_t index, size_t count) {
-  if (count == 1) return "model.safetensors";
-  char name[64];
-  std::snprintf(name, sizeof name, "model-%05zu-of-%05zu.safetensors", index + 1, count);
-  return name;
-}
-
-void write_shard(const fs::path& path, const std::vector<HfEntry>& entries, const Shard& shard,
-                 const ProduceParts& produce) {
-  std::vector<SafetensorsEntry> in_file;
-  for (size_t index = shard.begin; index < shard.end; ++index)
-    in_file.push_back({entries[index].tensor->hf_name, entries[index].dtype, entries[index].tensor->shape});
-  // transformers refuses a file without this metadata.
-  write_safetensors_in_parts(
-      path, in_file, {{"format", "pt"}},
-      [&](size_t index, const AppendTensor& append) { produce(shard.begin + index, append); });
-}
-
-void write_index(const fs::path& path, const std::vector<HfEntry>& entries,
-                 const std::vector<Shard>& shards) {
-  int64_t total = 0;
-  std::map<std::string, std::string> weight_map;
-  for (size_t i = 0; i < shards.size(); ++i) {
-    total += shards[i].bytes;
-    for (size_t entry = shards[i].begin; entry < shards[i].end; ++entry)
-      weight_map[entries[entry].tensor->hf_name] = shard_name(i, shards.size());
-  }
-  nlohmann::ordered_json index;
-  index["metadata"]["total_size"] = total;
-  index["weight_map"] = weight_map;
-  write_file_atomic(path, index.dump(2) + "\n");
-}
-
-const char* torch_name(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kDouble:
-      return "float64";
-    case at::kFloat:
-      return "float32";
-    case at::kHalf:
-      return "float16";
-    case at::kBFloat16:
-      return "bfloat16";
-    default:
-      TITAN_CHECK(false, "weights of ", dtype, " can't be written for Hugging Face");
-  }
-}
-
-bool is_token_id(std::string_view key) { return key.ends_with("_token_id"); }
-
-// 500000 equals 500000.0.
-bool equal_values(const HfValue& a, const HfValue& b) {
-  const auto number = [](const HfValue& value) {
-    const auto* whole = std::get_if<int64_t>(&value);
-    return whole ? HfValue(static_cast<double>(*whole)) : value;
-  };
-  return number(a) == number(b);
-}
-
-// Whether `source` says nothing else about the sizes of the model.
-bool is_same_model(const HfConfig& source, const HfConfig& model) {
-  for (const auto& [key, value] : model) {
-    const bool is_null = std::holds_alternative<std::monostate>(value);
-    const auto below = source.lower_bound(key + ".");
-    if (is_null && !is_token_id(key) && below != source.end() && below->first.starts_with(key + "."))
-      return false;
-    const auto found = source.find(key);
-    const bool differs = found != source.end() && !equal_values(found->second, value);
-    if (differs && key != kLongestSequence && !is_token_id(key)) return false;
-  }
-  return true;
-}
-
-// Adds what options.config_source asks to keep. The keys of `replaced` are other names of the model's own.
-void keep_values(nlohmann::json& config, const HfConfig& model, const fs::path& folder) {
-  static const std::set<std::string> replaced = {"rope_parameters", "dtype"};
-  std::error_code ignored;
-  if (folder.empty() || !fs::exists(folder / "config.json", ignored)) return;
-  try {
-    if (!is_same_model(read_hf_config(folder), model)) return;
-  } catch (const ConfigError& error) {
-    // The weights are worth more than these values.
-    return log::warning(str("the exported config.json has only the model's own values: ", error.what()));
-  }
-  const nlohmann::json source = parse_json(read_file(folder / "config.json"));
-  for (const auto& [key, value] : source.items()) {
-    const bool is_open = !config.contains(key) || (config[key].is_null() && is_token_id(key));
-    if ((is_open || key == kLongestSequence) && !replaced.contains(key)) config[key] = value;
-  }
-}
-
-std::string config_text(HfConfig config, at::ScalarType dtype, const fs::path& source) {
-  config["torch_dtype"] = torch_name(dtype);
-  nlohmann::json flat = nlohmann::json::object();
-  for (const auto& [key, value] : config) {
-    std::string pointer = "/" + key;
-    std::replace(pointer.begin(), pointer.end(), '.', '/');
-    flat[pointer] = json_of(value);
-  }
-  nlohmann::json whole = flat.unflatten();
-  config.erase("torch_dtype");  // not a size
-  keep_values(whole, config, source);
-  return whole.dump(2) + "\n";
-}
-
-void copy_tokenizer(const fs::path& from, const fs::path& to) {
-  if (from.empty() || !fs::is_directory(from)) return;
-  for (const char* name : kTokenizerFiles)
-    if (fs::is_regular_file(from / name)) write_file_atomic(to / name, read_file(from / name));
-}
-
-void write_files(const fs::path& folder, const HfModel& model, const std::vector<HfEntry>& entries,
-                 const HfWriteOptions& options, const ProduceParts& produce) {
-  const std::vector<Shard> shards = cut(entries, options.shard_bytes);
-  for (size_t i = 0; i < shards.size(); ++i)
-    write_shard(folder / shard_name(i, shards.size()), entries, shards[i], produce);
-  if (shards.size() > 1) write_index(folder / "model.safetensors.index.json", entries, shards);
-  write_file_atomic(folder / "config.json",
-                    config_text(model.config, entries.back().dtype, options.config_source));
-  copy_tokenizer(options.assets, folder);
-}
-
 }  // namespace
 
 // ---- config.json
@@ -297,7 +123,7 @@ std::vector<std::string> differing_keys(const HfConfig& a, const HfConfig& b) {
   std::set<std::string> keys;
   for (const HfConfig* config : {&a, &b})
     for (const auto& [key, value] : *config) keys.insert(key);
-  keys.erase(kLongestSequence);
+  keys.erase(detail::kLongestSequence);
   std::vector<std::string> differing;
   for (const std::string& key : keys)
     if (value_text(a, key) != value_text(b, key)) differing.push_back(key);
@@ -324,6 +150,7 @@ HfFolder::HfFolder(const fs::path& folder) : path_(folder) {
   for (const std::string& name : names)
     if (std::string problem = problem_of_file(folder, folder / name); !problem.empty())
       problems.push_back(std::move(problem));
+  if (problems.empty()) problems = manifest_problems(folder, names);
   if (!problems.empty()) throw ConfigError(std::move(problems));
   for (const std::string& name : names) {
     const SafetensorsFile& file = opened_.emplace_back(folder / name);
@@ -434,13 +261,23 @@ at::Tensor read_reordered(const SafetensorsFile& file, const std::string& name, 
 
 // ---- the JSON files
 
+nlohmann::json detail::json_of(const HfValue& value) {
+  const auto convert = [](const auto& held) -> nlohmann::json {
+    if constexpr (std::is_same_v<decltype(held), const std::monostate&>)
+      return nullptr;
+    else
+      return held;
+  };
+  return std::visit(convert, value);
+}
+
 std::string value_text(const HfConfig& config, const std::string& key) {
   const auto found = config.find(key);
   return found == config.end() ? "unset" : to_text(found->second);
 }
 
 std::string to_text(const HfValue& value) {
-  return json_of(value).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  return detail::json_of(value).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
 HfConfig detail::parse_hf_config(std::string_view text, const std::string& file) {
@@ -469,22 +306,6 @@ std::map<std::string, std::string> detail::parse_hf_index(std::string_view text,
   if (problems.empty() && map.empty()) problems.push_back(str(file, ": weight_map names no tensors"));
   if (!problems.empty()) throw ConfigError(std::move(problems));
   return map;
-}
-
-// ---- writing a folder
-
-int64_t num_bytes(const HfEntry& entry) {
-  return c10::multiply_integers(entry.tensor->shape) * static_cast<int64_t>(c10::elementSize(entry.dtype));
-}
-
-void write_hf_folder(const fs::path& folder, const HfModel& model, const std::vector<HfEntry>& entries,
-                     const HfWriteOptions& options, const ProduceParts& produce) {
-  TITAN_CHECK(!entries.empty(), folder.string(), ": a model without parameters can't be saved");
-  checkpoint::require_local(folder, "a Hugging Face folder");
-  if (options.in_place) return write_files(folder, model, entries, options, produce);
-  NewFolder written(folder);
-  write_files(written.path(), model, entries, options, produce);
-  written.commit();
 }
 
 }  // namespace titan

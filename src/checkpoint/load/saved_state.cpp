@@ -185,7 +185,7 @@ class VerifyWork {
         found_.push_back({rank, 0, {file->rank_file.file().path(), name, 0, 0, what}});
       for (BlockSpan& span : spans_of(file)) spans_.push_back(std::move(span));
     } catch (const Error& error) {
-      const fs::path path = folder_ / file_name(rank);
+      const fs::path path = detail::stored_file(folder_, manifest_, rank);
       const std::string what = without_path(error.what(), path) + tensors_text(manifest_.table, rank);
       found_.push_back({rank, 0, {path, "", 0, 0, what}});
     }
@@ -226,6 +226,17 @@ class VerifyWork {
   std::vector<Found> found_;
   int64_t done_ = 0;
 };
+
+// The files without tensors in the folder of a model alone.
+std::vector<Damage> other_damages(const fs::path& folder, const Manifest& manifest) {
+  std::vector<Damage> damages;
+  for (const auto& [name, digest] : manifest.texts) {
+    if (name == detail::kModelForm) continue;
+    const std::string what = detail::digest_problem(folder / name, digest);
+    if (!what.empty()) damages.push_back({folder / name, "", 0, 0, what});
+  }
+  return damages;
+}
 
 VerifyReport manifest_report(const fs::path& path, const std::string& what) {
   VerifyReport report;
@@ -319,11 +330,13 @@ VerifyReport verify_step(const fs::path& step_folder, const VerifyOptions& optio
   const Storage::Kind kind = detail::kind_of(step_folder);
   if (kind == Storage::Kind::Nothing || kind == Storage::Kind::File)
     throw Error(titan::str("there is no folder ", step_folder.string()));
-  const fs::path path = step_folder / kManifestName;
+  fs::path path = step_folder / kManifestName;
+  const bool is_model = !detail::is_file(path) && detail::is_file(step_folder / kModelManifestName);
+  if (is_model) path = step_folder / kModelManifestName;
   if (!detail::is_file(path)) return manifest_report(path, detail::not_a_file(path).substr(1));
   Manifest manifest;
   try {
-    manifest = read_manifest(step_folder);
+    manifest = is_model ? read_model_manifest(step_folder) : read_manifest(step_folder);
   } catch (const Error& error) {
     return manifest_report(path, error.what());
   }
@@ -331,6 +344,7 @@ VerifyReport verify_step(const fs::path& step_folder, const VerifyOptions& optio
   const int num_threads = std::max(1, options.num_threads);
   run_tasks(num_threads, static_cast<size_t>(num_threads), [&](size_t) { work.run(); });
   VerifyReport report = work.report();
+  if (is_model) std::ranges::move(other_damages(step_folder, manifest), std::back_inserter(report.damages));
   if (const auto problem = detail::step_name_problem(step_folder, manifest))
     report.damages.insert(report.damages.begin(), {path, "", 0, 0, without_path(*problem, path)});
   return report;

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -305,6 +306,24 @@ std::string any_text(RankTree& tree, const std::string& text) {
   verdict = tree.spread(verdict);
   TITAN_CHECK(!verdict.lost, verdict.text);
   return verdict.text;
+}
+
+std::string from_rank_0(const dist::World& world, dist::Label label,
+                        const std::function<std::string()>& part) {
+  std::string text, problem, shared;
+  if (world.rank() == 0) {
+    problem = problem_of([&] { text = part(); });
+    shared = to_wire(problem, text);
+  }
+  // Not all_gather_text, which allocates the length of the longest text for each rank.
+  const auto group = world.everyone();
+  shared.resize(static_cast<size_t>(group->sum(static_cast<int64_t>(shared.size()), label)));
+  if (world.size() > 1)
+    group->broadcast(at::from_blob(shared.data(), {static_cast<int64_t>(shared.size())}, at::kByte), 0, label)
+        .wait();
+  WireReader{shared}(problem, text);
+  if (!problem.empty()) throw Error(problem);
+  return text;
 }
 
 }  // namespace titan::checkpoint::detail

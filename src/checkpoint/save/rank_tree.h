@@ -234,4 +234,9 @@ std::string problem_of(const Part& part) {
   return "";
 }
 
+/// Runs `part` on rank 0 and returns its result on all ranks; if it throws, every rank throws Error.
+/// Collective over the world.
+std::string from_rank_0(const dist::World& world, dist::Label label,
+                        const std::function<std::string()>& part);
+
 }  // namespace titan::checkpoint::detail

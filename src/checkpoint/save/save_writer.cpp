@@ -6,8 +6,6 @@
 #include <thread>
 #include <utility>
 
-#include <torch/headeronly/version.h>
-
 #include "checkpoint/format/stored_files.h"
 #include "core/process.h"
 #include "core/units.h"
@@ -195,7 +193,7 @@ void SaveWriter::write_pieces(const SaveJob& job, SaveReport& report) {
 Manifest SaveWriter::manifest_of(const SaveJob& job, const std::vector<SaveReport>& reports) const {
   Manifest manifest{.run_id = run_id_,
                     .step = job.step,
-                    .library = titan::str("titan ", kVersion, ", torch ", TORCH_VERSION),
+                    .library = library_text(),
                     .num_threads = job.num_threads,
                     .config = options_.config,
                     .texts = job.texts,

@@ -25,10 +25,12 @@ constexpr const char* kConvertNotes =
     becomes that file, for checkpoint.initial_load_path; otherwise TO becomes a Hugging Face folder
     (config.json, and model.safetensors or shards with an index);
   a Hugging Face folder: TO becomes a file;
-  such a file: TO becomes a Hugging Face folder.
-A Hugging Face folder also gets the tokenizer's files from the config's model.hf_assets_path. When a step is
-read, every block is compared with its checksum. Whatever the model's size, 16 MiB are read and written at a
-time. TO must not exist yet: the same command a second time is refused. TO appears when it is complete.
+  such a file: TO becomes a Hugging Face folder;
+  the folder of a step that holds only the model: TO becomes one file or a Hugging Face folder.
+A Hugging Face folder also gets the tokenizer's files from the config's model.hf_assets_path. Every block that
+is read is compared with its checksum, if it has one (titan's own files do). Whatever the model's size, 16 MiB
+are read and written at a time. TO must not exist yet: the same command a second time is refused. TO appears
+when it is complete.
 )";
 
 [[noreturn]] void refuse_to_convert(const std::string& problem) {
@@ -53,13 +55,12 @@ std::string model_settings(const checkpoint::Manifest& manifest) {
   return is_named ? toml : "";
 }
 
-train::JobConfig config_of(const checkpoint::SavedState& state, const fs::path& given) {
+train::JobConfig config_of(const checkpoint::Manifest& manifest, const fs::path& path,
+                           const fs::path& given) {
   if (!given.empty()) return load_config({given, {}});
-  const fs::path manifest = state.folder() / checkpoint::kManifestName;
-  const std::string settings = model_settings(state.manifest());
-  if (settings.empty())
-    refuse_to_convert(str(manifest.string(), " doesn't say which model it is; add --config"));
-  return load_config({.file = str(manifest.string(), ", config"), .overrides = {}, .toml = settings});
+  const std::string settings = model_settings(manifest);
+  if (settings.empty()) refuse_to_convert(str(path.string(), " doesn't say which model it is; add --config"));
+  return load_config({.file = str(path.string(), ", config"), .overrides = {}, .toml = settings});
 }
 
 HfModel configured_model(const train::JobConfig& config) {
@@ -100,15 +101,32 @@ void add_sources(HfWriteOptions& options, const train::JobConfig& config) {
   options.config_source = sources.config_source;
 }
 
+// Writes the files of a folder with our names as one.
+void join_files(const fs::path& folder, const fs::path& to, const ConvertOptions& options) {
+  const HfFolder files(folder);
+  HfModel same_names;
+  for (const std::string& name : files.names())
+    same_names.tensors.push_back(
+        {.name = name, .hf_name = name, .shape = files.file_of(name).info(name).shape});
+  convert_from_hf(folder, to, same_names, options);
+}
+
+// `file`: one file, or a folder of files, with our names.
 void from_file(const fs::path& file, const ConvertArguments& arguments, ConvertOptions options) {
+  if (is_named_as_file(arguments.to) && fs::is_directory(file))
+    return join_files(file, arguments.to, options);
   if (is_named_as_file(arguments.to))
     refuse_to_convert(str(file.string(),
                           " is one file already. It can become a Hugging Face folder: give TO a name without "
                           ".safetensors"));
-  if (arguments.config.empty())
+  const bool has_manifest = fs::exists(file / checkpoint::kModelManifestName);
+  if (arguments.config.empty() && !has_manifest)
     refuse_to_convert(
         str(file.string(), " doesn't say how many heads its model has; add --config, the run's config.toml"));
-  const train::JobConfig config = load_config({arguments.config, {}});
+  const train::JobConfig config = has_manifest
+                                      ? config_of(checkpoint::read_model_manifest(file),
+                                                  file / checkpoint::kModelManifestName, arguments.config)
+                                      : load_config({arguments.config, {}});
   add_sources(options.folder, config);
   convert_to_hf(file, arguments.to, configured_model(config), options);
 }
@@ -116,7 +134,8 @@ void from_file(const fs::path& file, const ConvertArguments& arguments, ConvertO
 void from_state(const ConvertArguments& arguments, ConvertOptions options) {
   const checkpoint::SavedState state(arguments.from);
   if (is_named_as_file(arguments.to)) return convert_state(state, arguments.to, options);
-  const train::JobConfig config = config_of(state, arguments.config);
+  const train::JobConfig config =
+      config_of(state.manifest(), arguments.from / checkpoint::kManifestName, arguments.config);
   add_sources(options.folder, config);
   convert_state_to_hf(state, arguments.to, configured_model(config), options);
 }
@@ -124,15 +143,15 @@ void from_state(const ConvertArguments& arguments, ConvertOptions options) {
 void convert_folder(const ConvertArguments& arguments, const ConvertOptions& options) {
   const auto has = [&](const char* name) { return fs::exists(arguments.from / name); };
   if (has(checkpoint::kManifestName)) return from_state(arguments, options);
-  if (has("config.json") || has("model.safetensors.index.json")) return from_hugging_face(arguments, options);
-  // A run leaves this file after its last step.
-  if (has(train::kModelFile)) return from_file(arguments.from / train::kModelFile, arguments, options);
+  if (has("config.json")) return from_hugging_face(arguments, options);
+  // A run leaves such a folder after its last step.
+  if (checkpoint::holds_model_alone(arguments.from)) return from_file(arguments.from, arguments, options);
   ConvertArguments of_step = arguments;
   of_step.from = step_or_newest(arguments.from, "convert", NewestStep::OfAnyKind);
   if (of_step.from != arguments.from) return convert_folder(of_step, options);
   refuse_to_convert(str(arguments.from.string(),
-                        " holds no manifest.json (a saved state), no config.json (Hugging Face) and no ",
-                        train::kModelFile));
+                        " holds no manifest.json (a saved state), no config.json (Hugging Face) and no "
+                        "model.safetensors"));
 }
 
 void convert(const ConvertArguments& arguments) {

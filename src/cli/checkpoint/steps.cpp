@@ -122,11 +122,6 @@ void check_folder(const fs::path& given, std::string_view command) {
                       newest.empty() ? "" : str(" in ", parent.string(), newest)));
 }
 
-bool holds_model_only(const fs::path& folder) {
-  if (fs::exists(folder / kManifestName)) return false;
-  return fs::exists(folder / "model.safetensors") || fs::exists(folder / "model.safetensors.index.json");
-}
-
 // Counts the files that exist, whether or not the manifest has them. A run may be removing them.
 void count_files(StepHealth& health) {
   std::error_code gone;
@@ -144,10 +139,14 @@ void count_files(StepHealth& health) {
 }  // namespace
 
 StepHealth examine_step(const StepEntry& entry) {
-  StepHealth health{.entry = entry, .model_only = holds_model_only(entry.path)};
+  StepHealth health{.entry = entry, .model_only = holds_model_alone(entry.path)};
   count_files(health);
-  if (health.model_only) return health;
   try {
+    if (health.model_only) {
+      if (fs::exists(entry.path / kModelManifestName))
+        health.problems = quick_problems(entry.path, read_model_manifest(entry.path));
+      return health;
+    }
     if (entry.has_manifest) health.manifest = read_manifest(entry.path);
     health.problems =
         health.manifest ? quick_problems(entry.path, *health.manifest) : quick_problems(entry.path);
@@ -158,7 +157,7 @@ StepHealth examine_step(const StepEntry& entry) {
 }
 
 const char* StepHealth::state_word() const {
-  if (model_only) return "model only";
+  if (model_only && problems.empty()) return "model only";
   return problems.empty() ? "complete" : "damaged";
 }
 
@@ -193,10 +192,12 @@ fs::path steps_folder(const fs::path& given, std::string_view command) {
 
 fs::path step_folder(const fs::path& given, std::string_view command) {
   check_folder(given, command);
-  if (holds_model_only(given))
-    refuse(command,
-           str(given.string(), " holds only a model, without manifest and checksums; `titan checkpoint ",
-               command, "` needs a checkpoint of a run's whole state"));
+  if (holds_model_alone(given)) {
+    const bool has_manifest = fs::exists(given / kModelManifestName);
+    if (command == "verify" && has_manifest) return without_slash(given);
+    refuse(command, str(given.string(), " holds only a model", has_manifest ? "" : ", without checksums",
+                        "; `titan checkpoint ", command, "` needs a checkpoint of a run's whole state"));
+  }
   if (is_step(given)) return without_slash(given);
   const std::string newest = newest_text(given);
   if (newest.empty()) refuse(command, str(given.string(), " is not a checkpoint: it has no manifest.json"));

@@ -95,10 +95,11 @@ void describe_loading(config::Table<CheckpointSettings>& table) {
 }
 
 void describe_model_alone(config::Table<CheckpointSettings>& table) {
-  table.field("last_save_model_only", &CheckpointSettings::last_save_model_only,
-              "after the last step write the model alone, as step-N/model.safetensors, not the whole state");
+  table.field(
+      "last_save_model_only", &CheckpointSettings::last_save_model_only,
+      "after the last step write the model alone, as safetensors files in step-N, not the whole state");
   table.field("last_save_in_hf", &CheckpointSettings::last_save_in_hf,
-              "after the last step write a Hugging Face folder, step-N/, instead of one file");
+              "after the last step write a Hugging Face folder, step-N/, instead of TorchTitan's names");
   table.field("export_dtype", &CheckpointSettings::export_dtype, "dtype of the model alone",
               config::one_of({"float16", "bfloat16", "float32"}));
   table.field("create_seed_checkpoint", &CheckpointSettings::create_seed_checkpoint,

@@ -1,7 +1,7 @@
 #pragma once
 
 // [checkpoint]: the whole state, saved during training and loaded when a run resumes; the model alone, loaded
-// at the start and written after the last step, as one safetensors file or as a Hugging Face folder.
+// at the start and written after the last step, with TorchTitan's names or as a Hugging Face folder.
 
 #include <optional>
 #include <string>
@@ -27,7 +27,7 @@ struct CheckpointSettings {
   /// initial_load_path, or else model.hf_assets_path, is a Hugging Face folder.
   bool initial_load_in_hf = false;
   bool last_save_model_only = true;
-  bool last_save_in_hf = false;          ///< write a Hugging Face folder after the last step, not one file
+  bool last_save_in_hf = false;          ///< write a Hugging Face folder after the last step
   std::string export_dtype = "float32";  ///< dtype of the model alone
   std::string async_mode = "disabled";   ///< "async": copied at once; "async_with_pinned_mem": copied later
   int64_t keep_latest_k = 10;            ///< 0: all

@@ -66,8 +66,8 @@ bool is_same_run(const Marked& saved, const Marked& now) {
 
 std::shared_ptr<checkpoint::PeerFolder> open_folder(const dist::World& world, const PeerSettings& settings,
                                                     const fs::path& disk) {
-  const auto mark = checkpoint::detail::from_wire<RunMark>(
-      from_rank_0(world, kPeerLabel, [&] { return checkpoint::detail::to_wire(run_mark(disk)); }));
+  const auto mark = checkpoint::detail::from_wire<RunMark>(checkpoint::detail::from_rank_0(
+      world, kPeerLabel, [&] { return checkpoint::detail::to_wire(run_mark(disk)); }));
   return std::make_shared<checkpoint::PeerFolder>(world,
                                                   checkpoint::PeerFolder::Options{.parent = settings.folder,
                                                                                   .job = settings.job,

@@ -12,10 +12,11 @@
 #include <torch/version.h>
 
 #include "checkpoint/save/checkpointer_impl.h"
+#include "checkpoint/save/rank_tree.h"
 #include "core/file.h"
 #include "core/process.h"
 #include "core/units.h"
-#include "titan/checkpoint/safetensors.h"
+#include "titan/checkpoint/hugging_face.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/checkpoint/storage.h"
 #include "titan/config/load.h"
@@ -113,7 +114,7 @@ class DamagedGeneration : public Error {
 
 // Runs `part` on rank 0; all ranks throw what it throws.
 void on_rank_0(const dist::World& world, const std::function<void()>& part) {
-  from_rank_0(world, kExportLabel, [&] {
+  checkpoint::detail::from_rank_0(world, kExportLabel, [&] {
     part();
     return std::string();
   });
@@ -530,13 +531,13 @@ void RunCheckpoints::save_seed() {
 
 // A step's folder gets its name once everything in it is written, as for whole states.
 void RunCheckpoints::export_model(int64_t step) {
-  // The ranks wait for the one that writes, which may exceed the time limit of a step's collectives.
+  // The ranks wait for the slowest disk, which may exceed the time limit of a step's collectives.
   world_.set_timeout(std::chrono::seconds(options_.settings.timeout_seconds));
   const std::string id = checkpoint::digest_of(str(::getpid(), " ", step, " ", options_.config));
   const fs::path pending = checkpoint::pending_path(options_.folder, step, id);
   on_rank_0(world_, [&] { make_folder(pending); });
   try {
-    write_model(pending);
+    write_model(pending, step);
   } catch (const Error&) {
     std::error_code ignored;  // the next run tries again
     if (world_.rank() == 0 && fs::remove_all(pending, ignored) > 0 && !ignored)
@@ -545,17 +546,20 @@ void RunCheckpoints::export_model(int64_t step) {
   }
   on_rank_0(world_, [&] { checkpoint::commit_step(options_.folder, step, id); });
   exported_step_ = step;
-  const fs::path folder = checkpoint::step_path(options_.folder, step);
-  log::info_rank0(
-      str("the model is in ", (options_.model_export->hf ? folder : folder / kModelFile).string()));
+  log::info_rank0(str("the model is in ", checkpoint::step_path(options_.folder, step).string()));
 }
 
-void RunCheckpoints::write_model(const fs::path& folder) const {
+void RunCheckpoints::write_model(const fs::path& folder, int64_t step) const {
   const ModelExport& how = *options_.model_export;
-  if (!how.hf) return save_model(parameters_, folder / kModelFile, how.dtype, pipeline_);
-  HfSaveOptions options{.folder = how.hf_options, .export_dtype = how.dtype, .pipeline = pipeline_};
-  options.folder.in_place = true;
-  save_hf_model(parameters_, *how.hf, folder, options);
+  HfWriteOptions folder_options = how.hf_options;
+  folder_options.in_place = true;
+  folder_options.config = options_.config;
+  folder_options.step = step;
+  save_model(parameters_, world_, folder,
+             {.folder = std::move(folder_options),
+              .export_dtype = how.dtype,
+              .pipeline = pipeline_,
+              .hf = how.hf ? &*how.hf : nullptr});
 }
 
 }  // namespace titan::train

@@ -68,23 +68,16 @@ struct ManifestSummary {
 /// Rank 0 reads it; if it can't, every rank throws Error. Collective over the world.
 ManifestSummary read_summary(const std::filesystem::path& step_folder, const dist::World& world);
 
-/// Runs `part` on rank 0 and returns its result on all ranks; if it throws, every rank throws Error.
-/// Collective over the world.
-std::string from_rank_0(const dist::World& world, dist::Label label,
-                        const std::function<std::string()>& part);
-/// The same for a StepChoice.
+/// Rank 0 chooses; if it throws, every rank throws Error. Collective over the world.
 StepChoice choose_on_rank_0(const dist::World& world, const std::function<StepChoice()>& choose);
 
 // ---- saving and resuming
 
-/// The file in a step's folder that holds the model alone.
-inline constexpr const char* kModelFile = "model.safetensors";
-
 /// The model alone, written after the last step.
 struct ModelExport {
   std::optional<at::ScalarType> dtype;  ///< unset: each parameter's own
-  std::optional<HfModel> hf;            ///< set: a folder in Hugging Face's format, not one file
-  HfWriteOptions hf_options = {};       ///< for that folder
+  std::optional<HfModel> hf;            ///< set: in Hugging Face's form, not with our names
+  HfWriteOptions hf_options = {};       ///< for that form
 };
 
 /// The start of a run whose own folder has no complete step.
@@ -193,7 +186,7 @@ class RunCheckpoints {
   void log_loaded(const checkpoint::Loaded& loaded, const std::filesystem::path& step_folder) const;
   void check_exclusions() const;
   void export_model(int64_t step);
-  void write_model(const std::filesystem::path& folder) const;
+  void write_model(const std::filesystem::path& folder, int64_t step) const;
 
   dist::World world_;
   DeviceMesh pipeline_;

@@ -4,9 +4,8 @@
 
 #include <algorithm>
 
-#include <ATen/ops/from_blob.h>
-
 #include "checkpoint/format/rank_file.h"
+#include "checkpoint/format/stored_files.h"
 #include "checkpoint/save/rank_tree.h"
 #include "core/json.h"
 #include "titan/checkpoint/hugging_face.h"
@@ -19,22 +18,24 @@ namespace titan::train {
 namespace {
 
 namespace fs = std::filesystem;
+using checkpoint::holds_model_alone;
+using checkpoint::detail::from_rank_0;
 using checkpoint::detail::from_wire;
 using checkpoint::detail::problem_of;
 using checkpoint::detail::to_wire;
-using checkpoint::detail::WireReader;
 
 constexpr dist::Label kChoiceLabel{"train::step_choice"};
 
-bool holds_model_alone(const fs::path& step_folder) {
-  std::error_code ignored;
-  const auto has = [&](const char* name) { return fs::exists(step_folder / name, ignored); };
-  return !has(checkpoint::kManifestName) && (has(kModelFile) || has("config.json"));
-}
-
-// Damage that the headers and sizes of a model's files show.
+// Damage that the headers, sizes and digests of a model's files show.
 std::string model_damage(const fs::path& step_folder) {
-  return problem_of([&] { HfFolder{step_folder}; });
+  return problem_of([&] {
+    const HfFolder weights(step_folder);
+    if (!fs::exists(step_folder / checkpoint::kModelManifestName)) return;
+    // People may change the text files of their model, but don't remove them.
+    for (const auto& [name, digest] : checkpoint::read_model_manifest(step_folder).texts)
+      if (name != checkpoint::detail::kModelForm && !fs::exists(step_folder / name))
+        throw Error(str((step_folder / name).string(), " is missing"));
+  });
 }
 
 std::vector<std::string> problems_with(const fs::path& step_folder) {
@@ -115,24 +116,6 @@ std::vector<std::string> find_damage(const fs::path& step_folder, const dist::Wo
     if (!damage.empty() && std::find(damages.begin(), damages.end(), damage) == damages.end())
       damages.push_back(damage);
   return damages;
-}
-
-std::string from_rank_0(const dist::World& world, dist::Label label,
-                        const std::function<std::string()>& part) {
-  std::string text, problem, shared;
-  if (world.rank() == 0) {
-    problem = problem_of([&] { text = part(); });
-    shared = to_wire(problem, text);
-  }
-  // Not all_gather_text, which allocates the length of the longest text for each rank.
-  const auto group = world.everyone();
-  shared.resize(static_cast<size_t>(group->sum(static_cast<int64_t>(shared.size()), label)));
-  if (world.size() > 1)
-    group->broadcast(at::from_blob(shared.data(), {static_cast<int64_t>(shared.size())}, at::kByte), 0, label)
-        .wait();
-  WireReader{shared}(problem, text);
-  if (!problem.empty()) throw Error(problem);
-  return text;
 }
 
 StepChoice choose_on_rank_0(const dist::World& world, const std::function<StepChoice()>& choose) {

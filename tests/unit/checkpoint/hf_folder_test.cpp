@@ -17,6 +17,7 @@ namespace titan {
 namespace {
 
 namespace fs = std::filesystem;
+using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using testing::TempFolder;
@@ -119,6 +120,7 @@ TEST_F(Sharded, WritesInPlaceOnRequest) {
 }
 
 TEST_F(Sharded, RefusesFilesOutsideTheFolder) {
+  fs::remove(hf / "model_manifest.json");
   fs::copy_file(hf / second, folder / "out.safetensors");
   for (const std::string name : {"../out.safetensors", "/etc/passwd", "sub/x.safetensors", "..",
                                  ".hidden.safetensors", "a\\u0000.safetensors"}) {
@@ -134,6 +136,7 @@ TEST_F(Sharded, RefusesFilesOutsideTheFolder) {
 }
 
 TEST_F(Sharded, RefusesAnIndexThatContradictsTheShards) {
+  fs::remove(hf / "model_manifest.json");
   const std::string q = "\"x.q\": \"" + first + "\"", b = "\"x.b\": \"" + second + "\"";
   set_index(q + ", \"x.b\": \"" + first + "\"");
   EXPECT_THAT(problems_of(hf), HasSubstr("'x.b' is missing, although the index lists it"));
@@ -154,6 +157,48 @@ TEST_F(Sharded, RefusesAnIndexThatContradictsTheShards) {
   EXPECT_THAT(problems_of(hf), HasSubstr("remove one of them"));
 }
 
+TEST_F(Sharded, IsComparedWithItsManifest) {
+  const auto damages = [&] {
+    std::string text;
+    for (const checkpoint::Damage& damage : checkpoint::verify_step(hf).damages)
+      text += to_string(damage) + "\n";
+    return text;
+  };
+  EXPECT_EQ(damages(), "");
+  EXPECT_EQ(checkpoint::verify_step(hf).num_tensors, 2);
+  const std::string sound = read_file(hf / second), index = read_file(hf / "model.safetensors.index.json");
+
+  std::string flipped = sound;
+  flipped.back() ^= 1;  // in the last number
+  write(hf / second, flipped);
+  EXPECT_THAT(damages(), HasSubstr(second + ": tensor 'x.b', block 0: the bytes don't match their checksum"));
+  EXPECT_EQ(problems_of(hf), "");  // found when the tensor is read
+  EXPECT_THROW(convert_from_hf(hf, folder / "no.safetensors", toy()), ConfigError);
+  EXPECT_FALSE(fs::exists(folder / "no.safetensors"));
+
+  flipped = sound;
+  flipped[sound.find("xxh3:") + 5] ^= 1;  // still a checksum
+  write(hf / second, flipped);
+  EXPECT_THAT(problems_of(hf), AllOf(HasSubstr("its header has digest"), HasSubstr("remove ")));
+  EXPECT_THAT(damages(), HasSubstr("its header has digest"));
+  write(hf / second, sound);
+
+  write(hf / "model.safetensors.index.json", index + " ");
+  EXPECT_THAT(problems_of(hf), HasSubstr("model.safetensors.index.json: has digest"));
+  EXPECT_THAT(damages(), HasSubstr("model.safetensors.index.json: has digest"));
+  write(hf / "model.safetensors.index.json", index);
+
+  // A person may add to the text files; that isn't damage to the weights.
+  write(hf / "config.json", read_file(hf / "config.json") + " ");
+  EXPECT_EQ(problems_of(hf), "");
+  EXPECT_THAT(damages(), HasSubstr("config.json: has digest"));
+
+  write(hf / "model_manifest.json", "{}");
+  EXPECT_THAT(problems_of(hf), HasSubstr("not a checkpoint's manifest"));
+  fs::remove(hf / "model_manifest.json");
+  EXPECT_EQ(problems_of(hf), "");
+}
+
 TEST_F(Sharded, ListsAllDifferentTensorsTogether) {
   HfModel model = toy();
   model.tensors[0].shape = {4, 6};
@@ -167,6 +212,7 @@ TEST_F(Sharded, ListsAllDifferentTensorsTogether) {
 }
 
 TEST_F(Sharded, IgnoresOldTables) {
+  fs::remove(hf / "model_manifest.json");
   save_safetensors(hf / second, {{"x.b", at::zeros({10})}, {"x.table", at::zeros({3})}}, {});
   set_index("\"x.q\": \"" + first + "\", \"x.b\": \"" + second + "\", \"x.table\": \"" + second + "\"");
   EXPECT_EQ(problems_of(hf), "");

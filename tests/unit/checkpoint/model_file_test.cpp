@@ -25,7 +25,8 @@ TEST(ModelFile, RoundTripsTheParameters) {
   TempFolder folder;
   std::vector<Parameter> saved = {make_parameter("a.weight", at::randn({3, 4})),
                                   make_parameter("b", at::randn({5}, at::kBFloat16))};
-  save_model(saved, folder / "model.safetensors");
+  save_safetensors(folder / "model.safetensors",
+                   {{"a.weight", saved[0].data.local}, {"b", saved[1].data.local}});
   std::vector<Parameter> loaded = {make_parameter("b", at::zeros({5}, at::kBFloat16)),
                                    make_parameter("a.weight", at::zeros({3, 4}))};
   load_model(loaded, folder / "model.safetensors");
@@ -33,14 +34,13 @@ TEST(ModelFile, RoundTripsTheParameters) {
   EXPECT_TRUE(at::equal(loaded[0].data.local, saved[1].data.local));
 }
 
-TEST(ModelFile, CastsToTheExportDtype) {
+TEST(ModelFile, IsCastToTheParametersDtype) {
   TempFolder folder;
-  at::Tensor values = at::randn({3, 4});
-  save_model({make_parameter("w", values)}, folder / "model.safetensors", at::kBFloat16);
-  EXPECT_TRUE(at::equal(SafetensorsFile(folder / "model.safetensors").tensor("w"), values.to(at::kBFloat16)));
+  const at::Tensor values = at::randn({3, 4}).to(at::kBFloat16);
+  save_safetensors(folder / "model.safetensors", {{"w", values}});
   std::vector<Parameter> loaded = {make_parameter("w", at::zeros({3, 4}))};
   load_model(loaded, folder / "model.safetensors");
-  EXPECT_TRUE(at::equal(loaded[0].data.local, values.to(at::kBFloat16).to(at::kFloat)));
+  EXPECT_TRUE(at::equal(loaded[0].data.local, values.to(at::kFloat)));
 }
 
 TEST(ModelFile, ListsAllDifferences) {
@@ -64,12 +64,6 @@ TEST(ModelFile, RefusesDeferredParameters) {
   std::vector<Parameter> model = {make_parameter("w", at::ones({2}))};
   model[0].data.local = deferred_tensor({2}, at::dtype(at::kFloat));
   EXPECT_THROW(load_model(model, folder / "m.safetensors"), Error);
-}
-
-TEST(ModelFile, ReportsAnUnwritablePath) {
-  std::vector<Parameter> model = {make_parameter("w", at::ones({2}))};
-  EXPECT_THROW(save_model(model, "/nonexistent-folder/m.safetensors"), Error);
-  EXPECT_THROW(save_model({}, "m.safetensors"), Error);
 }
 
 }  // namespace

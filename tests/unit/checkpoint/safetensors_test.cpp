@@ -141,6 +141,50 @@ TEST(Safetensors, ReadsUnalignedTensors) {
   EXPECT_TRUE(at::equal(tensor, at::tensor({1.5f, -2.0f})));
 }
 
+void flip_a_bit(const std::filesystem::path& path, int64_t offset) {
+  std::string bytes = read_raw(path);
+  bytes[static_cast<size_t>(offset)] ^= 4;
+  write_raw(path, bytes);
+}
+
+TEST(Safetensors, FindsDamageBeforeItIsUsed) {
+  TempFolder folder;
+  const auto path = folder / "a.safetensors";
+  constexpr int64_t kRows = 3 << 10, kBlockRows = 1 << 10;  // a row has 1 KiB
+  save_safetensors(path, {{"w", at::randn({kRows, 256})}, {"v", at::randn({5})}});
+  const int64_t start = SafetensorsFile(path).info("w").offset;
+  flip_a_bit(path, start + (1 << 20) + 7);
+  const SafetensorsFile file(path);
+  EXPECT_EQ(file.read_slice("w", {{0, 0}, {kBlockRows, 256}}).numel(), 1 << 18);
+  EXPECT_EQ(file.read_slice("w", {{2 * kBlockRows, 3}, {kBlockRows, 2}}).numel(), 2 * kBlockRows);
+  EXPECT_EQ(file.tensor("v").numel(), 5);
+  for (const Box& box :
+       {Box{{kBlockRows - 1, 255}, {2, 1}}, Box{{kBlockRows, 0}, {1, 1}}, Box{{0, 0}, {kRows, 1}}}) {
+    try {
+      file.read_slice("w", box);
+      ADD_FAILURE() << "the damage wasn't found";
+    } catch (const ConfigError& error) {
+      EXPECT_NE(std::string(error.what()).find("tensor 'w' is damaged: block 1 of 3"), std::string::npos)
+          << error.what();
+    }
+  }
+  EXPECT_THROW(file.tensor("w"), ConfigError);
+}
+
+TEST(Safetensors, RefusesMalformedChecksums) {
+  const std::string tensor = R"("a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}})";
+  const auto with = [&](const std::string& metadata) {
+    return "{\"__metadata__\":{" + metadata + "}," + tensor;
+  };
+  const std::string known = R"("titan_checksums":"1")";
+  EXPECT_EQ(complaint(with(R"("a":"0:1 xxh3:no checksum")"), 1), "");
+  EXPECT_REFUSED(with(R"("titan_checksums":"2")"), 1, "its checksums have the form '2'");
+  EXPECT_REFUSED(with(known), 1, "its metadata has no checksums");
+  EXPECT_REFUSED(with(known + R"(,"a":"0:1 xxh3:")"), 1, "doesn't hold 1 checksums");
+  EXPECT_REFUSED(with(known + R"(,"a":"1:2 xxh3:0123456789abcdef")"), 1, "isn't the whole tensor");
+  EXPECT_REFUSED(with(known + R"(,"a":"0:1 xxh3:0123456789abcdef")"), 1, "tensor 'a' is damaged");
+}
+
 TEST(Safetensors, SuggestsNamesNearAnUnknownOne) {
   TempFolder folder;
   save_safetensors(folder / "a.safetensors", {{"norm.weight", at::ones({2})}});
