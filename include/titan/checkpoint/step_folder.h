@@ -56,7 +56,7 @@ std::vector<std::string> quick_problems(const std::filesystem::path& step_folder
 /// The same, with a manifest that has been read already.
 std::vector<std::string> quick_problems(const std::filesystem::path& step_folder, const Manifest& manifest);
 
-/// The manifest of a folder that holds a model alone (save_model): as a step's, with one file for each "rank".
+/// The manifest of a folder that holds a model alone (save_model), as a step's: each file is one "rank".
 constexpr const char* kModelManifestName = "model_manifest.json";
 /// Throws Error as read_manifest.
 Manifest read_model_manifest(const std::filesystem::path& folder);
