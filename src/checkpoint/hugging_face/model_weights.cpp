@@ -55,6 +55,14 @@ std::vector<std::string> differences(const std::vector<Parameter>& parameters,
   return problems;
 }
 
+// `path`: one file, or a folder of a model alone.
+FileOfTensor files_by_tensor(const std::filesystem::path& path) {
+  FileOfTensor files;
+  for (const SafetensorsFile& file : open_files(path))
+    for (const std::string& name : file.names()) files.emplace(name, file);
+  return files;
+}
+
 using ByName = std::map<std::string, const HfTensor*, std::less<>>;
 
 ByName by_name(const HfModel& model) {
@@ -78,7 +86,7 @@ std::vector<std::string> model_file_differences(const std::vector<Parameter>& pa
                                                 const std::filesystem::path& path) {
   std::set<std::string> names;
   for (const Parameter& parameter : parameters) names.insert(parameter.name);
-  return differences(parameters, names, SafetensorsFile(path));
+  return differences(parameters, names, files_by_tensor(path), path.string());
 }
 
 void load_model(const std::vector<Parameter>& parameters, const std::filesystem::path& path,
@@ -86,9 +94,7 @@ void load_model(const std::vector<Parameter>& parameters, const std::filesystem:
   std::vector<std::string> own;
   for (const Parameter& parameter : parameters) own.push_back(parameter.name);
   const auto expected = checkpoint::detail::names_of_stages(own, pipeline, kLabel);
-  FileOfTensor files;
-  for (const SafetensorsFile& file : open_files(path))
-    for (const std::string& name : file.names()) files.emplace(name, file);
+  const FileOfTensor files = files_by_tensor(path);
   auto problems = differences(parameters, expected, files, path.string());
   if (!problems.empty()) throw ConfigError(std::move(problems));
   at::NoGradGuard no_grad;

@@ -81,8 +81,8 @@ std::filesystem::path steps_folder(const std::filesystem::path& given, std::stri
 /// The folder of one step. The checkpoint in it may be damaged.
 std::filesystem::path step_folder(const std::filesystem::path& given, std::string_view command);
 
-/// WithState: steps that hold only a model don't count.
-enum class NewestStep { OfAnyKind, WithState };
+/// Steps that hold only a model count as OfAnyKind, and as WithChecksums if they have a manifest.
+enum class NewestStep { OfAnyKind, WithChecksums, WithState };
 /// The same, or the newest step of the given run, which standard error then names.
 std::filesystem::path step_or_newest(const std::filesystem::path& given, std::string_view command,
                                      NewestStep newest);

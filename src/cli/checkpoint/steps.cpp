@@ -210,12 +210,13 @@ fs::path step_or_newest(const fs::path& given, std::string_view command, NewestS
   const fs::path folder = steps_folder(given, command);
   const std::vector<StepEntry> steps = list_steps(folder);
   const auto counts = [&](const StepEntry& entry) {
-    return newest == NewestStep::OfAnyKind || !holds_model_only(entry.path);
+    if (newest == NewestStep::OfAnyKind || !holds_model_alone(entry.path)) return true;
+    return newest == NewestStep::WithChecksums && fs::exists(entry.path / kModelManifestName);
   };
   const auto step = std::find_if(steps.rbegin(), steps.rend(), counts);
   if (step == steps.rend())
-    refuse(command,
-           str("the steps in ", folder.string(), " hold only models, without manifest and checksums"));
+    refuse(command, str("the steps in ", folder.string(), " hold only models",
+                        newest == NewestStep::WithChecksums ? ", without manifest and checksums" : ""));
   std::fprintf(stderr, "titan checkpoint %s: taking the newest step, %s\n", std::string(command).c_str(),
                step->path.c_str());
   return step->path;
@@ -373,7 +374,7 @@ std::string amount_text(const VerifyReport& report, double seconds) {
 
 int checkpoint_verify(const Arguments& words) {
   const VerifyArguments arguments = parse_verify_arguments(words);
-  const auto folder = step_or_newest(arguments.folder, "verify", NewestStep::WithState);
+  const auto folder = step_or_newest(arguments.folder, "verify", NewestStep::WithChecksums);
   VerifyOptions options;
   options.num_threads = arguments.num_threads > 0 ? arguments.num_threads : default_threads();
   const auto start = std::chrono::steady_clock::now();

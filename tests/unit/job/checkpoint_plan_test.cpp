@@ -287,7 +287,7 @@ TEST_P(LargePlans, AreFastAndSmall) {
     // A report has a digest of 32 bytes and seven numbers. The texts add a count of tokens, and for each rank
     // that reads rows of its own the lanes and the fingerprint of the data.
     const int64_t without_texts = total_size(reports_of(dp_degree, num_lanes, record, /*with_texts=*/false));
-    EXPECT_EQ(without_texts, kManyRanks * (32 + 7 * 8));
+    EXPECT_EQ(without_texts, kManyRanks * (32 + 9 * 8));
     const int64_t of_texts = total_size(reports) - without_texts;
     RecordProperty("gathered_bytes", str(without_texts, " and of texts ", of_texts));
     EXPECT_LT(of_texts, kManyRanks * 20 + dp_degree * 300 + num_lanes * 40);
