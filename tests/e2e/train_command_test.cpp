@@ -13,7 +13,6 @@
 #include <regex>
 #include <sstream>
 
-#include "core/file.h"
 #include "e2e/small_run.h"
 
 namespace titan::testing {
@@ -151,11 +150,15 @@ TEST(TrainCommand, SavedConfigRepeatsTheRun) {
 
 TEST(TrainCommand, ASecondRunInAFolderKeepsTheFirstOnesRecords) {
   const auto folder = fresh_folder("run");
+  const auto text_of = [&](const char* name) {
+    std::ifstream stream(folder / name);
+    return std::string(std::istreambuf_iterator<char>(stream), {});
+  };
   train(folder, model("3"));
-  const std::string config = read_file(folder / "config.toml"), metrics = read_file(folder / "metrics.jsonl");
+  const std::string config = text_of("config.toml"), metrics = text_of("metrics.jsonl");
   train(folder, model("3") + Words{"--optimizer.lr", "1e-5"});
-  EXPECT_EQ(read_file(folder / "config.1.toml"), config);
-  EXPECT_EQ(read_file(folder / "metrics.1.jsonl"), metrics);
+  EXPECT_EQ(text_of("config.1.toml"), config);
+  EXPECT_EQ(text_of("metrics.1.jsonl"), metrics);
   train(folder, model("3") + Words{"--optimizer.lr", "1e-5"});
   EXPECT_FALSE(std::filesystem::exists(folder / "config.2.toml")) << "the settings are the same";
 }
