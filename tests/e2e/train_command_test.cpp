@@ -58,7 +58,7 @@ TEST(TrainCommand, CheckReportsAllFindingsAndStartsNothing) {
       check({"--model.hf_assets_path", "nowhere", "--training.dataset", "c4", "--fault_tolerance.requeue_on",
              "SIGUSR1", "--training.local_batch_size", "100000000"});
   EXPECT_EQ(wrong.status, 2);
-  EXPECT_THAT(wrong.err, AllOf(HasSubstr("nowhere/tokenizer.json"), HasSubstr("unknown data set"),
+  EXPECT_THAT(wrong.err, AllOf(ContainsRegex("there is no .*nowhere"), HasSubstr("unknown data set"),
                                HasSubstr("SLURM"), HasSubstr("memory: the 1 rank(s)")));
   const CommandResult unwritable =
       try_train(model("2") + Words{"--check", "--job.dump_folder", (folder / "file" / "run").string()});
@@ -90,7 +90,7 @@ TEST(TrainCommand, PlanNamesAMissingTokenizer) {
       try_train(model("2") + Words{"--print-plan", "--model.hf_assets_path", "nowhere"});
   EXPECT_EQ(result.status, 0) << result.err;
   EXPECT_THAT(result.out,
-              AllOf(HasSubstr("size of the vocabulary: unknown"), HasSubstr("nowhere/tokenizer.json")));
+              AllOf(HasSubstr("size of the vocabulary: unknown"), ContainsRegex("there is no .*nowhere")));
   EXPECT_THAT(try_train(model("2") + Words{"--print-plan"}).out, Not(HasSubstr("unknown")));
 }
 

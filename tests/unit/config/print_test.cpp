@@ -195,7 +195,6 @@ TEST(KeyTable, SaysWhatHappensToEachKey) {
   EXPECT_THROW(key_table(schema(), {{"optimizer.none", ""}}), Error);
 }
 
-}  // namespace
 TEST(Help, ShowsTheDynamicTablesOfAJob) {
   const Result large = load_words({"--model.name", "large", "--model.args.dim", "128"});
   EXPECT_NE(help_text(schema(), large.job).find("width; at least 1 [4096]"), std::string::npos);
@@ -203,4 +202,5 @@ TEST(Help, ShowsTheDynamicTablesOfAJob) {
   EXPECT_THROW(help_text(schema(), Training{}), Error);
 }
 
+}  // namespace
 }  // namespace titan::config::sample

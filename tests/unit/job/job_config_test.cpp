@@ -406,7 +406,6 @@ TEST_F(JobConfigTest, DescribesEveryTorchTitanKey) {
   EXPECT_NO_THROW(config::key_table(job_schema(), torchtitan_keys()));
 }
 
-}  // namespace
 // Registers `model`, and not `lost`.
 class ForgetfulModel : public BigramModel {
  public:
@@ -436,4 +435,5 @@ TEST_F(JobConfigTest, AStartIsRefusedForAModuleThatIsntRegistered) {
       << problems;
 }
 
+}  // namespace
 }  // namespace titan::train
