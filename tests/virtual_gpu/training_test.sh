@@ -7,6 +7,7 @@ source_folder=$(cd "$(dirname "$0")/../.." && pwd)
 export VIRTUAL_GPU_RACES=fatal
 numbers() { sed -n 's/.*\(step: .*grad_norm: *[0-9.]*\).*/\1/p' "$1"; }
 failed=0
+cd "$source_folder"  # paths in the config are relative to the working directory
 for layout in "" "--parallelism.tensor_parallel_degree=2" "--parallelism.context_parallel_degree=2" \
   "--parallelism.pipeline_parallel_degree=2" "--activation_checkpoint.mode=full"; do
   train=("$titan" train "$source_folder/configs/llama3_debug.toml" --nproc 2 --job.dump_folder="$folder/run" --training.steps=3
