@@ -166,8 +166,10 @@ int count_of(const std::string& text, const std::string& part) {
 }
 
 CommandResult run_with_file_limit(int kib, const Words& words) {
-  std::string command = "ulimit -f " + std::to_string(kib) + "; exec";
+  std::string command = "(ulimit -f " + std::to_string(kib) + "; exec";
   for (const std::string& word : words) command += " '" + word + "'";
+  // Standard error is captured in a file, which the limit must not cut.
+  command += ") 2>&1 1>/dev/null | cat >&2; exit ${PIPESTATUS[0]}";
   return run({"/bin/bash", "-c", command}, {{"OMP_NUM_THREADS", "1"}}, 100);
 }
 

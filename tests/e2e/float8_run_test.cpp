@@ -211,9 +211,13 @@ TEST(Float8, SavesWeightsGatheredInFloat8InHighPrecision) {
     if (entry.path().extension() != ".safetensors") continue;
     ++num_files;
     std::ifstream file(entry.path(), std::ios::binary);
-    const std::string start((std::istreambuf_iterator<char>(file)), {});
-    EXPECT_THAT(start, HasSubstr("\"dtype\":\"F32\""));
-    for (const char* narrow : {"F8_E4M3", "F8_E5M2", "BF16"}) EXPECT_THAT(start, Not(HasSubstr(narrow)));
+    uint64_t num_bytes = 0;  // only the header, because weights may contain these letters by chance
+    file.read(reinterpret_cast<char*>(&num_bytes), sizeof num_bytes);
+    ASSERT_LT(num_bytes, std::filesystem::file_size(entry.path()));
+    std::string header(num_bytes, ' ');
+    file.read(header.data(), static_cast<std::streamsize>(num_bytes));
+    EXPECT_THAT(header, HasSubstr("\"dtype\":\"F32\""));
+    for (const char* narrow : {"F8_E4M3", "F8_E5M2", "BF16"}) EXPECT_THAT(header, Not(HasSubstr(narrow)));
   }
   EXPECT_EQ(num_files, 2);
   const auto resumed = train(folder / "resumed", words + Words{"--lr_scheduler.total_steps", "4"});
