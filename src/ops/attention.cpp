@@ -234,7 +234,8 @@ void for_each_tile(const Qkv& in, bool causal, Visit visit) {
 
 }  // namespace
 
-KernelResult run_attention_kernel(const Qkv& in, bool causal) {
+KernelResult run_attention_kernel(const Qkv& given, bool causal) {
+  const Qkv in = with_adjacent_features(given);
   if (in.q.is_cpu()) return flash_on_cpu(in, causal);
   switch (choose(in, causal)) {
     case SDPBackend::flash_attention:
@@ -248,8 +249,10 @@ KernelResult run_attention_kernel(const Qkv& in, bool causal) {
   }
 }
 
-Qkv run_attention_kernel_backward(const Tensor& grad, const Qkv& in, const KernelResult& result,
+Qkv run_attention_kernel_backward(const Tensor& given_grad, const Qkv& given, const KernelResult& result,
                                   bool causal) {
+  const Tensor grad = with_adjacent_features(given_grad);
+  const Qkv in = with_adjacent_features(given);
   if (in.q.is_cpu()) return flash_on_cpu_backward(grad, in, result, causal);
   switch (choose(in, causal)) {
     case SDPBackend::flash_attention:

@@ -15,7 +15,8 @@ inline QueriesKeysValues heads_first(const QueriesKeysValues& in) {
   return {heads_first(in.q), heads_first(in.k), heads_first(in.v)};
 }
 
-/// CPU kernels expect the features of a head to be adjacent; LibTorch's don't check it.
+/// Kernels expect the features of a head to be adjacent: LibTorch's for CPUs don't check it, those for GPUs
+/// refuse others.
 inline at::Tensor with_adjacent_features(const at::Tensor& x) {
   return x.stride(-1) == 1 ? x : x.contiguous();
 }

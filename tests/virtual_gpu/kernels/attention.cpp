@@ -21,6 +21,8 @@ struct Attention {
 Attention attend(const char* name, const Tensor& q, const Tensor& k, const Tensor& v,
                  const OptionalTensor& mask, bool is_causal, optional<double> scale) {
   const at::AutoDispatchBelowADInplaceOrView guard;
+  for (const Tensor& t : {q, k, v})  // as the real kernels check
+    TORCH_CHECK(t.stride(-1) == 1, name, ": Input tensor must have contiguous last dimension");
   Attention result{at::empty({q.size(0), q.size(2), q.size(1), v.size(3)}, q.options()).transpose(1, 2),
                    at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(at::kFloat))};
   StandIns memory(StandIns::Kind::cpu);
@@ -48,6 +50,7 @@ Gradients attend_backward(const char* name, const Tensor& grad, const Tensor& q,
                           const Tensor& v, const Attention& forward, const OptionalTensor& mask,
                           bool is_causal, optional<double> scale) {
   const at::AutoDispatchBelowADInplaceOrView guard;
+  TORCH_CHECK(grad.stride(-1) == 1, name, ": Input tensor must have contiguous last dimension");
   Gradients result{at::empty_like(q), at::empty_like(k), at::empty_like(v)};
   StandIns memory(StandIns::Kind::cpu);
   const auto cpu = [&](const Tensor& t) { return memory.stand_in(t); };
