@@ -180,14 +180,23 @@ void GradientCollector::add_lent(size_t slot, const std::vector<at::Tensor>& blo
     return;
   }
   add(slot, blocks.size() == 1 ? blocks[0] : at::cat(blocks), scale);
-  if (context_ && blocks.size() == 1)
-    context_->pool.release(blocks[0], dist::Stream::current(config_.device));
+  if (!context_) return;
+  const dist::Stream current = dist::Stream::current(config_.device);
+  for (const at::Tensor& block : blocks) context_->pool.release(block, current);
 }
 
-// The blocks keep their identity, so the head isn't concerned.
+// The blocks keep their identity, so the head isn't concerned. They move to buffers of the pool, because
+// add_lent releases them there.
 void GradientCollector::move_loan() {
+  const auto copy = [&](const at::Tensor& block) {
+    if (!context_) return block.clone();
+    const dist::Stream current = dist::Stream::current(config_.device);
+    return context_->pool.acquire(block.numel(), block.scalar_type(), current)
+        .view(block.sizes())
+        .copy_(block);
+  };
   for (const at::Tensor& block : std::exchange(lent_, {}))
-    if (block.use_count() > 1) block.set_data(block.clone());
+    if (block.use_count() > 1) block.set_data(copy(block));
 }
 
 void GradientCollector::add(size_t slot, const at::Tensor& grad, const at::Tensor& scale) {

@@ -55,7 +55,7 @@ void fully_shard_beside_any_device(std::initializer_list<nn::AnyRef> modules, co
 /// rank of the shard axis. The place isn't lent where it holds a gradient already, where it has another dtype,
 /// while it is lent (GPipe runs all forwards first), and where many ranks make small blocks, whose products
 /// would be slow; then the head gets a buffer of the pool. If the place is needed before the loan ends, the
-/// lent values move to memory of their own.
+/// lent values move to buffers of the pool.
 class GradientCollector {
  public:
   struct Config {
