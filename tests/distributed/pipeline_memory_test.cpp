@@ -84,8 +84,30 @@ Measured run(std::string_view schedule, int stages, size_t checkpointing = 0) {
           held_at_most(built.schedule(), meshes.pp.rank())};
 }
 
-// The size of one micro-batch on this rank, from GPipe, which holds all of them.
-double bytes_of_micro_batch() { return run("GPipe", world().size()).peak_bytes / kMicroBatches; }
+// The bytes of one micro-batch that wait for its backward, with its input, if each rank has one stage:
+// measured on this rank's stage without a runner or schedule.
+double bytes_of_micro_batch() {
+  const LlamaCase llama = model();
+  const Variant variant{{.pp = world().size()}, "GPipe", world().size(), kMicroBatches};
+  const train::Meshes meshes = train::build_meshes(world(), variant.dims);
+  const Stages built(llama, kFloat32, variant, meshes, {.ends = {.first = 0, .last = 0}});
+  const train::Stage& stage = built.stages().front();
+  const data::Batch batch = micro_batches_of(random_batch(llama, 1), kMicroBatches)[0];
+  const auto forward = [&] {
+    at::Tensor input = batch.input_BS;
+    if (stage.index > 0) {
+      const train::TensorType type = boundaries_of(llama, kFloat32, variant, 1)[0];
+      input = at::zeros(type.sizes, options_of(type.dtype)).requires_grad_();
+    }
+    const bool last = stage.index + 1 == variant.stages;
+    return (last ? stage.model->loss(input, batch.labels_BS, batch.valid_tokens) : stage.model->hidden(input))
+        .grad_fn();
+  };
+  forward();  // allocates the gradients that the loss head sums
+  const MemoryMeter meter;
+  const auto graph = forward();
+  return static_cast<double>(meter.bytes());
+}
 
 // Prints values in micro-batches, for each rank.
 void print_row(std::string_view schedule, double peak, double simulated, double held) {
@@ -109,7 +131,7 @@ TEST(PipelineMemory, MatchesTheSimulator) {
     const double of_stage = whole * world().size() / stages;
     const double expected = of_stage * measured.simulated.peak_live, held = of_stage * measured.held;
     EXPECT_LE(measured.peak_bytes, 1.15 * expected + layer) << traits.name;
-    EXPECT_LE(measured.peak_bytes, 1.02 * held + 1.2 * layer) << traits.name;
+    EXPECT_LE(measured.peak_bytes, 1.04 * held + 1.2 * layer) << traits.name;
     EXPECT_GE(measured.peak_bytes, 0.95 * expected) << traits.name;
     print_row(traits.name, measured.peak_bytes / whole, expected / whole, held / whole);
   }
