@@ -83,14 +83,19 @@ bool is_object(std::string_view line) {
   return line.starts_with('{') && parse_json(line, &problem).is_object() && problem.empty();
 }
 
-// Two lines with an object each; or one, which may be longer than `begin`, if the name says so.
-bool is_json_lines(const std::string& name, std::string_view begin) {
-  const bool is_named = name.ends_with(".jsonl") || name.ends_with(".ndjson");
+// Two lines with an object each, the second of which may be longer than `begin`; or one if the name says so.
+bool is_json_lines(const FileEntry& file, std::string_view begin) {
+  constexpr std::string_view kObject = "{\"";
+  const bool is_cut = std::ssize(begin) < file.size;
+  const bool is_named = file.name.ends_with(".jsonl") || file.name.ends_with(".ndjson");
   const size_t end = begin.find('\n');
-  if (end == begin.npos) return is_named && begin.starts_with("{\"");
+  if (end == begin.npos)
+    return (is_named || (is_cut && file.name.ends_with(".json"))) && begin.starts_with(kObject);
   if (!is_object(begin.substr(0, end))) return false;
-  const std::string_view second = begin.substr(end + 1, begin.find('\n', end + 1) - end - 1);
-  return is_named || is_object(second);
+  const size_t second_end = begin.find('\n', end + 1);
+  const std::string_view second = begin.substr(end + 1, second_end - end - 1);
+  const bool second_is_cut = is_cut && second_end == begin.npos;
+  return is_named || is_object(second) || (second_is_cut && second.starts_with(kObject));
 }
 
 const char* what_it_reads(const std::string& kind) {
@@ -126,7 +131,7 @@ std::string problem_with(const std::string& kind, const FileEntry& file, std::st
   if (is_tokens) return "";
   // The line of a NUL byte in JSON Lines is reported by their reader.
   if (is_binary(begin) && !(kind == "jsonl" && begin.starts_with('{'))) return "binary, not text";
-  if (kind == "text" && is_json_lines(file.name, begin))
+  if (kind == "text" && is_json_lines(file, begin))
     return "JSON Lines, of which only one member is text (training.dataset = \"jsonl\" reads it)";
   return "";
 }

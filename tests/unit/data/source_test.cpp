@@ -105,6 +105,11 @@ TEST_F(SourceTest, RefusesFilesThatArePlainlySomethingElse) {
   EXPECT_NE(refusal("text", folder_.write("a.jsonl", lines.substr(0, 8))).find("is JSON Lines"),
             std::string::npos);
   EXPECT_EQ(build("jsonl", folder_.path() / "a.txt")->size(), 2);
+  const std::string long_line = "{\"text\": \"" + std::string(20'000, 'a') + "\"}\n";
+  EXPECT_NE(refusal("text", folder_.write("long.txt", lines.substr(0, 16) + long_line)).find("is JSON Lines"),
+            std::string::npos);
+  EXPECT_NE(refusal("text", folder_.write("long.json", long_line + lines)).find("is JSON Lines"),
+            std::string::npos);
   EXPECT_NE(refusal("text", folder_.write("empty.txt", "")).find("has no text"), std::string::npos);
 }
 
