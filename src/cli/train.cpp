@@ -389,6 +389,20 @@ train::RunEnd run_trainer(const train::JobConfig& config, const dist::World& wor
   }
 }
 
+// A run that has done its work doesn't fail because of its last lines, for example if its working directory is
+// gone.
+void log_next_commands(const train::JobConfig& config, const dist::Launch& launch, int64_t last_step) {
+  NextStart next{.last_step = last_step, .ranks = ""};
+  if (launch.by == "titan") next.ranks = str(" --nproc ", launch.size);
+  if (launch.by == "titan" && launch.max_restarts > 0)
+    next.ranks += str(" --max-restarts ", launch.max_restarts);
+  try {
+    log::info(next_commands(config, next));
+  } catch (const std::exception& error) {
+    log::warning(str("the commands that report and continue this run can't be named: ", error.what()));
+  }
+}
+
 int run_rank(const train::JobConfig& config, const dist::Launch& launch, const train::CheckedFiles& checked) {
   keep_freed_memory();
   // cuBLAS reads it when its first handle is made.
@@ -413,9 +427,7 @@ int run_rank(const train::JobConfig& config, const dist::Launch& launch, const t
   }
   if (train::run_has_ended(config, world)) return 0;
   const train::RunEnd end = run_trainer(config, world, launch, checked, startup);
-  if (launch.rank == 0)
-    log::info(next_commands(
-        config, {.last_step = end.step, .ranks = launch.by == "titan" ? str(" --nproc ", launch.size) : ""}));
+  if (launch.rank == 0) log_next_commands(config, launch, end.step);
   // Stopped during its last validation: all steps are trained and saved.
   if (end.step >= config.training.steps) return 0;
   return code_after(end.stop);

@@ -53,7 +53,7 @@ int code_after_stop(const dist::Launch& launch, const train::StopCause& stop);
 /// How a run ended, and would start again.
 struct NextStart {
   int64_t last_step = 0;
-  std::string ranks;  ///< words of the command line: " --nproc 4"; "" with another launcher
+  std::string ranks;  ///< words of the command line: " --nproc 4 --max-restarts 2"; "" with another launcher
 };
 /// A run's folder, and commands for a shell that report, compare and resume it, for the end of its log.
 std::string next_commands(const train::JobConfig& config, const NextStart& next);

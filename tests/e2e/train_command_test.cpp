@@ -129,6 +129,30 @@ TEST(TrainCommand, EndsWithCommandsThatWorkWhenPasted) {
   EXPECT_THAT(second[2], HasSubstr(" --checkpoint.enable"));
 }
 
+TEST(TrainCommand, CommandToResumeKeepsTheRestarts) {
+  const fs::path folder = fresh_folder("run");
+  const CommandResult result =
+      try_train(model("2") + Words{"--job.dump_folder", folder.string(), "--checkpoint.enable", "--nproc",
+                                   "1", "--max-restarts", "2"});
+  EXPECT_EQ(result.status, 0) << result.err;
+  EXPECT_THAT(result.err, HasSubstr(" --nproc 1 --max-restarts 2"));
+}
+
+// The commands are relative to the working directory, which somebody removes during the run.
+TEST(TrainCommand, SucceedsIfItsLastLinesCantBeWritten) {
+  const fs::path folder = fresh_folder("run");
+  fs::create_directories(folder / "gone");
+  std::string command = "cd '" + (folder / "gone").string() + "'\n'" + titan_program() + "' train";
+  for (const std::string& word : model("1000000") + Words{"--job.dump_folder", (folder / "run").string()})
+    command += " '" + word + "'";
+  command +=
+      " &\nwhile kill -0 $! && [ ! -s ../run/metrics.jsonl ]; do sleep 0.05; done\n"
+      "rmdir ../gone; kill -TERM $!; wait $!";
+  const CommandResult result = run({"/bin/sh", "-c", command}, {{"OMP_NUM_THREADS", "1"}});
+  EXPECT_EQ(result.status, 0) << result.err;
+  EXPECT_THAT(result.err, HasSubstr("the commands that report and continue this run can't be named"));
+}
+
 TEST(TrainCommand, PrintedConfigReadsBack) {
   Words overrides = {"--optimizer.lr",       "1.25e-7", "--job.description", "a \"quoted\" word",
                      "--model.args.context", "3"};
