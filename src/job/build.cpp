@@ -300,14 +300,16 @@ Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on
   auto loader = in_span(log, "DataLoader.build", [&] {
     return build_loader(config, meshes, config.training, tokenizer, /*repeat=*/true);
   });
-  auto validation = in_span(log, "Validator.build", [&]() -> std::unique_ptr<TrainerPolicy> {
-    if (!config.validation.enable) return nullptr;
-    return std::make_unique<Validation>(
-        config.validation, build_loader(config, meshes, config.validation, tokenizer, /*repeat=*/false));
-  });
   int64_t tokens_per_epoch = 0;
   if (world.rank() == 0)
     tokens_per_epoch = report_data("training", loader, config.training.seq_len, config.training.steps);
+  auto validation = in_span(log, "Validator.build", [&]() -> std::unique_ptr<TrainerPolicy> {
+    if (!config.validation.enable) return nullptr;
+    auto set = build_loader(config, meshes, config.validation, tokenizer, /*repeat=*/false);
+    // It isn't repeated, so the number of steps says nothing of it.
+    if (world.rank() == 0) report_data("validation", set, config.validation.seq_len, /*steps=*/0);
+    return std::make_unique<Validation>(config.validation, std::move(set));
+  });
   auto [models, parameters, runner] = in_span(log, "model_parallelism_init", [&] {
     return build_models(config, meshes, loader.num_micro_batches());
   });

@@ -417,6 +417,13 @@ TEST(TrainCommand, ReportsHowMuchDataARunReads) {
   result = try_train(words + Words{"--training.dataset_path", (folder / "text.txt").string()});
   EXPECT_EQ(result.status, 0) << result.err;
   EXPECT_THAT(result.err, HasSubstr("about 2.6 % of the training data isn't valid UTF-8"));
+  std::ofstream(folder / "training.txt") << text;
+  result = try_train(words + Words{"--training.dataset_path", (folder / "training.txt").string(),
+                                   "--validation.enable", "--validation.dataset", "text",
+                                   "--validation.dataset_path", (folder / "text.txt").string()});
+  EXPECT_EQ(result.status, 0) << result.err;
+  EXPECT_THAT(result.err, AllOf(HasSubstr("validation data: 1 document"),
+                                HasSubstr("% of the validation data isn't valid UTF-8")));
   std::ofstream(folder / "empty.parquet");
   result = try_train(words +
                      Words{"--training.dataset_path", (folder / "empty.parquet").string(), "--nproc", "2"});
