@@ -355,7 +355,11 @@ struct Check {
     if (needs_path && use.path.empty())
       return report(use.key("dataset"),
                     str("needs ", use.key("dataset_path"), ": a file, a folder or a glob"));
+    const size_t before = problems.size();
     if ((needs_path || kind == "cpp_headers") && !use.path.empty()) check_path(use);
+    if (problems.size() > before) return;
+    judge(use.key("dataset_path"),
+          [&] { data::check_files(kind, {.path = use.path, .settings = config.data, .cache_folder = {}}); });
   }
 
   void check_recorded_shape(const DatasetUse& use, const std::array<int64_t, 3>& shape) {

@@ -60,6 +60,11 @@ TEST(TrainCommand, CheckReportsAllFindingsAndStartsNothing) {
   EXPECT_EQ(wrong.status, 2);
   EXPECT_THAT(wrong.err, AllOf(ContainsRegex("there is no .*nowhere"), HasSubstr("unknown data set"),
                                HasSubstr("SLURM"), HasSubstr("memory: the 1 rank(s)")));
+  std::ofstream(folder / "empty.parquet");
+  EXPECT_THAT(
+      check({"--training.dataset", "text", "--training.dataset_path", (folder / "empty.parquet").string()})
+          .err,
+      HasSubstr("is a Parquet file"));
   const CommandResult unwritable =
       try_train(model("2") + Words{"--check", "--job.dump_folder", (folder / "file" / "run").string()});
   EXPECT_EQ(unwritable.status, 2);

@@ -34,6 +34,9 @@ struct FileEntry {
 /// of `extensions` (all if it is empty) count. Throws ConfigError if there are none or one can't be read.
 std::vector<FileEntry> list_files(const std::string& path, const std::vector<std::string>& extensions);
 
+/// Throws what building the built-in source `kind` throws for the names, sizes and first bytes of its files.
+void check_files(const std::string& kind, const SourceRequest& request);
+
 int64_t total_bytes(const std::vector<FileEntry>& files);
 
 /// A hash of names, sizes and samples of the contents.

@@ -14,13 +14,19 @@ namespace {
 namespace fs = std::filesystem;
 using Extensions = config::StringList;
 
-/// The files that the request's path and extensions select; `usual` are the extensions unless the config sets
-/// some.
-std::vector<FileEntry> files_of(const char* kind, const SourceRequest& request, const Extensions& usual) {
+/// The extensions unless the config sets some.
+Extensions usual_extensions(std::string_view kind) {
+  if (kind == "jsonl") return {".jsonl", ".json"};
+  if (kind == "cpp_headers") return {".h", ".hpp", ".cuh"};
+  return {};
+}
+
+/// The files that the request's path and extensions select.
+std::vector<FileEntry> files_of(const std::string& kind, const SourceRequest& request) {
   if (request.path.empty())
     throw ConfigError(str("data set '", kind, "' needs training.dataset_path: a file, a folder or a glob"));
   const Extensions& extensions = request.settings.extensions;
-  auto files = list_files(request.path, extensions.empty() ? usual : extensions);
+  auto files = list_files(request.path, extensions.empty() ? usual_extensions(kind) : extensions);
   if (request.settings.check_contents) check_contents(kind, files);
   if (total_bytes(files) == 0)
     throw ConfigError(str("the data set '", kind, "' has no text: ", files[0].path.string(),
@@ -52,7 +58,7 @@ class TextSource : public Source {
 };
 
 std::shared_ptr<const Source> make_text(const SourceRequest& request) {
-  return std::make_shared<TextSource>(files_of("text", request, {}));
+  return std::make_shared<TextSource>(files_of("text", request));
 }
 
 /// Stops at the loaded library named libtorch_cpu.so.
@@ -76,7 +82,7 @@ fs::path torch_headers() {
 
 std::shared_ptr<const Source> make_cpp_headers(SourceRequest request) {
   if (request.path.empty()) request.path = torch_headers().string();
-  return std::make_shared<TextSource>(files_of("cpp_headers", request, {".h", ".hpp", ".cuh"}));
+  return std::make_shared<TextSource>(files_of("cpp_headers", request));
 }
 
 // ---- jsonl
@@ -115,7 +121,7 @@ class JsonlSource : public Source {
 
 std::shared_ptr<const Source> make_jsonl(const SourceRequest& request) {
   return std::make_shared<JsonlSource>(
-      LineIndexRequest{.files = files_of("jsonl", request, {".jsonl", ".json"}),
+      LineIndexRequest{.files = files_of("jsonl", request),
                        .text_field = request.settings.text_field,
                        .skip_bad_lines = request.settings.on_bad_line == "skip",
                        .cache_folder = request.cache_folder,
@@ -182,6 +188,11 @@ std::shared_ptr<const Source> make_synthetic(const SourceRequest& request) {
 }
 
 }  // namespace
+
+void check_files(const std::string& kind, const SourceRequest& request) {
+  const bool reads_files = kind == "text" || kind == "jsonl" || kind == "cpp_headers";
+  if (reads_files && !(kind == "cpp_headers" && request.path.empty())) files_of(kind, request);
+}
 
 // Large enough that every cut makes progress past a damaged character.
 constexpr double kSmallestPiece = 64;

@@ -281,6 +281,34 @@ TEST_F(JobConfigTest, DataPathsMustExist) {
   ASSERT_EQ(problem_of(TITAN_SOURCE_DIR "/docs/*.nothing").size(), 1u);
 }
 
+TEST_F(JobConfigTest, DataFilesMustBeWhatTheDataSetReads) {
+  const std::filesystem::path folder = std::filesystem::path(::testing::TempDir()) / "data_files";
+  std::filesystem::create_directories(folder / "texts");
+  const auto write = [&](const char* name, const std::string& contents) {
+    std::ofstream(folder / name, std::ios::binary) << contents;
+    return (folder / name).string();
+  };
+  const auto problem_of = [&](const std::string& kind, const std::string& path) {
+    const auto problems = problems_of({"--model.hf_assets_path", "bytes", "--model.args.vocab_size", "258",
+                                       "--training.dataset", kind, "--training.dataset_path", path},
+                                      1, JobFiles::Check);
+    return problems.size() == 1 ? problems[0] : str(problems.size(), " problems");
+  };
+  const std::string lines = "{\"text\": \"one\"}\n{\"text\": \"two\"}\n", noise(500, '\1');
+  for (const auto& [kind, path, what] : std::vector<std::array<std::string, 3>>{
+           {"text", write("a.parquet", ""), "is a Parquet file"},
+           {"jsonl", write("a.jsonl", noise), "is binary, not text"},
+           {"text", write("lines.txt", lines), "is JSON Lines"},
+           {"Text", write("empty.txt", ""), "is empty"},
+           {"jsonl", write("texts/a.txt", "text").substr(0, folder.string().size() + 6), "no files"}}) {
+    const std::string problem = problem_of(kind, path);
+    EXPECT_NE(problem.find("training.dataset_path"), std::string::npos) << problem;
+    EXPECT_NE(problem.find(what), std::string::npos) << problem;
+  }
+  EXPECT_EQ(problem_of("jsonl", (folder / "lines.txt").string()), "0 problems");
+  std::filesystem::remove_all(folder);
+}
+
 TEST_F(JobConfigTest, TokenizerMustFitTheModel) {
   auto problems = problems_of({"--model.hf_assets_path", "bytes"}, 1, JobFiles::Check);
   ASSERT_EQ(problems.size(), 1u);
