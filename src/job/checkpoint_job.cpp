@@ -2,6 +2,7 @@
 
 #include <limits>
 
+#include "checkpoint/format/stored_files.h"
 #include "job/build.h"
 #include "titan/checkpoint/hugging_face.h"
 #include "titan/checkpoint/manifest.h"
@@ -163,10 +164,9 @@ std::vector<std::string> misfits_of_source(const JobConfig& config, const Initia
   }
 }
 
-// The folder in use is an error. Doesn't make the folder.
+// The folder in use is an error. Changes nothing.
 void check_unused(const CheckpointSettings& settings, const fs::path& folder) {
-  std::error_code ignored;
-  if (!settings.load_only && fs::is_directory(folder, ignored)) checkpoint::FolderLock{folder};
+  if (!settings.load_only) checkpoint::detail::check_unlocked(folder);
 }
 
 }  // namespace

@@ -110,19 +110,22 @@ class LocalWriter : public Storage::Writer {
 
 class LockFile {
  public:
-  explicit LockFile(const fs::path& path)
-      : descriptor_(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666)) {
+  explicit LockFile(const fs::path& path) : LockFile(path, O_RDWR | O_CREAT) {
     if (descriptor_ < 0)
       throw Error(str("cannot lock: cannot open ", path.string(), ": ", errno_text(errno)));
   }
-  ~LockFile() { ::close(descriptor_); }
+  /// To look at. If it can't be opened, nothing holds it as far as this process can tell.
+  static LockFile existing(const fs::path& path) { return {path, O_RDONLY}; }
+  ~LockFile() {
+    if (descriptor_ >= 0) ::close(descriptor_);
+  }
   LockFile(const LockFile&) = delete;
   LockFile& operator=(const LockFile&) = delete;
 
-  // Returns 0 or the errno.
-  int try_lock() const {
+  // Returns 0 or the errno. `mode`: LOCK_EX, or LOCK_SH, which many may hold.
+  int try_lock(int mode = LOCK_EX) const {
     int result = 0;
-    do result = ::flock(descriptor_, LOCK_EX | LOCK_NB);
+    do result = ::flock(descriptor_, mode | LOCK_NB);
     while (result != 0 && errno == EINTR);
     return result == 0 ? 0 : errno;
   }
@@ -146,8 +149,16 @@ class LockFile {
   }
 
  private:
+  LockFile(const fs::path& path, int flags)
+      : descriptor_(::open(path.c_str(), flags | O_CLOEXEC | O_NOFOLLOW, 0666)) {}
+
   int descriptor_;
 };
+
+FolderInUse in_use(const fs::path& folder, const LockFile& file) {
+  return FolderInUse(str(folder.string(), " is being written to by ", file.holder(),
+                         "; a folder of checkpoints has one writer at a time"));
+}
 
 bool means_no_locks(int error) {
   return error == ENOLCK || error == EOPNOTSUPP || error == ENOSYS || error == EINVAL;
@@ -209,9 +220,7 @@ class LocalStorage : public Storage {
     sync_folders_above(folder);
     auto file = std::make_shared<LockFile>(folder / ".lock");
     const int error = file->try_lock();
-    if (error == EWOULDBLOCK)
-      throw FolderInUse(str(folder.string(), " is being written to by ", file->holder(),
-                            "; a folder of checkpoints has one writer at a time"));
+    if (error == EWOULDBLOCK) throw in_use(folder, *file);
     if (means_no_locks(error)) {
       warn_of_no_locks(folder, str(" (", errno_text(error), ")"));
       return nullptr;
@@ -280,6 +289,12 @@ void write_text(const fs::path& path, std::string_view text) {
   const auto bytes = std::as_bytes(std::span(text));
   file->write({&bytes, 1}, 0);
   file->finish();
+}
+
+void check_unlocked(const fs::path& folder) {
+  if (!is_local(folder)) return;
+  const LockFile file = LockFile::existing(folder / ".lock");
+  if (file.try_lock(LOCK_SH) == EWOULDBLOCK) throw in_use(folder, file);
 }
 
 Storage::Kind kind_of(const fs::path& path) { return storage_of(path).status(path).kind; }

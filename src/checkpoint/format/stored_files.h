@@ -59,6 +59,10 @@ void remove_quietly(const std::filesystem::path& path);
 std::unique_ptr<Storage::Writer> local_writer(const std::filesystem::path& path, int64_t num_bytes,
                                               FileCalls calls = {});
 
+/// Throws FolderInUse as Storage::lock does, but leaves nothing behind: no folder, no lock, no new holder. On
+/// storage that isn't local, does nothing.
+void check_unlocked(const std::filesystem::path& folder);
+
 /// 32 hexadecimal digits.
 std::string random_id();
 /// "titan 0.1.0, torch 2.11.0"

@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <fstream>
 
+#include "checkpoint/format/stored_files.h"
 #include "core/file.h"
 #include "temp_folder.h"
 #include "titan/checkpoint/step_folder.h"
@@ -64,6 +65,31 @@ TEST(FolderLock, AllowsOneWriterAtATime) {
     EXPECT_THAT(try_to_lock(steps), HasSubstr("is being written to"));  // in this process too
   }
   EXPECT_EQ(in_child([&] { return try_to_lock(steps); }).message, "held");
+}
+
+TEST(FolderLock, CanBeLookedForWithoutATrace) {
+  const TempFolder folder;
+  detail::check_unlocked(folder / "nowhere");
+  EXPECT_FALSE(fs::exists(folder / "nowhere"));
+  {
+    const FolderLock lock(folder.path());
+    const auto other = in_child([&]() -> std::string {
+      try {
+        detail::check_unlocked(folder.path());
+        return "unlocked";
+      } catch (const FolderInUse& error) {
+        return error.what();
+      }
+    });
+    EXPECT_THAT(other.message, HasSubstr(str("is being written to by process ", getpid(), " on ", host())));
+  }
+  in_child([&] {
+    detail::check_unlocked(folder.path());
+    return std::string();
+  });
+  EXPECT_EQ(read_file(folder / ".lock"), str("process ", getpid(), " on ", host(), "\n"));
+  detail::check_unlocked(folder.path());
+  EXPECT_EQ(try_to_lock(folder.path()), "held");
 }
 
 TEST(FolderLock, IsReleasedWhenTheProcessIsKilled) {
