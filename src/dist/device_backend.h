@@ -125,6 +125,11 @@ DeviceBackend* device_backend();
 /// Whether the driver shows a GPU and CUDA_VISIBLE_DEVICES doesn't hide it. Touches no CUDA library.
 bool gpu_visible();
 
+struct InitOptions;
+/// Throws ConfigError as init() does, on a host with `local_size` ranks, if it lacks the GPUs for the device and
+/// the backend in `options`.
+void check_devices(const InitOptions& options, int local_size);
+
 /// A warning that the job runs on the CPU although a GPU is visible, because the plugin wasn't built; empty
 /// otherwise. `wanted`: InitOptions::device. `plugin`: its file, which may not exist.
 std::string missing_plugin_warning(const std::string& wanted, bool gpu_visible,

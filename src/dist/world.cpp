@@ -183,13 +183,16 @@ std::string choose_backend(const InitOptions& options, const DeviceBackend* devi
   return options.backend;
 }
 
+void check_num_devices(const std::string& backend, int local_size, int num_devices) {
+  if (backend == "nccl" && local_size > num_devices)
+    throw ConfigError(str(local_size, " ranks on a host with ", num_devices,
+                          " visible GPUs: NCCL needs one GPU per rank (gloo lets ranks share one)"));
+}
+
 void choose_device(World::Impl& world) {
   if (!world.devices) return;
   const int num_devices = world.devices->num_devices();
-  if (world.backend == "nccl" && world.launch.local_size > num_devices) {
-    throw ConfigError(str(world.launch.local_size, " ranks on a host with ", num_devices,
-                          " visible GPUs: NCCL needs one GPU per rank (gloo lets ranks share one)"));
-  }
+  check_num_devices(world.backend, world.launch.local_size, num_devices);
   const int index = world.launch.local_rank % num_devices;
   world.devices->set_device(index);
   world.device = c10::Device(world.devices->device_type(), static_cast<c10::DeviceIndex>(index));
@@ -228,6 +231,13 @@ void wait_for_reports(c10d::Store& store, int num_ranks) {
 }
 
 }  // namespace
+
+void check_devices(const InitOptions& options, int local_size) {
+  if (options.backend == "fake") return;
+  const DeviceBackend* const devices = choose_devices(options, /*rank=*/0);
+  const std::string backend = choose_backend(options, devices);
+  if (devices) check_num_devices(backend, local_size, devices->num_devices());
+}
 
 World init(const InitOptions& options) {
   install_crash_handler();

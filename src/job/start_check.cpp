@@ -56,6 +56,10 @@ class StartCheck {
     report.facts.push_back(train::find_start(config_, parameters(model->root()), report.problems));
   }
 
+  void check_devices() {
+    dist::check_devices({.backend = config_.comm.backend, .device = config_.training.device}, world_size_);
+  }
+
   void build_model() {
     const DryRun run(config_, world_size_);
     const ModelSizes sizes = config_.spec().sizes(config_.args());
@@ -111,6 +115,7 @@ StartReport check_start(const JobConfig& config, const config::Origins& origins,
   if (!settings.judge([&] { check_job(config, origins, world_size, JobFiles::Ignore); })) return check.report;
   if (!check.judge([&] { check.build_model(); })) return check.report;
   check.judge([&] { check.find_start(); });
+  if (all_here) check.judge([&] { check.check_devices(); });
   check.estimate_memory(all_here);
   return check.report;
 }

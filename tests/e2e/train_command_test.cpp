@@ -65,6 +65,7 @@ TEST(TrainCommand, CheckReportsAllFindingsAndStartsNothing) {
       check({"--training.dataset", "text", "--training.dataset_path", (folder / "empty.parquet").string()})
           .err,
       HasSubstr("is a Parquet file"));
+  if (!tests_on_gpu()) EXPECT_THAT(check({"--comm.backend", "nccl"}).err, HasSubstr("nccl' needs a GPU"));
   const CommandResult unwritable =
       try_train(model("2") + Words{"--check", "--job.dump_folder", (folder / "file" / "run").string()});
   EXPECT_EQ(unwritable.status, 2);

@@ -24,4 +24,13 @@ for layout in "" "--parallelism.tensor_parallel_degree=2" "--parallelism.context
     failed=1
   fi
 done
+# Three ranks on two GPUs are refused before they start.
+check=("$source_folder/scripts/virtual_gpus.sh" 2 -- "$titan" train "$source_folder/configs/llama3_debug.toml" --nproc 3 --check)
+status=0
+"${check[@]}" >"$folder.check" 2>&1 || status=$?
+if [ $status != 2 ] || ! grep -q "NCCL needs one GPU per rank" "$folder.check"; then
+  echo "three ranks on two GPUs pass the check before the start:"
+  cat "$folder.check"
+  failed=1
+fi
 exit $failed
