@@ -123,6 +123,7 @@ class CallChecker {
 
  private:
   void wait_for_members(c10d::Work& gather, const CallRecord& call) const;
+  void check_elsewhere(c10d::Work& gather, const CallRecord& call) const;
   std::string key_of(int from, int to, uint64_t sequence) const;
 
   c10::intrusive_ptr<c10d::Store> store_;

@@ -171,6 +171,31 @@ CallChecker::CallChecker(const GroupSpec& spec, std::vector<int> ranks, std::sha
       timeout_ms_(spec.timeout.count()),
       waiting_(std::move(waiting)) {}
 
+namespace {
+
+constexpr auto kLongestPause = std::chrono::milliseconds(5);
+
+// Counts pauses rather than time, which also passes while this process stands still.
+bool completes_soon(c10d::Work& gather) {
+  for (int pause = 0; pause < 60 && !gather.isCompleted(); ++pause)
+    std::this_thread::sleep_for(kLongestPause);
+  return gather.isCompleted();
+}
+
+}  // namespace
+
+// After this process has stood still, a gather that its peers have finished is incomplete for a moment, while
+// they rightly wait for this rank in their next calls. So it looks again before it reports them.
+void CallChecker::check_elsewhere(c10d::Work& gather, const CallRecord& call) const {
+  std::string others = waiting_->elsewhere(call, /*only_for_me=*/true);
+  while (!others.empty() && !completes_soon(gather)) {
+    const std::string before = std::exchange(others, waiting_->elsewhere(call, /*only_for_me=*/true));
+    if (others == before && !gather.isCompleted())
+      throw CallMismatch(
+          str(kMismatch, "rank ", waiting_->rank(), " calls ", words_with_group(call), others));
+  }
+}
+
 // Looks at the other ranks' calls less and less often, because a store serves all ranks. Background threads
 // take no part: while one waits, the rank's main thread may reach any other call.
 void CallChecker::wait_for_members(c10d::Work& gather, const CallRecord& call) const {
@@ -181,13 +206,10 @@ void CallChecker::wait_for_members(c10d::Work& gather, const CallRecord& call) c
       std::chrono::seconds(1), std::chrono::milliseconds(timeout_ms_) / 4);
   auto next_look = Clock::now() + until_look;
   auto pause = std::chrono::microseconds(20);
-  for (; !gather.isCompleted(); pause = std::min(2 * pause, std::chrono::microseconds(5000))) {
+  for (; !gather.isCompleted(); pause = std::min<std::chrono::microseconds>(2 * pause, kLongestPause)) {
     if (Clock::now() >= next_look) {
       waiting_->show(call);
-      const std::string others = waiting_->elsewhere(call, /*only_for_me=*/true);
-      if (!others.empty())
-        throw CallMismatch(
-            str(kMismatch, "rank ", waiting_->rank(), " calls ", words_with_group(call), others));
+      check_elsewhere(gather, call);
       until_look *= 2;
       next_look = Clock::now() + until_look;
     }
