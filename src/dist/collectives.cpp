@@ -213,8 +213,7 @@ struct Work::State {
 
   [[noreturn]] void fail(const std::exception& error) const {
     recorder->finish(number, CallState::Failed);
-    std::string message = str(name_of(call.op), " #", call.sequence, " in group '", call.group->name,
-                              "' failed on its rank ", group_rank, " of ", group_size, " (");
+    std::string message = str(call.failure(), " on its rank ", group_rank, " of ", group_size, " (");
     if (*call.phase) message += str(call.phase, *call.module ? " " : "", call.module, ", ");
     if (call.peer >= 0)
       message += str("peer ", call.peer, ", which is rank ", peer_in_world, " of the job, ");

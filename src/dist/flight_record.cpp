@@ -92,6 +92,10 @@ std::string CallRecord::describe() const {
   return text + str(" (", phase, *module ? " " : "", module, ")");
 }
 
+std::string CallRecord::failure() const {
+  return str(name_of(op), " #", sequence, group ? str(" in group '", group->name, '\'') : "", " failed");
+}
+
 BackgroundCalls::BackgroundCalls() : before_(std::exchange(is_background, true)) {}
 BackgroundCalls::~BackgroundCalls() { is_background = before_; }
 bool BackgroundCalls::active() noexcept { return is_background; }

@@ -91,6 +91,8 @@ struct CallRecord {
   void set_label(std::string_view phase_text, std::string_view module_text);
   /// "all_gather #12 of group 'dp_shard' (fsdp::all_gather layers.3)"
   std::string describe() const;
+  /// The beginning of its error: "all_gather #12 in group 'dp_shard' failed".
+  std::string failure() const;
 };
 static_assert(std::is_trivially_copyable_v<CallRecord>);
 

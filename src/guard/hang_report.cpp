@@ -130,9 +130,9 @@ const Failure& cause_among(const std::vector<Failure>& failures) {
   if (cause == failures.end()) return failures.front();
   const int named = first_rank_named(cause->text);
   for (auto other = failures.begin(); other != failures.end(); ++other) {
-    if (other->is_about_peer) continue;
+    if (other->is_about_peer || other->text != cause->text) continue;
     if (other->rank == named) return *other;
-    if (other->text == cause->text && other->rank < cause->rank) cause = other;
+    if (other->rank < cause->rank) cause = other;
   }
   return *cause;
 }
@@ -269,12 +269,14 @@ void end_process_after(std::chrono::seconds limit) {
   alarm(static_cast<unsigned>(limit.count()));
 }
 
-bool has_failed_call(const FlightRecorder& recorder) {
+bool is_error_of_call(const std::string& error, const FlightRecorder& recorder) {
   // A number that has left the ring isn't read.
   const uint64_t num_calls = recorder.num_calls();
   CallRecord call;
   for (uint64_t back = 1; back <= std::min<uint64_t>(num_calls, FlightRecorder::kLeastSlots); ++back)
-    if (recorder.read(num_calls - back, call) && call.state == CallState::Failed) return true;
+    if (recorder.read(num_calls - back, call) && call.state == CallState::Failed &&
+        error.find(call.failure()) != std::string::npos)
+      return true;
   return false;
 }
 

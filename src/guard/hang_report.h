@@ -57,8 +57,8 @@ struct FailureScene {
   std::string first_rank_last_words;
 };
 
-/// Whether one of this rank's last calls failed.
-bool has_failed_call(const FlightRecorder& recorder);
+/// Whether this is the error of one of this rank's last calls, possibly within a longer text.
+bool is_error_of_call(const std::string& error, const FlightRecorder& recorder);
 
 /// Returns the same line on all ranks that fail. Blocks as long as the store does; otherwise returns within
 /// kExplainsWithin.

@@ -238,7 +238,7 @@ class Watchdog::Impl {
     FailureScene scene{.rank = world_.rank(),
                        .size = world_.size(),
                        .failure = on_one_line(failure),
-                       .is_about_peer = has_failed_call(world_.recorder()),
+                       .is_about_peer = is_error_of_call(failure, world_.recorder()),
                        .connect = connect_,
                        .records = records_ ? records_->folder() : "",
                        .record_request = inbox.record_request,

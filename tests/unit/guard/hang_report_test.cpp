@@ -6,8 +6,11 @@
 #include <unistd.h>
 #include <csignal>
 #include <fstream>
+#include <future>
 #include <sstream>
 #include <thread>
+
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "core/threads.h"
 #include "dist/flight_record.h"
@@ -89,6 +92,39 @@ TEST(ExplainAlone, NamesTheRankThatReportedAnErrorOfItsOwn) {
   scene.is_about_peer = false;
   EXPECT_EQ(explain_alone(scene, "the store is gone").text,
             "rank 1 failed: connection closed; the store is gone");
+}
+
+TEST(ErrorOfCall, IsRecognizedWithinALongerText) {
+  FlightRecorder recorder(4);
+  CallRecord call;
+  call.group = recorder.add_group("dp", "", {0, 1});
+  recorder.start(call);
+  recorder.finish(recorder.start(call), CallState::Finished);
+  EXPECT_FALSE(is_error_of_call(call.failure(), recorder));
+  recorder.finish(recorder.start(call), CallState::Failed);
+  EXPECT_TRUE(is_error_of_call("step 3: " + call.failure() + " on its rank 0 of 2", recorder));
+  EXPECT_FALSE(is_error_of_call("no space", recorder)) << "the failed call had no consequences";
+}
+
+// Rank 1's error names rank 0, which fails for a reason of its own.
+TEST(ExplainFailure, KeepsAnErrorThatNamesARankWithAnotherError) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const auto scene_of = [store](int rank, const std::string& failure) {
+    FailureScene scene;
+    scene.rank = rank;
+    scene.size = 2;
+    scene.failure = failure;
+    scene.connect = [store] { return store; };
+    return scene;
+  };
+  auto first = std::async(std::launch::async, [&] {
+    return explain_failure(scene_of(1, "the file of rank 0 is damaged"));
+  });
+  for (int look = 0; look < 1000 && store->add("failures", 0) == 0; ++look) std::this_thread::sleep_for(10ms);
+  const Explanation why = explain_failure(scene_of(0, "no space"));
+  EXPECT_EQ(why.text, "rank 1 failed: the file of rank 0 is damaged");
+  EXPECT_EQ(why.told_by, 1);
+  EXPECT_EQ(first.get().text, why.text);
 }
 
 TEST(OpenCall, IncludesTheCheckpointersOnlyDuringSavesAndLoads) {
