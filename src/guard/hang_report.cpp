@@ -75,11 +75,9 @@ constexpr const char* kNumFailuresKey = "failures";
 constexpr const char* kExplanationKey = "explanation";
 constexpr const char* kReadKey = "explanations_read";
 
-constexpr auto kExplanationLimit = 6s;
-// Time to join the records once they are read, which takes half as long as reading.
-constexpr auto kJoinLimit = 1s;
+constexpr auto kExplanationLimit = 4500ms;
 constexpr auto kReadLimit = 1s;
-static_assert(1s + kExplanationLimit + kReadLimit <= kExplainsWithin);
+static_assert(kExplanationLimit + kReadLimit <= kFindsCauseWithin);
 
 struct Failure {
   int rank = 0;
@@ -179,7 +177,9 @@ Cause find_cause(c10d::Store& store, const FailureScene& scene) {
   const bool is_lost = !text.empty();
   auto failures = read_failures(store);
   if (!is_lost && cause_among(failures).is_about_peer && !scene.records.empty()) {
-    text = flight_summary(scene.records, {.all_ranks_live = true, .end = end - kJoinLimit});
+    // Joining the records takes half as long as reading them.
+    const auto for_joining = (end - Clock::now()) / 3;
+    text = flight_summary(scene.records, {.all_ranks_live = true, .end = end - for_joining});
     failures = read_failures(store);  // the error of a rank that took long to clean up
   }
   const Failure& cause = cause_among(failures);
@@ -199,7 +199,7 @@ Cause wait_for_explanation(c10d::Store& store) {
   while (!store.check({kExplanationKey})) {
     if (Clock::now() > end)
       return {str("the first rank to report a failure didn't find the cause within ",
-                  kExplanationLimit.count(), " s"),
+                  std::chrono::duration<double>(kExplanationLimit).count(), " s"),
               -1};
     std::this_thread::sleep_for(20ms);
   }

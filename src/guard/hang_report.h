@@ -42,6 +42,17 @@ void leave_files(const HangFiles& files, SideThread& thread, std::chrono::millis
 /// From now on the process ends by itself after `limit`, with kHungExitCode, whatever its threads wait for.
 void end_process_after(std::chrono::seconds limit);
 
+/// Longest wait of a failing rank for its own record.
+inline constexpr std::chrono::milliseconds kRecordWithin{1000};
+
+/// Launchers report the first rank to end as the one that failed, so ranks that aren't to blame end this much
+/// later.
+inline constexpr std::chrono::milliseconds kCulpritsFirst{1500};
+
+/// The part of kExplainsWithin that these two leave for finding the cause.
+inline constexpr std::chrono::milliseconds kFindsCauseWithin =
+    kExplainsWithin - kRecordWithin - kCulpritsFirst;
+
 /// Prefix of the reason in records that are written because a rank failed.
 inline constexpr const char* kFailureOf = "failure of ";
 
@@ -61,7 +72,7 @@ struct FailureScene {
 bool is_error_of_call(const std::string& error, const FlightRecorder& recorder);
 
 /// Returns the same line on all ranks that fail. Blocks as long as the store does; otherwise returns within
-/// kExplainsWithin.
+/// kFindsCauseWithin.
 Explanation explain_failure(const FailureScene& scene);
 
 /// The explanation of a rank that cannot ask the others: `known` says why.

@@ -37,11 +37,6 @@ using Clock = std::chrono::steady_clock;
 // Time for this rank's files, then for those of all ranks: the first rank to end may end the others with it.
 constexpr auto kFilesWithin = 2s;
 constexpr auto kAllFilesWithin = 3s;
-constexpr auto kRecordWithin = 1s;
-
-// Launchers report the first rank to end as the one that failed, so ranks that aren't to blame end this much
-// later.
-constexpr auto kCulpritsFirst = 1500ms;
 
 constexpr auto kLookForRequests = 500ms;
 
@@ -254,11 +249,13 @@ class Watchdog::Impl {
       const BackgroundCalls background;
       *found = explain_failure(scene);
     };
-    if (!within(kExplainsWithin - kRecordWithin, explain_it))
+    if (!within(kFindsCauseWithin, explain_it))
       return explain_alone(
           scene,
-          "no rank is known to be lost: within 8 s neither the job's store, which rank 0 or its "
-          "launcher keeps, nor the ranks' records say why");
+          str("no rank is known to be lost: within ",
+              std::chrono::duration<double>(kFindsCauseWithin).count(),
+              " s neither the job's store, which rank 0 or its launcher keeps, nor the ranks' records say "
+              "why"));
     if (found->told_by >= 0 && found->told_by != scene.rank) std::this_thread::sleep_for(kCulpritsFirst);
     return *found;
   }

@@ -117,14 +117,27 @@ TEST(ExplainFailure, KeepsAnErrorThatNamesARankWithAnotherError) {
     scene.connect = [store] { return store; };
     return scene;
   };
-  auto first = std::async(std::launch::async, [&] {
-    return explain_failure(scene_of(1, "the file of rank 0 is damaged"));
-  });
+  auto first = std::async(std::launch::async,
+                          [&] { return explain_failure(scene_of(1, "the file of rank 0 is damaged")); });
   for (int look = 0; look < 1000 && store->add("failures", 0) == 0; ++look) std::this_thread::sleep_for(10ms);
   const Explanation why = explain_failure(scene_of(0, "no space"));
   EXPECT_EQ(why.text, "rank 1 failed: the file of rank 0 is damaged");
   EXPECT_EQ(why.told_by, 1);
   EXPECT_EQ(first.get().text, why.text);
+}
+
+// Another rank has reported a failure first, and doesn't say what it found.
+TEST(ExplainFailure, LeavesTheCulpritTimeToEndFirst) {
+  FailureScene scene;
+  scene.rank = 1;
+  scene.size = 2;
+  scene.failure = "connection closed";
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  scene.connect = [store] { return store; };
+  store->add("failures", 1);
+  const auto start = std::chrono::steady_clock::now();
+  EXPECT_THAT(explain_failure(scene).text, ::testing::HasSubstr("didn't find the cause within 4.5 s"));
+  EXPECT_LT(std::chrono::steady_clock::now() - start, kExplainsWithin - kRecordWithin - kCulpritsFirst);
 }
 
 TEST(OpenCall, IncludesTheCheckpointersOnlyDuringSavesAndLoads) {
