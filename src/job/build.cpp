@@ -199,18 +199,24 @@ data::InTurn turns(const dist::World& world) {
 
 // `table`: [training] or [validation].
 template <class Table>
-data::DataLoader build_loader(const JobConfig& config, const Meshes& meshes, const Table& table,
-                              const std::shared_ptr<const data::Tokenizer>& tokenizer, bool repeat) {
+data::FeedRequest feed_of(const JobConfig& config, const Table& table,
+                          const std::shared_ptr<const data::Tokenizer>& tokenizer, bool repeat) {
   data::DataSettings settings = config.data;
   if (!settings.seed) settings.seed = config.debug.seed;
   const std::filesystem::path cache = settings.cache_folder;
-  const data::FeedRequest feed{
-      .dataset = table.dataset,
-      .source = {table.dataset_path.value_or(""), settings,
-                 cache.empty() ? dump_folder(config) / "data_cache" : cache, turns(meshes.world.world())},
-      .tokenizer = table.dataset == kStoredTokens ? nullptr : tokenizer,
-      .model_vocab_size = config.spec().sizes(config.args()).vocab_size,
-      .repeat = repeat};
+  return {.dataset = table.dataset,
+          .source = {table.dataset_path.value_or(""), settings,
+                     cache.empty() ? dump_folder(config) / "data_cache" : cache},
+          .tokenizer = table.dataset == kStoredTokens ? nullptr : tokenizer,
+          .model_vocab_size = config.spec().sizes(config.args()).vocab_size,
+          .repeat = repeat};
+}
+
+template <class Table>
+data::DataLoader build_loader(const JobConfig& config, const Meshes& meshes, const Table& table,
+                              const std::shared_ptr<const data::Tokenizer>& tokenizer, bool repeat) {
+  data::FeedRequest feed = feed_of(config, table, tokenizer, repeat);
+  feed.source.in_turn = turns(meshes.world.world());
   data::LoaderOptions options{.dp_rank = meshes.dp_rank(),
                               .dp_size = meshes.dp_degree(),
                               .global_batch_size = table.global_batch_size,
@@ -257,6 +263,11 @@ int64_t report_data(const char* name, const data::DataLoader& loader, int64_t se
 }
 
 }  // namespace
+
+data::FeedRequest training_feed(const JobConfig& config,
+                                const std::shared_ptr<const data::Tokenizer>& tokenizer) {
+  return feed_of(config, config.training, tokenizer, /*repeat=*/true);
+}
 
 std::filesystem::path record_folder(const JobConfig& config) {
   const CheckpointSettings& checkpoint = config.checkpoint;

@@ -13,6 +13,7 @@
 #include "dist/environment.h"
 #include "job/job_config.h"
 #include "observe/profiling.h"
+#include "titan/data/feed.h"
 #include "titan/dist/world.h"
 #include "titan/float8/convert.h"
 #include "titan/guard/watchdog.h"
@@ -89,9 +90,14 @@ std::optional<int64_t> end_of_run(const JobConfig& config);
 bool run_has_ended(const JobConfig& config, const dist::World& world);
 
 /// Where a start would begin: "resumes from FOLDER/step-500". Adds to `problems` why it couldn't load that
-/// into `parameters`, those of the whole model. Reads headers only, in this process.
+/// into `parameters`, those of the whole model, or continue its data. Reads headers and samples only, in this
+/// process. `checked`: what check_job returned; unset: it failed, so the data aren't compared.
 std::string find_start(const JobConfig& config, const std::vector<Parameter>& parameters,
-                       std::vector<std::string>& problems);
+                       const std::optional<CheckedFiles>& checked, std::vector<std::string>& problems);
+
+/// The training data. `tokenizer`: may be null for stored tokens.
+data::FeedRequest training_feed(const JobConfig& config,
+                                const std::shared_ptr<const data::Tokenizer>& tokenizer);
 
 /// How `launch`'s ranks keep states in the hosts' memory; nullopt: they don't. Throws ConfigError if the
 /// settings ask for such states and no launcher restarts the ranks.

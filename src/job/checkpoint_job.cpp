@@ -1,8 +1,13 @@
 // Checkpoints of a job, from its settings.
 
+#include <algorithm>
 #include <limits>
+#include <set>
+
+#include <c10/util/StringUtil.h>
 
 #include "checkpoint/format/stored_files.h"
+#include "data/feed/feeds.h"
 #include "job/build.h"
 #include "titan/checkpoint/hugging_face.h"
 #include "titan/checkpoint/manifest.h"
@@ -12,6 +17,8 @@
 #include "titan/config/load.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
+#include "titan/data/loader.h"
+#include "titan/optim/optimizer.h"
 #include "titan/train/model_spec.h"
 
 namespace titan::train {
@@ -164,6 +171,48 @@ std::vector<std::string> misfits_of_source(const JobConfig& config, const Initia
   }
 }
 
+bool is_excluded(const JobConfig& config, const std::string& key) {
+  return std::ranges::count(config.checkpoint.exclude_from_loading, key) > 0;
+}
+
+// The optimizer keeps tensors of the same names for all parameters.
+std::string optimizer_misfit(const JobConfig& config, const checkpoint::Manifest& manifest) {
+  const std::vector<std::string>& kept = optim::optimizers().get(config.optimizer.name).state;
+  std::set<std::string> saved, own(kept.begin(), kept.end());
+  own.insert("step");
+  for (const checkpoint::StateTensor& tensor : manifest.table.tensors())
+    if (tensor.name.starts_with("optimizer.")) saved.insert(tensor.name.substr(tensor.name.rfind('.') + 1));
+  if (saved.empty() || saved == own) return "";  // a seed checkpoint has none
+  return str("was saved with another optimizer, which keeps ", c10::Join(", ", saved), "; ",
+             config.optimizer.name, " keeps ", c10::Join(", ", own));
+}
+
+std::string data_misfit(const JobConfig& config, const checkpoint::Manifest& manifest,
+                        const CheckedFiles& checked) {
+  const auto saved = manifest.texts.find("dataloader");
+  if (saved == manifest.texts.end()) return "";
+  const std::string difference = data::quick_difference(
+      training_feed(config, checked.tokenizer), data::loader_state_from_json(saved->second).feed_fingerprint);
+  return difference.empty() ? "" : "the data have changed since the state was saved: " + difference;
+}
+
+// The reasons why a state that is loaded whole doesn't fit, besides those of its model.
+std::vector<std::string> misfits_of_rest(const JobConfig& config, const fs::path& step_folder,
+                                         const std::optional<CheckedFiles>& checked) {
+  if (!checkpoint::quick_problems(step_folder).empty()) return {};
+  const checkpoint::Manifest manifest = checkpoint::read_manifest(step_folder);
+  std::vector<std::string> problems;
+  const auto add = [&](const std::string& problem, const char* key) {
+    if (!problem.empty())
+      problems.push_back(str(step_folder.string(), ": ", problem, " (checkpoint.exclude_from_loading = [\"",
+                             key, "\"] leaves its state out)"));
+  };
+  if (!is_excluded(config, "optimizer")) add(optimizer_misfit(config, manifest), "optimizer");
+  if (checked && !is_excluded(config, "dataloader"))
+    add(data_misfit(config, manifest, *checked), "dataloader");
+  return problems;
+}
+
 // The folder in use is an error. Changes nothing.
 void check_unused(const CheckpointSettings& settings, const fs::path& folder) {
   if (!settings.load_only) checkpoint::detail::check_unlocked(folder);
@@ -172,7 +221,7 @@ void check_unused(const CheckpointSettings& settings, const fs::path& folder) {
 }  // namespace
 
 std::string find_start(const JobConfig& config, const std::vector<Parameter>& parameters,
-                       std::vector<std::string>& problems) {
+                       const std::optional<CheckedFiles>& checked, std::vector<std::string>& problems) {
   const CheckpointSettings& settings = config.checkpoint;
   if (!settings.enable) return "starts with random weights (checkpoint.enable = false)";
   const fs::path folder = steps_folder(config);
@@ -188,6 +237,9 @@ std::string find_start(const JobConfig& config, const std::vector<Parameter>& pa
   if (choice.step) source = {InitialKind::Step, checkpoint::step_path(folder, *choice.step)};
   for (std::string& problem : misfits_of_source(config, source, parameters))
     problems.push_back(std::move(problem));
+  if (choice.step)
+    for (std::string& problem : misfits_of_rest(config, source.path, checked))
+      problems.push_back(std::move(problem));
   if (source.kind == InitialKind::None) return "starts with random weights";
   return str(choice.step ? "resumes from " : "starts with the weights of ", source.path.string());
 }

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <filesystem>
+#include <optional>
 
 #include "core/process.h"
 #include "core/units.h"
@@ -49,11 +50,11 @@ class StartCheck {
                                                                         "make files")));
   }
 
-  void find_start() {
+  void find_start(const std::optional<CheckedFiles>& checked) {
     const auto model = config_.spec().build(
         config_.args(), {.construct = deferred(at::kMeta, scalar_type(config_.training.dtype)),
                          .seq_len = config_.training.seq_len});
-    report.facts.push_back(train::find_start(config_, parameters(model->root()), report.problems));
+    report.facts.push_back(train::find_start(config_, parameters(model->root()), checked, report.problems));
   }
 
   void check_devices() {
@@ -108,13 +109,14 @@ class StartCheck {
 StartReport check_start(const JobConfig& config, const config::Origins& origins, int world_size,
                         bool all_here) {
   StartCheck check(config, origins, world_size);
-  check.judge([&] { check_job(config, origins, world_size, JobFiles::Check); });
+  std::optional<CheckedFiles> checked;
+  check.judge([&] { checked = check_job(config, origins, world_size, JobFiles::Check); });
   check.check_dump_folder();
   // A model with wrong sizes or degrees can't be built.
   StartCheck settings(config, origins, world_size);
   if (!settings.judge([&] { check_job(config, origins, world_size, JobFiles::Ignore); })) return check.report;
   if (!check.judge([&] { check.build_model(); })) return check.report;
-  check.judge([&] { check.find_start(); });
+  check.judge([&] { check.find_start(checked); });
   if (all_here) check.judge([&] { check.check_devices(); });
   check.estimate_memory(all_here);
   return check.report;

@@ -48,6 +48,12 @@ TEST(CustomOptimizer, SavesItsOwnState) {
   const auto run = fresh_folder("run");
   train(run, part_of_run(lion(words), 5));
   EXPECT_THAT(train_log(run, words, 2), HasSubstr("exp_avg_sq"));  // only AdamW has it
+  const CommandResult check = try_train(words + Words{"--check", "--job.dump_folder", run.string()});
+  EXPECT_EQ(check.status, 2);
+  EXPECT_THAT(check.err, HasSubstr("was saved with another optimizer, which keeps exp_avg, step; AdamW keeps "
+                                   "exp_avg, exp_avg_sq, step"));
+  EXPECT_THAT(try_train(lion(words) + Words{"--check", "--job.dump_folder", run.string()}).err,
+              Not(HasSubstr("another optimizer")));
 }
 
 TEST(CustomOptimizer, TakesItsSettingsFromItsTable) {

@@ -86,6 +86,15 @@ TEST(TrainCommand, CheckComparesTheStateToResumeFrom) {
   const CommandResult other = check("4", {"--model.args.hidden", "128"});
   EXPECT_EQ(other.status, 2);
   EXPECT_THAT(other.err, AllOf(HasSubstr("was saved with another model"), HasSubstr("model.args.hidden")));
+  const Words other_data = {"--data.piece_bytes", "4096"};
+  const CommandResult data = check("4", other_data);
+  EXPECT_EQ(data.status, 2);
+  EXPECT_THAT(data.err, AllOf(HasSubstr("the data have changed"), HasSubstr("is now '4096 bytes")));
+  EXPECT_EQ(check("4", other_data + Words{"--checkpoint.exclude_from_loading", "dataloader"}).status, 0);
+  const fs::path seed = fresh_folder("seed");
+  const Words seeded = model("4") + words + Words{"--job.dump_folder", seed.string()};
+  EXPECT_EQ(try_train(seeded + Words{"--checkpoint.create_seed_checkpoint"}).status, 0);
+  EXPECT_EQ(try_train(seeded + Words{"--check"}).status, 0);
   const CommandResult missing = check("4", {"--checkpoint.load_step", "3"});
   EXPECT_EQ(missing.status, 2);
   EXPECT_THAT(missing.err, HasSubstr("there are the complete steps 2"));

@@ -125,6 +125,14 @@ class PackedFeed : public Feed {
   PackingOptions options_;
 };
 
+/// "order was 'shuffled by 3', is now 'shuffled by 4'; ...", "" if nothing differs. Fingerprints with different
+/// parts are shown whole.
+std::string fingerprint_difference(std::string_view before, std::string_view now);
+
+/// The difference between `before` and the fingerprint of build_feed(request), as far as it shows without
+/// reading all data (quick_fingerprint).
+std::string quick_difference(const FeedRequest& request, const std::string& before);
+
 // ---- recorded batches, in NumPy's .npy files of little-endian int32
 
 /// A three-dimensional int32 array in a mapped file. Immutable and thread-safe.

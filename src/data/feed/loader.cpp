@@ -9,6 +9,7 @@
 #include <ATen/Context.h>
 #include <ATen/ops/empty.h>
 
+#include "data/feed/feeds.h"
 #include "titan/core/error.h"
 
 namespace titan::data {
@@ -39,8 +40,8 @@ std::pair<std::string_view, std::string_view> take_part(std::string_view& text) 
   return {part.substr(0, name), part.substr(std::min(part.size(), name + 3))};
 }
 
-/// "order was 'shuffled by 3', is now 'shuffled by 4'; ...". Fingerprints with different parts are shown
-/// whole.
+}  // namespace
+
 std::string fingerprint_difference(std::string_view before, std::string_view now) {
   std::string difference;
   for (std::string_view old_parts = before, new_parts = now; !old_parts.empty() || !new_parts.empty();) {
@@ -52,8 +53,6 @@ std::string fingerprint_difference(std::string_view before, std::string_view now
   }
   return difference;
 }
-
-}  // namespace
 
 void describe(config::Table<DataloaderSettings>& table) {
   table.field("num_workers", &DataloaderSettings::num_workers, "threads that tokenize and pack ahead; 0: one",

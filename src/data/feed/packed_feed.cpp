@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cctype>
 #include <cmath>
 #include <iterator>
 #include <limits>
@@ -148,6 +149,24 @@ void check_place(const LaneState& state, int64_t num_pieces) {
               state.position, " of ", num_pieces, ", token ", state.token_offset);
 }
 
+constexpr std::string_view kSourcePart = "source = ";
+
+std::string packed_fingerprint(const std::string& source, const Tokenizer& tokenizer,
+                               const PackingOptions& options) {
+  return str(kSourcePart, source, "; tokenizer = ", tokenizer.fingerprint(),
+             "; pieces = ", options.piece_bytes, " bytes", options.is_text ? " cut between words" : "",
+             "; order = ", options.shuffle ? str("shuffled by ", options.seed) : "as it is");
+}
+
+PackingOptions packing_of(const FeedRequest& request) {
+  const DataSettings& settings = request.source.settings;
+  return {.piece_bytes = settings.piece_bytes,
+          .shuffle = settings.shuffle && request.repeat,
+          .seed = settings.seed_or_default(),
+          .repeat = request.repeat,
+          .is_text = request.dataset != "tokens"};
+}
+
 }  // namespace
 
 Permutation::Permutation(int64_t n, uint64_t seed, uint64_t stream) : n_(static_cast<uint64_t>(n)) {
@@ -290,21 +309,26 @@ Piece PackedFeed::piece_at(int64_t epoch, int64_t position) const {
 }
 
 std::string PackedFeed::fingerprint() const {
-  return str("source = ", pieces_.source().fingerprint(), "; tokenizer = ", tokenizer_->fingerprint(),
-             "; pieces = ", options_.piece_bytes, " bytes", options_.is_text ? " cut between words" : "",
-             "; order = ", options_.shuffle ? str("shuffled by ", options_.seed) : "as it is");
+  return packed_fingerprint(pieces_.source().fingerprint(), *tokenizer_, options_);
+}
+
+std::string quick_difference(const FeedRequest& request, const std::string& before) {
+  if (request.dataset == "tokens") return fingerprint_difference(before, build_feed(request)->fingerprint());
+  TITAN_CHECK(request.tokenizer, "data set '", request.dataset, "' needs a tokenizer");
+  std::string kind = request.dataset;
+  std::transform(kind.begin(), kind.end(), kind.begin(), [](unsigned char c) { return std::tolower(c); });
+  const std::string_view part = std::string_view(before).substr(0, before.find("; tokenizer = "));
+  const std::string_view source =
+      part.starts_with(kSourcePart) ? part.substr(kSourcePart.size()) : std::string_view();
+  return fingerprint_difference(before, packed_fingerprint(quick_fingerprint(kind, request.source, source),
+                                                           *request.tokenizer, packing_of(request)));
 }
 
 std::shared_ptr<const Feed> build_feed(const FeedRequest& request) {
   const bool is_tokens = request.dataset == "tokens";
   if (is_tokens && ReplayFeed::is_recording(request.source.path))
     return std::make_shared<ReplayFeed>(request.source.path, request.model_vocab_size, !request.repeat);
-  const DataSettings& settings = request.source.settings;
-  PackingOptions packing{.piece_bytes = settings.piece_bytes,
-                         .shuffle = settings.shuffle && request.repeat,
-                         .seed = settings.seed_or_default(),
-                         .repeat = request.repeat,
-                         .is_text = !is_tokens};
+  PackingOptions packing = packing_of(request);
   if (is_tokens) {
     packing.piece_bytes -= packing.piece_bytes % kStoredIdBytes;
     return std::make_shared<PackedFeed>(

@@ -37,6 +37,10 @@ std::vector<FileEntry> list_files(const std::string& path, const std::vector<std
 /// Throws what building the built-in source `kind` throws for the names, sizes and first bytes of its files.
 void check_files(const std::string& kind, const SourceRequest& request);
 
+/// The fingerprint of the built-in source `kind`, without reading all files. The number of documents in JSON
+/// Lines is taken from `before`, an earlier fingerprint; of a user's kind, all is.
+std::string quick_fingerprint(const std::string& kind, const SourceRequest& request, std::string_view before);
+
 int64_t total_bytes(const std::vector<FileEntry>& files);
 
 /// A hash of names, sizes and samples of the contents.

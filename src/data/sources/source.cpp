@@ -87,13 +87,17 @@ std::shared_ptr<const Source> make_cpp_headers(SourceRequest request) {
 
 // ---- jsonl
 
+std::string jsonl_fingerprint(const LineIndexRequest& request, std::string_view num_documents) {
+  return str("jsonl:", request.files.size(), " files:", num_documents,
+             " documents:", hex(hash_bytes(request.text_field, fingerprint_files(request.files))));
+}
+
 /// A document is the text member of the JSON object on one line.
 class JsonlSource : public Source {
  public:
   explicit JsonlSource(const LineIndexRequest& request)
       : files_(request.files), text_field_(request.text_field), index_(request) {
-    fingerprint_ = str("jsonl:", files_.size(), " files:", index_.size(),
-                       " documents:", hex(hash_bytes(text_field_, fingerprint_files(files_))));
+    fingerprint_ = jsonl_fingerprint(request, std::to_string(index_.size()));
   }
 
   int64_t size() const override { return index_.size(); }
@@ -192,6 +196,17 @@ std::shared_ptr<const Source> make_synthetic(const SourceRequest& request) {
 void check_files(const std::string& kind, const SourceRequest& request) {
   const bool reads_files = kind == "text" || kind == "jsonl" || kind == "cpp_headers";
   if (reads_files && !(kind == "cpp_headers" && request.path.empty())) files_of(kind, request);
+}
+
+std::string quick_fingerprint(const std::string& kind, const SourceRequest& request,
+                              std::string_view before) {
+  if (kind == "text" || kind == "cpp_headers" || kind == "synthetic")
+    return build_source(kind, request)->fingerprint();
+  if (kind != "jsonl") return std::string(before);
+  constexpr std::string_view kBeforeCount = " files:";
+  const size_t count = std::min(before.size(), before.find(kBeforeCount) + kBeforeCount.size());
+  return jsonl_fingerprint({.files = files_of(kind, request), .text_field = request.settings.text_field},
+                           before.substr(count, before.find(' ', count) - count));
 }
 
 // Large enough that every cut makes progress past a damaged character.

@@ -7,6 +7,7 @@
 #include <set>
 
 #include "core/hash.h"
+#include "data/sources/files.h"
 #include "fake_source.h"
 #include "temporary_folder.h"
 
@@ -195,6 +196,27 @@ TEST_F(SourceTest, DetectsJsonLinesThatChangeAfterIndexing) {
   auto source = build("jsonl", file);
   folder_.write("a.jsonl", "{\"text\": \"one, longer\"}\n{\"text\": \"two\"}\n");
   EXPECT_NE(message_of<Error>([&] { whole(*source, 1); }).find("a.jsonl has changed"), std::string::npos);
+}
+
+// Other contents show, even of JSON Lines, whose documents aren't counted.
+TEST_F(SourceTest, QuickFingerprintsAreThoseOfTheSource) {
+  const auto quick = [&](const std::string& kind, const std::filesystem::path& path,
+                         const std::string& before, const std::string& text_field = "text") {
+    return quick_fingerprint(
+        kind, {.path = path.string(), .settings = {.text_field = text_field}, .cache_folder = {}}, before);
+  };
+  const std::string line = "{\"text\": \"one\"}\n";
+  for (const std::string kind : {"text", "jsonl"}) {
+    const auto path = folder_.write("a." + kind, kind == "text" ? "one" : line + line);
+    const std::string before = build(kind, path)->fingerprint();
+    EXPECT_EQ(quick(kind, path, before), before);
+    EXPECT_EQ(quick(kind, path, "") == before, kind == "text");
+    folder_.write("a." + kind, kind == "text" ? "two" : line + "{\"text\": \"two\"}\n");
+    EXPECT_NE(quick(kind, path, before), before);
+  }
+  const std::string before = build("jsonl", folder_.path() / "a.jsonl")->fingerprint();
+  EXPECT_NE(quick("jsonl", folder_.path() / "a.jsonl", before, "body"), before);
+  EXPECT_EQ(quick("of a user", "", before), before);
 }
 
 TEST_F(SourceTest, SyntheticTextIsSeededAndReadableInParts) {
