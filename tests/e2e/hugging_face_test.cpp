@@ -246,8 +246,11 @@ TEST(Convert, ExplainsWhatItCannotDo) {
   EXPECT_THAT(problem(convert(file, weights, {"--config", kConfig})), HasSubstr("exists already"));
   EXPECT_THAT(problem(convert(file, folder / "new", {"--config", source_file("configs/llama3_8b.toml")})),
               HasSubstr("'layers.31.attention.wq.weight' is missing"));
-  EXPECT_THAT(problem(convert(weights, folder / "new", {"--config", source_file("configs/llama3_8b.toml")})),
+  EXPECT_THAT(problem(convert(weights, folder / "new.safetensors",
+                              {"--config", source_file("configs/llama3_8b.toml")})),
               HasSubstr("model.args.dim = 4096 in the config, hidden_size 64 in "));
+  EXPECT_THAT(problem(convert(weights, folder / "new")),
+              HasSubstr("hf is a Hugging Face folder already; give TO a name that ends in .safetensors"));
   EXPECT_THAT(problem(run({titan_program(), "checkpoint", "transform"})), HasSubstr("convert"));
   EXPECT_FALSE(fs::exists(folder / "new"));
   const CommandResult help = run({titan_program(), "checkpoint", "--help"});

@@ -24,7 +24,7 @@ constexpr const char* kConvertNotes =
   the folder of a run's step, or of the run (then its newest step): if TO ends in .safetensors, its model
     becomes that file, for checkpoint.initial_load_path; otherwise TO becomes a Hugging Face folder
     (config.json, and model.safetensors or shards with an index);
-  a Hugging Face folder: TO becomes a file;
+  a Hugging Face folder: TO, which ends in .safetensors, becomes a file;
   such a file: TO becomes a Hugging Face folder;
   the folder of a step that holds only the model: TO becomes one file or a Hugging Face folder.
 A Hugging Face folder also gets the tokenizer's files from the config's model.hf_assets_path. Every block that
@@ -83,6 +83,10 @@ ConvertOptions options_of(const ConvertArguments& arguments, ProgressLine& progr
 bool is_named_as_file(const fs::path& path) { return path.extension() == ".safetensors"; }
 
 void from_hugging_face(const ConvertArguments& arguments, const ConvertOptions& options) {
+  if (!is_named_as_file(arguments.to))
+    refuse_to_convert(
+        str(arguments.from.string(),
+            " is a Hugging Face folder already; give TO a name that ends in .safetensors to make one file"));
   if (arguments.config.empty()) {
     const train::NamedModel model = train::model_of_folder(arguments.from);
     const auto form = train::model_specs().get(model.name)->hugging_face(model.args.get());
