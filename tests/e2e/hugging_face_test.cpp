@@ -251,6 +251,13 @@ TEST(Convert, ExplainsWhatItCannotDo) {
               HasSubstr("model.args.dim = 4096 in the config, hidden_size 64 in "));
   EXPECT_THAT(problem(convert(weights, folder / "new")),
               HasSubstr("hf is a Hugging Face folder already; give TO a name that ends in .safetensors"));
+  // Without config.json, Hugging Face's names would pass for titan's.
+  const std::string no_config = "hf has Hugging Face's names but no config.json";
+  fs::remove(weights / "config.json");
+  EXPECT_THAT(problem(convert(weights, folder / "new.safetensors")), HasSubstr(no_config));
+  fs::remove(weights / "model_manifest.json");
+  EXPECT_THAT(problem(convert(weights, folder / "new.safetensors")), HasSubstr(no_config));
+  EXPECT_FALSE(fs::exists(folder / "new.safetensors"));
   EXPECT_THAT(problem(run({titan_program(), "checkpoint", "transform"})), HasSubstr("convert"));
   EXPECT_FALSE(fs::exists(folder / "new"));
   const CommandResult help = run({titan_program(), "checkpoint", "--help"});

@@ -121,6 +121,8 @@ std::string config_text(HfConfig config, at::ScalarType dtype, const fs::path& s
   return whole.dump(2) + "\n";
 }
 
+constexpr const char* kHfForm = "hugging_face";
+
 // Each file is one "rank", which alone holds its tensors.
 checkpoint::StateTable table_of(const ModelFiles& files) {
   const auto count = static_cast<int64_t>(files.num_files());
@@ -144,7 +146,7 @@ checkpoint::Manifest manifest_of(const ModelFiles& files, const std::vector<Writ
                                 .texts = std::move(digests),
                                 .table = table_of(files),
                                 .files = {}};
-  manifest.texts[checkpoint::detail::kModelForm] = files.hf ? "hugging_face" : "titan";
+  manifest.texts[checkpoint::detail::kModelForm] = files.hf ? kHfForm : "titan";
   for (const WrittenFile& file : written) {
     manifest.files.push_back(file.record);
     manifest.finite = manifest.finite && file.finite;
@@ -195,6 +197,13 @@ std::vector<Shard> cut_evenly(const std::vector<SafetensorsEntry>& entries, int6
       low = limit + 1;
   }
   return cut(entries, low);
+}
+
+bool has_hf_names(const fs::path& folder) {
+  if (fs::exists(folder / checkpoint::kModelManifestName))
+    return checkpoint::read_model_manifest(folder).texts.at(checkpoint::detail::kModelForm) == kHfForm;
+  const std::vector<std::string> names = HfFolder(folder).names();
+  return std::ranges::any_of(names, [](const std::string& name) { return name.starts_with("model."); });
 }
 
 std::vector<Box> pieces_of(const SafetensorsEntry& tensor, int64_t rotary_head_dim, int64_t piece_bytes) {

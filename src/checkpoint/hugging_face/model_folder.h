@@ -42,6 +42,10 @@ std::vector<Shard> cut_evenly(const std::vector<SafetensorsEntry>& entries, int6
 void finish_model_folder(const std::filesystem::path& folder, const ModelFiles& files,
                          const std::vector<checkpoint::WrittenFile>& written, const HfWriteOptions& options);
 
+/// Whether a folder's weights have Hugging Face's names: the manifest says so, or without one, a name begins
+/// with "model." as all of theirs but lm_head's do. Throws Error.
+bool has_hf_names(const std::filesystem::path& folder);
+
 /// Parts of a tensor in order, each of about `piece_bytes`. Rows are reordered within a head, so with
 /// `rotary_head_dim` they are whole heads.
 std::vector<Box> pieces_of(const SafetensorsEntry& tensor, int64_t rotary_head_dim, int64_t piece_bytes);

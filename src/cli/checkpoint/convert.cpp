@@ -1,6 +1,8 @@
 // titan checkpoint convert: turns a saved state, a Hugging Face folder or our safetensors file into one of
 // the latter two, without a job.
 
+#include "checkpoint/format/stored_files.h"
+#include "checkpoint/hugging_face/model_folder.h"
 #include "cli/checkpoint/commands.h"
 #include "cli/parser.h"
 #include "cli/text.h"
@@ -117,6 +119,10 @@ void join_files(const fs::path& folder, const fs::path& to, const ConvertOptions
 
 // `file`: one file, or a folder of files, with our names.
 void from_file(const fs::path& file, const ConvertArguments& arguments, ConvertOptions options) {
+  if (fs::is_directory(file) && titan::detail::has_hf_names(file))
+    refuse_to_convert(str(file.string(),
+                          " has Hugging Face's names but no config.json, which says what the model is; put "
+                          "its config.json there"));
   if (is_named_as_file(arguments.to) && fs::is_directory(file))
     return join_files(file, arguments.to, options);
   if (is_named_as_file(arguments.to))
