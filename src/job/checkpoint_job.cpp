@@ -123,7 +123,8 @@ InitialSource initial_source(const JobConfig& config) {
   std::error_code ignored;
   if (fs::is_regular_file(path, ignored)) return {InitialKind::ModelFile, path};
   if (fs::exists(path / checkpoint::kManifestName, ignored)) return {InitialKind::Step, path};
-  for (const char* name : {checkpoint::kModelManifestName, "model.safetensors"})
+  for (const char* name :
+       {checkpoint::kModelManifestName, "model.safetensors", checkpoint::detail::kModelIndex})
     if (fs::is_regular_file(path / name, ignored)) return {InitialKind::ModelFile, path};
   return {InitialKind::Nothing, path};
 }

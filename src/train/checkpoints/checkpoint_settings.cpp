@@ -84,8 +84,9 @@ void describe_loading(config::Table<CheckpointSettings>& table) {
               "convert tensors that were saved in another dtype instead of refusing them");
   table.field(
       "initial_load_path", &CheckpointSettings::initial_load_path,
-      "read if `folder` has no complete step: a safetensors file with TorchTitan's parameter names, or "
-      "a step-N folder (see also initial_load_in_hf); a relative path starts at the working directory");
+      "read if `folder` has no complete step: a safetensors file with TorchTitan's parameter names, a "
+      "folder with such a model.safetensors or several files and their index, or a step-N folder (see also "
+      "initial_load_in_hf); a relative path starts at the working directory");
   table.field("initial_load_model_only", &CheckpointSettings::initial_load_model_only,
               "load only the model from a step-N folder at initial_load_path, not the whole state");
   table.field("initial_load_in_hf", &CheckpointSettings::initial_load_in_hf,

@@ -20,8 +20,8 @@ struct CheckpointSettings {
   bool enable = false;
   std::string folder = "checkpoint";  ///< under dump_folder
   int64_t interval = 500;             ///< steps from one save to the next
-  /// Read if `folder` has no complete step: a safetensors file, a folder with one (model.safetensors), a
-  /// step's folder or, with initial_load_in_hf, a Hugging Face folder.
+  /// Read if `folder` has no complete step: a safetensors file, a folder with one or several, a step's
+  /// folder or, with initial_load_in_hf, a Hugging Face folder.
   std::optional<std::string> initial_load_path;
   bool initial_load_model_only = true;
   /// initial_load_path, or else model.hf_assets_path, is a Hugging Face folder.
