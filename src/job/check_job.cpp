@@ -7,6 +7,7 @@
 
 #include <c10/util/StringUtil.h>
 
+#include "checkpoint/hugging_face/model_folder.h"
 #include "data/feed/feeds.h"
 #include "data/sources/files.h"
 #include "data/sources/stored_tokens.h"
@@ -457,6 +458,12 @@ struct Check {
     if (source.kind == InitialKind::Nothing)
       return report(kKey, str("there is no safetensors file at ", place_of(source.path),
                               ", nor a step's folder", steps_in(source.path)));
+    if (source.kind == InitialKind::ModelFile && is_folder(source.path))
+      judge(kKey, [&] {
+        if (titan::detail::has_hf_names(source.path) && config.spec().hugging_face(config.args()))
+          throw ConfigError(
+              str(source.path.string(), " has Hugging Face's names; set checkpoint.initial_load_in_hf"));
+      });
     if (source.kind == InitialKind::ModelFile && !checkpoint.initial_load_model_only)
       return report("checkpoint.initial_load_model_only", str(source.path.string(), " holds only the model"));
     if (source.kind == InitialKind::Step)

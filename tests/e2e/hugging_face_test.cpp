@@ -200,6 +200,20 @@ TEST(HuggingFace, ReportsAllDifferencesBeforeTheStart) {
   EXPECT_THAT(result.err, AllOf(HasSubstr("3 problems"), Not(HasSubstr("head_dim"))));
 }
 
+TEST(HuggingFace, NamesTheSettingThatAFolderNeeds) {
+  const fs::path weights = recorded_folder(fresh_folder("run"));
+  const Words words = replay("1") + Words{"--checkpoint.initial_load_path", weights.string()};
+  const auto expect_refused = [&] {
+    const CommandResult result = try_train(words);
+    EXPECT_EQ(result.status, 2);
+    EXPECT_THAT(result.err, AllOf(HasSubstr("has Hugging Face's names; set checkpoint.initial_load_in_hf"),
+                                  Not(HasSubstr("is missing"))));
+  };
+  expect_refused();
+  fs::remove(weights / "model_manifest.json");
+  expect_refused();
+}
+
 // A run's model after the last step, extracted from the whole state of that step.
 void expect_state_converts(const std::string& name, const Words& layout, const std::string& dtype) {
   SCOPED_TRACE(name);
