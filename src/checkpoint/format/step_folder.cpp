@@ -108,9 +108,20 @@ void remove_or_warn(const fs::path& folder) {
   }
 }
 
-// "; it was damaged: step-7/manifest.json is missing"; "" for a sound step.
+// A model's are found with its manifest, if it has one.
+std::vector<std::string> problems_of_earlier(const fs::path& step) {
+  if (detail::is_file(step / kManifestName)) return quick_problems(step);
+  if (!detail::is_file(step / kModelManifestName)) return {};
+  try {
+    return quick_problems(step, read_model_manifest(step));
+  } catch (const Error& error) {
+    return {error.what()};
+  }
+}
+
+// "; it was damaged: step-7/rank_00001.safetensors is missing"; "" for a sound step.
 std::string damage_text(const fs::path& step) {
-  const std::vector<std::string> problems = quick_problems(step);
+  const std::vector<std::string> problems = problems_of_earlier(step);
   if (problems.empty()) return "";
   return str("; it was damaged: ", problems.front(),
              problems.size() > 1 ? str(" (and ", problems.size() - 1, " more)") : "");
@@ -149,7 +160,7 @@ void keep_aside(const fs::path& old, const fs::path& target) {
     name += str(kind, ".", number);
   }
   const bool is_state = contents_of(old) == Contents::State;
-  const std::string damage = is_state ? damage_text(old) : "";
+  const std::string damage = damage_text(old);
   rename_step(old, name);
   log::warning(str("the earlier ", target.string(), " is kept as ", name.string(), ": it has ",
                    is_state ? "a state, and a model takes its place"
@@ -326,9 +337,8 @@ void commit_step(const fs::path& folder, int64_t step, const std::string& run_id
     return sync(folder);
   }
   const bool is_kept = has_to_be_kept(target, pending);
-  const std::string removal =
-      str("removed the earlier ", target.string(), ", because the new step ", step, " takes its place",
-          contents_of(target) == Contents::State ? damage_text(target) : "");
+  const std::string removal = str("removed the earlier ", target.string(), ", because the new step ", step,
+                                  " takes its place", damage_text(target));
   // After an exchange, a kill leaves a folder that only needs removing.
   if (!is_kept && exchange_and_sync(pending, target)) {
     remove_or_warn(pending);

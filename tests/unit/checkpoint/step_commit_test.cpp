@@ -16,6 +16,7 @@
 #include "checkpoint_files.h"
 #include "temp_folder.h"
 #include "titan/checkpoint/checkpointer.h"
+#include "titan/checkpoint/hugging_face.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/core/error.h"
 #include "titan/dist/world.h"
@@ -284,6 +285,29 @@ TEST_P(ExchangeOrNot, LogsWhatBecomesOfTheEarlierStep) {
               AllOf(HasSubstr(str("the earlier ", step.string(), " is kept as ", step.string(),
                                   ".model: it has no manifest.json")),
                     ::testing::Not(HasSubstr("removed"))));
+}
+
+TEST_P(ExchangeOrNot, NamesTheDamageOfAnEarlierModel) {
+  const TempFolder folder;
+  const dist::World world = dist::init({.backend = "gloo", .device = "cpu"});
+  std::vector<Parameter> parameters(1);
+  parameters[0].name = "w";
+  parameters[0].data =
+      distribute(at::ones({2}), DeviceMesh::create(world, {{"dp", 1}}), {Placement::replicate()});
+  ModelSaveOptions options;
+  options.folder.step = 7;
+  const fs::path step = folder / "step-7", file = step / "model.safetensors";
+  save_model(parameters, world, step, options);
+  fs::remove(file);
+  const std::string damage = str("takes its place; it was damaged: ", file.string(), " is missing\n");
+  const fs::path pending = pending_path(folder.path(), 7, kNew);
+  save_model(parameters, world, pending, options);
+  EXPECT_THAT(logged_by([&] { commit_step(folder.path(), 7, kNew); }), HasSubstr(damage));
+  fs::remove(file);
+  write_pending(folder.path(), of(kNew));
+  EXPECT_THAT(logged_by([&] { commit_step(folder.path(), 7, kNew); }),
+              AllOf(HasSubstr("step-7.model"), HasSubstr("it was damaged: "),
+                    HasSubstr("model.safetensors is missing")));
 }
 
 class Numbers : public Stateful {
