@@ -155,10 +155,10 @@ struct ModelSaveOptions {
 };
 
 /// Writes all parameters into a folder that all ranks see, and throws the same Error on all ranks if that
-/// fails. Collective over the world. Each rank writes its share of the files, with checksums, 16 MiB at a
-/// time: it takes the parts of its tensors from the ranks that hold them. If there is more than one file, the
-/// folder has an index in Hugging Face's form. A name that several stages have (a tied matrix) is written
-/// once. Unless in_place, the folder appears as write_hf_folder's.
+/// fails. Collective over the world. Each rank writes its share of the files, with checksums, at most
+/// 16 MiB at a time: it takes the parts of its tensors from the ranks that hold them. If there is more than
+/// one file, the folder has an index in Hugging Face's form. A name that several stages have (a tied matrix)
+/// is written once. Unless in_place, the folder appears as write_hf_folder's.
 void save_model(const std::vector<Parameter>& parameters, const dist::World& world,
                 const std::filesystem::path& folder, const ModelSaveOptions& options = {});
 

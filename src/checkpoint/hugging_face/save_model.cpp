@@ -2,7 +2,7 @@
 //
 // [Note: writing the model alone]
 //   file    holds whole tensors; each has one writer, a rank
-//   slice   the part of a tensor that its writer gathers, converts and writes at once: about 16 MiB
+//   slice   the part of a tensor that its writer gathers, converts and writes at once: at most about 16 MiB
 //   round   one slice for each writer: the ranks that hold parts of it send them, without a collective call
 // While a writer writes a slice, the parts of its next one arrive. So a rank needs memory for two slices, and
 // for the parts that it sends to the writers of two rounds. When all files are written, rank 0 writes

@@ -92,8 +92,8 @@ inline constexpr const char* kStepOrRunText = "a step's folder, or a run's: then
 struct StepHealth {
   checkpoint::StepEntry entry;
   std::optional<checkpoint::Manifest> manifest = {};  ///< if it is valid
-  bool model_only = false;                 ///< the folder has model.safetensors, or Hugging Face's files
-  std::vector<std::string> problems = {};  ///< empty: complete, or only a model
+  bool model_only = false;                            ///< a model alone, in either form
+  std::vector<std::string> problems = {};             ///< empty: complete, or only a model
   int64_t num_bytes = 0;
   int64_t num_files = 0;
 
