@@ -11,6 +11,9 @@
 #include "e2e/training.h"
 #include "titan/checkpoint/hugging_face.h"
 #include "titan/checkpoint/safetensors.h"
+#include "titan/checkpoint/step_folder.h"
+#include "titan/dist/world.h"
+#include "titan/tensor/dtensor.h"
 
 namespace titan::testing {
 namespace {
@@ -259,34 +262,68 @@ TEST(CheckpointCommands, ConvertExtractsTheModelFromAState) {
   EXPECT_FALSE(fs::exists(new_file));
 }
 
-// Two files with titan's names, as several ranks write them.
+// The weights of a file in several files, as several ranks write them.
+void save_in_several_files(const fs::path& step, const SafetensorsFile& weights, const std::string& config) {
+  const dist::World world = dist::init({.backend = "gloo", .device = "cpu"});
+  const DeviceMesh mesh = DeviceMesh::create(world, {{"dp", 1}});
+  std::vector<Parameter> parameters;
+  for (const std::string& name : weights.names()) {
+    parameters.emplace_back().name = name;
+    parameters.back().data = distribute(weights.tensor(name), mesh, {Placement::replicate()});
+  }
+  fs::create_directories(step.parent_path());
+  ModelSaveOptions options;
+  options.folder = {.shard_bytes = 100'000, .config = config, .step = 9};
+  save_model(parameters, world, step, options);
+}
+
+void expect_same_weights(const fs::path& file, const SafetensorsFile& expected) {
+  const SafetensorsFile weights(file);
+  EXPECT_THAT(weights.names(), ::testing::UnorderedElementsAreArray(expected.names()));
+  for (const std::string& name : expected.names())
+    EXPECT_TRUE(at::equal(weights.tensor(name), expected.tensor(name))) << name;
+}
+
 TEST(CheckpointCommands, HandlesAModelAloneOfSeveralFiles) {
   const fs::path folder = fresh_folder("alone"), step = folder / "checkpoint/step-9";
-  const HfModel model{.config = {},
-                      .tensors = {{.name = "a", .hf_name = "a", .shape = {4, 6}},
-                                  {.name = "b", .hf_name = "b", .shape = {10}}}};
-  const at::Tensor values = at::arange(24, at::kFloat);
-  fs::create_directories(step);
-  write_hf_folder(step, model, {{&model.tensors[0], at::kFloat}, {&model.tensors[1], at::kFloat}},
-                  {.shard_bytes = 100, .in_place = true}, [&](size_t index, const AppendTensor& append) {
-                    append(index == 0 ? values.view({4, 6}) : values.narrow(0, 0, 10));
-                  });
-  fs::remove(step / "config.json");
-  ASSERT_TRUE(fs::exists(step / "model-00002-of-00002.safetensors"));
-  EXPECT_THAT(succeeds({"ls", folder.string()}), HasSubstr("model only"));
+  const std::string mini = source_file("tests/data/parity/mini");
+  const SafetensorsFile weights(mini + "/titan.safetensors");
+  const auto losses_from = [&](const std::string& name, const fs::path& path) {
+    return losses(train(folder / name, {mini + "/replay.toml", "--training.dataset_path", mini,
+                                        "--training.steps", "1", "--lr_scheduler.warmup_steps", "1",
+                                        "--checkpoint.initial_load_path", path.string()}));
+  };
+  const auto expected = losses_from("one_file", weights.path());
+  save_in_several_files(step, weights,
+                        checkpoint::read_model_manifest(folder / "one_file/checkpoint/step-1").config);
+  ASSERT_TRUE(fs::exists(step / "model.safetensors.index.json"));
+  EXPECT_THAT(succeeds({"ls", step.parent_path().string()}), HasSubstr("model only"));
   EXPECT_THAT(fails(2, {"info", step.string()}), HasSubstr("holds only a model; `titan checkpoint info`"));
+  EXPECT_THAT(succeeds({"verify", step.string()}), HasSubstr("is intact"));
+  EXPECT_EQ(losses_from("several_files", step), expected);
 
-  const fs::path joined = folder / "joined.safetensors";
-  succeeds({"convert", step.string(), joined.string()});
-  EXPECT_TRUE(at::equal(SafetensorsFile(joined).tensor("a"), values.view({4, 6})));
-  EXPECT_TRUE(at::equal(SafetensorsFile(joined).tensor("b"), values.narrow(0, 0, 10)));
+  const std::string joined = folder / "joined.safetensors", hf = folder / "hf", back = hf + ".safetensors";
+  succeeds({"convert", step.string(), joined});
+  expect_same_weights(joined, weights);
+  succeeds({"convert", step.string(), hf});  // the manifest has the run's settings
+  succeeds({"convert", hf, back});
+  expect_same_weights(back, weights);
 
-  // config.json is one of the files that the manifest lists.
-  EXPECT_THAT(fails(1, {"verify", step.string()}), HasSubstr("config.json: "));
-  fs::resize_file(step / "model-00001-of-00002.safetensors", 50);
-  EXPECT_THAT(fails(1, {"verify", step.string()}),
-              HasSubstr("model-00001-of-00002.safetensors: has 50 bytes"));
-  EXPECT_THAT(succeeds({"ls", folder.string()}), HasSubstr("damaged: "));
+  // People who change weights remove the manifest.
+  const fs::path unlisted = folder / "unlisted";
+  fs::copy(step, unlisted);
+  fs::remove(unlisted / "model_manifest.json");
+  EXPECT_EQ(losses_from("without_manifest", unlisted), expected);
+
+  const fs::path last = [&] {
+    fs::path found;
+    for (const auto& entry : fs::directory_iterator(step))
+      if (entry.path().extension() == ".safetensors") found = std::max(found, entry.path());
+    return found;
+  }();
+  fs::resize_file(last, 50);
+  EXPECT_THAT(fails(1, {"verify", step.string()}), HasSubstr(last.filename().string() + ": has 50 bytes"));
+  EXPECT_THAT(succeeds({"ls", step.parent_path().string()}), HasSubstr("damaged: "));
 }
 
 TEST(CheckpointCommands, PruneKeepsTheRequestedSteps) {
