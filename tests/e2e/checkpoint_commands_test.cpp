@@ -379,6 +379,7 @@ TEST(CheckpointCommands, ExplainsAWrongFolder) {
 // The newest step with a state, or for convert, which reads models too, of any kind.
 TEST(CheckpointCommands, TakeTheNewestStepOfARunAndSayWhich) {
   const SavedRun saved("newest");
+  std::ofstream(saved.folder / "config.json") << "{}";  // as job.save_config_file = "config.json" does
   const auto taking = [](const std::string& command, const fs::path& step) {
     return str("titan checkpoint ", command, ": taking the newest step, ", step.string(), "\n");
   };

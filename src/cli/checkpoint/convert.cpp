@@ -153,15 +153,17 @@ void from_state(const ConvertArguments& arguments, ConvertOptions options) {
 void convert_folder(const ConvertArguments& arguments, const ConvertOptions& options) {
   const auto has = [&](const char* name) { return fs::exists(arguments.from / name); };
   if (has(checkpoint::kManifestName)) return from_state(arguments, options);
-  if (has("config.json")) return from_hugging_face(arguments, options);
+  // A run's folder may have a config.json too, with its settings.
+  const bool has_weights = has("model.safetensors") || has(checkpoint::detail::kModelIndex);
+  if (has_weights && has("config.json")) return from_hugging_face(arguments, options);
   // A run leaves such a folder after its last step.
-  if (checkpoint::holds_model_alone(arguments.from)) return from_file(arguments.from, arguments, options);
+  if (has_weights) return from_file(arguments.from, arguments, options);
   ConvertArguments of_step = arguments;
   of_step.from = step_or_newest(arguments.from, "convert", NewestStep::OfAnyKind);
   if (of_step.from != arguments.from) return convert_folder(of_step, options);
   refuse_to_convert(str(arguments.from.string(),
-                        " holds no manifest.json (a saved state), no config.json (Hugging Face) and no "
-                        "model.safetensors"));
+                        " holds no manifest.json (a saved state), and neither model.safetensors nor ",
+                        checkpoint::detail::kModelIndex, " (a model)"));
 }
 
 void convert(const ConvertArguments& arguments) {

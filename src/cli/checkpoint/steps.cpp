@@ -192,9 +192,9 @@ fs::path steps_folder(const fs::path& given, std::string_view command) {
 
 fs::path step_folder(const fs::path& given, std::string_view command) {
   check_folder(given, command);
-  if (holds_model_alone(given)) {
+  if (holds_model_alone(given) && newest_text(given).empty()) {
     const bool has_manifest = fs::exists(given / kModelManifestName);
-    if (command == "verify" && has_manifest) return without_slash(given);
+    if (command == "convert" || (command == "verify" && has_manifest)) return without_slash(given);
     refuse(command, str(given.string(), " holds only a model", has_manifest ? "" : ", without checksums",
                         "; `titan checkpoint ", command, "` needs a checkpoint of a run's whole state"));
   }
