@@ -1,4 +1,4 @@
-// Host versions of the kernels with which LibTorch's symmetric memory lets ranks wait for each other.
+// A host version of the kernel with which LibTorch's symmetric memory lets ranks wait for each other.
 // https://github.com/pytorch/pytorch/blob/v2.11.0/torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryUtils.cu
 
 #include <atomic>
@@ -48,30 +48,8 @@ void barrier(const Launch& launch) {
   submit(launch.stream, {.name = "symmetric_memory::barrier", .ranges = {}, .begin = begin});
 }
 
-// The last arguments of both kernels: pads, a peer, the channel, this rank and the number of ranks.
-void put_signal(const Launch& launch) {
-  auto* const pads = argument<uint32_t**>(launch, 0);
-  const int peer = argument<int>(launch, 1), channel = argument<int>(launch, 2);
-  const int rank = argument<int>(launch, 3), size = argument<int>(launch, 4);
-  const auto begin = [=]() -> Attempt {
-    return [=] { return exchange(pads[peer] + size * channel + rank, 0, 1); };
-  };
-  submit(launch.stream, {.name = "symmetric_memory::put_signal", .ranges = {}, .begin = begin});
-}
-void wait_signal(const Launch& launch) {
-  auto* const pads = argument<uint32_t**>(launch, 0);
-  const int peer = argument<int>(launch, 1), channel = argument<int>(launch, 2);
-  const int rank = argument<int>(launch, 3), size = argument<int>(launch, 4);
-  const auto begin = [=]() -> Attempt {
-    return [=] { return exchange(pads[rank] + size * channel + peer, 1, 0); };
-  };
-  submit(launch.stream, {.name = "symmetric_memory::wait_signal", .ranges = {}, .begin = begin});
-}
-
 [[maybe_unused]] const bool registered = [] {
   register_kernel("symmetric_memory::barrier_kernel(", barrier);
-  register_kernel("symmetric_memory::put_signal_kernel(", put_signal);
-  register_kernel("symmetric_memory::wait_signal_kernel(", wait_signal);
   return true;
 }();
 
