@@ -46,8 +46,9 @@ class Permutation {
 };
 
 /// A part of a document. Pieces, not documents, are dealt to lanes, so that one file of a gigabyte feeds all
-/// lanes evenly. Cuts are `piece_bytes` apart, and move forward by up to a kilobyte to a space between two
-/// words, or else by up to three bytes to avoid splitting a character.
+/// lanes evenly. Cuts are `piece_bytes` apart, and move forward by up to a kilobyte to a place that leaves the
+/// tokens around it as they are, or else by up to three bytes to avoid splitting a character. The last piece
+/// may be longer by the room for that.
 struct Piece {
   int64_t document;
   int64_t index;  ///< position among the document's pieces
@@ -58,8 +59,9 @@ struct Piece {
 /// documents longer than a piece.
 class PieceTable {
  public:
-  /// `is_text`: cuts move to characters.
-  PieceTable(std::shared_ptr<const Source> source, int64_t piece_bytes, bool is_text = true);
+  /// Cuts of text depend on its tokenizer. Without one, documents are stored token ids, and cuts don't move.
+  PieceTable(std::shared_ptr<const Source> source, int64_t piece_bytes,
+             std::shared_ptr<const Tokenizer> tokenizer);
 
   int64_t size() const { return size_; }
   Piece at(int64_t index) const;
@@ -81,7 +83,8 @@ class PieceTable {
 
   std::shared_ptr<const Source> source_;
   int64_t piece_bytes_;
-  bool is_text_;
+  std::shared_ptr<const Tokenizer> tokenizer_;
+  int64_t room_ = 0;  // bytes by which a cut may move
   int64_t size_ = 0;
   int64_t num_bytes_ = 0;
   std::vector<LongDocument> long_documents_;

@@ -22,19 +22,65 @@ constexpr size_t kBlockBytes = 16 << 10;
 
 constexpr int64_t kLongestTail = 3;  // continuation bytes of a character
 constexpr int64_t kMostRoom = 1024;  // bytes in which a place to cut is searched
+constexpr int64_t kContext = 64;     // bytes before and after a cut that decide whether it changes tokens
+constexpr int kMostTries = 32;       // limits the time where no place of one kind is accepted
 
-bool is_letter(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z'); }
-
-// The cut at or after `at`, for the pieces on both of its sides: within `room` bytes, a space between two
-// words, where every common tokenizer cuts too; or else the beginning of the next character. In damaged text
-// there may be none nearby; then the cut moves by kLongestTail bytes.
-int64_t move_cut(std::string_view text, int64_t at, int64_t room) {
-  const int64_t end = std::min(std::ssize(text), at + room);
-  for (int64_t i = at + 1; i + 1 < end; ++i)
-    if (text[i] == ' ' && is_letter(text[i - 1]) && is_letter(text[i + 1])) return i;
+// The beginning of the first character at or after `at`. In damaged text there may be none nearby; then `at`
+// moves by kLongestTail bytes.
+int64_t move_to_character(std::string_view text, int64_t at) {
   int64_t moved = 0;
-  while (moved < kLongestTail && at + moved < end && !starts_character(text[at + moved])) ++moved;
+  while (moved < kLongestTail && at + moved < std::ssize(text) && !starts_character(text[at + moved]))
+    ++moved;
   return at + moved;
+}
+
+bool is_space(char c) { return c == ' ' || c == '\n'; }
+
+// Letters beyond ASCII, and their punctuation, are one kind.
+int kind_of(char c) {
+  if ((c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z')) return 0;
+  if (c >= '0' && c <= '9') return 1;
+  return static_cast<unsigned char>(c) >= 0x80 ? 2 : is_space(c) ? 3 : 4;
+}
+
+// Whether a cut at `at` leaves the tokens around it as they are. A view may begin within a word or a group of
+// digits: what is found must not depend on where.
+bool keeps_tokens(const Tokenizer& tokenizer, std::string_view text, int64_t at) {
+  const int64_t end = std::min(std::ssize(text), at + kContext);
+  const std::string_view after = text.substr(at, end - at);
+  int64_t begin = std::max<int64_t>(0, at - kContext);
+  for (int view = 0; view < 3; ++view, ++begin) {
+    begin = move_to_character(text, begin);
+    if (begin >= at) break;
+    std::vector<int32_t> cut = tokenizer.encode(text.substr(begin, at - begin));
+    tokenizer.encode_into(after, cut);
+    if (cut != tokenizer.encode(text.substr(begin, end - begin))) return false;
+  }
+  return true;
+}
+
+// The cut at or after `at`, within `room` bytes, for the pieces on both of its sides, which see the same bytes
+// around it. A place that keeps the tokens is searched at single spaces, then where letters, digits and signs
+// meet, then between any characters. Without one, the cut is at the next character.
+int64_t find_cut(const Tokenizer& tokenizer, std::string_view text, int64_t at, int64_t room) {
+  const int64_t end = std::min(std::ssize(text) - 1, at + room);
+  const auto is_single_space = [&](int64_t i) {
+    return is_space(text[i]) && !is_space(text[i - 1]) && !is_space(text[i + 1]);
+  };
+  const auto is_change = [&](int64_t i) { return kind_of(text[i]) != kind_of(text[i - 1]); };
+  const auto is_any = [](int64_t) { return true; };
+  const auto search = [&](const auto& is_place) -> int64_t {
+    for (int64_t i = at, tries = 0; i < end && tries < kMostTries; ++i) {
+      if (!starts_character(text[i]) || !is_place(i)) continue;
+      if (keeps_tokens(tokenizer, text, i)) return i;
+      ++tries;
+    }
+    return -1;
+  };
+  int64_t cut = search(is_single_space);
+  if (cut < 0) cut = search(is_change);
+  if (cut < 0) cut = search(is_any);
+  return cut < 0 ? move_to_character(text, at) : cut;
 }
 
 /// A lane over packed documents, which holds only its current piece.
@@ -154,7 +200,7 @@ constexpr std::string_view kSourcePart = "source = ";
 std::string packed_fingerprint(const std::string& source, const Tokenizer& tokenizer,
                                const PackingOptions& options) {
   return str(kSourcePart, source, "; tokenizer = ", tokenizer.fingerprint(),
-             "; pieces = ", options.piece_bytes, " bytes", options.is_text ? " cut between words" : "",
+             "; pieces = ", options.piece_bytes, " bytes", options.is_text ? " cut between tokens" : "",
              "; order = ", options.shuffle ? str("shuffled by ", options.seed) : "as it is");
 }
 
@@ -198,14 +244,17 @@ int64_t Permutation::operator()(int64_t k) const {
   return static_cast<int64_t>(x);
 }
 
-PieceTable::PieceTable(std::shared_ptr<const Source> source, int64_t piece_bytes, bool is_text)
-    : source_(std::move(source)), piece_bytes_(piece_bytes), is_text_(is_text) {
+PieceTable::PieceTable(std::shared_ptr<const Source> source, int64_t piece_bytes,
+                       std::shared_ptr<const Tokenizer> tokenizer)
+    : source_(std::move(source)), piece_bytes_(piece_bytes), tokenizer_(std::move(tokenizer)) {
   TITAN_CHECK(piece_bytes > kLongestTail, "data.piece_bytes is ", piece_bytes, "; it must exceed ",
               kLongestTail);
+  if (tokenizer_) room_ = std::clamp(piece_bytes_ / 8, kLongestTail, kMostRoom);
   int64_t num_documents = source_->size();
   for (int64_t i = 0; i < num_documents; ++i) {
     const int64_t length = source_->length(i);
-    int64_t pieces = std::max<int64_t>(1, (length + piece_bytes_ - 1) / piece_bytes_);
+    // After every cut, at least its room is left.
+    int64_t pieces = std::max<int64_t>(1, (length - room_ + piece_bytes_ - 1) / piece_bytes_);
     num_bytes_ += length;
     if (pieces > 1) long_documents_.push_back({i, size_, pieces});
     size_ += pieces;
@@ -224,25 +273,27 @@ Piece PieceTable::at(int64_t index) const {
 }
 
 void PieceTable::read(const Piece& piece, std::string& text) const {
-  int64_t begin = piece.index * piece_bytes_;
-  const int64_t room = is_text_ ? std::clamp(piece_bytes_ / 8, kLongestTail, kMostRoom) : 0;
-  int64_t end = std::min(source_->length(piece.document), begin + piece_bytes_ + room);
-  source_->read(piece.document, begin, end - begin, text);
-  if (!is_text_) return;
-  if (!piece.is_last) text.resize(move_cut(text, piece_bytes_, room));
-  if (piece.index > 0) text.erase(0, move_cut(text, 0, room));
+  const int64_t begin = piece.index * piece_bytes_, length = source_->length(piece.document);
+  const int64_t end = piece.is_last ? length : begin + piece_bytes_;
+  const int64_t context = tokenizer_ ? kContext : 0;
+  const int64_t from = std::max<int64_t>(0, begin - context);
+  source_->read(piece.document, from, std::min(length, end + room_ + context) - from, text);
+  if (!tokenizer_) return;
+  const int64_t first = piece.index > 0 ? find_cut(*tokenizer_, text, begin - from, room_) : 0;
+  if (!piece.is_last) text.resize(find_cut(*tokenizer_, text, end - from, room_));
+  text.erase(0, first);
 }
 
 void PieceTable::read_sample(const Piece& piece, int64_t count, std::string& text) const {
   const int64_t begin = piece.index * piece_bytes_, left = source_->length(piece.document) - begin;
   source_->read(piece.document, begin, std::min(left, count + kLongestTail), text);
-  if (left > count) text.resize(move_cut(text, std::min<int64_t>(count, std::ssize(text)), kLongestTail));
-  if (begin > 0) text.erase(0, move_cut(text, 0, kLongestTail));
+  if (left > count) text.resize(move_to_character(text, std::min<int64_t>(count, std::ssize(text))));
+  if (begin > 0) text.erase(0, move_to_character(text, 0));
 }
 
 PackedFeed::PackedFeed(std::shared_ptr<const Source> source, std::shared_ptr<const Tokenizer> tokenizer,
                        const PackingOptions& options)
-    : pieces_(std::move(source), options.piece_bytes, options.is_text),
+    : pieces_(std::move(source), options.piece_bytes, options.is_text ? tokenizer : nullptr),
       tokenizer_(std::move(tokenizer)),
       options_(options) {}
 

@@ -199,7 +199,7 @@ TEST(Loader, FiniteFeedEndsAfterReadingEachPieceOnce) {
   std::optional<Rows> all;
   for (auto [dp_size, local_batch] : kLayouts) {
     auto source = std::make_shared<FakeSource>(numbered_documents(30));
-    auto feed = make_feed(source, {.piece_bytes = 64, .shuffle = false, .repeat = false});
+    auto feed = make_feed(source, {.piece_bytes = 100, .shuffle = false, .repeat = false});
     Ranks ranks(feed, 8, dp_size, local_batch);
     Rows rows;
     for (Rows step = ranks.next().value(); !step.empty(); step = ranks.next().value())
@@ -267,9 +267,10 @@ TEST(Loader, RefusesOtherDataAndNamesTheDifference) {
   EXPECT_EQ(order.find("source"), order.npos) << order;
   auto documents = std::make_shared<FakeSource>(numbered_documents(31));
   auto source = message_for(make_feed(documents, {.piece_bytes = 65, .seed = 3}));
-  EXPECT_NE(source.find("source was 'fake:30', is now 'fake:31'; pieces was '64 bytes cut between words', is "
-                        "now '65 bytes cut between words'."),
-            source.npos)
+  EXPECT_NE(
+      source.find("source was 'fake:30', is now 'fake:31'; pieces was '64 bytes cut between tokens', is "
+                  "now '65 bytes cut between tokens'."),
+      source.npos)
       << source;
 }
 

@@ -6,6 +6,7 @@
 #include "core/utf8.h"
 #include "data/feed/feeds.h"
 #include "titan/core/error.h"
+#include "titan/data/tokenizer.h"
 #include "unit/data/fake_source.h"
 
 namespace titan::data {
@@ -64,7 +65,7 @@ TEST(Pieces, JoinIntoTheDocuments) {
   for (int i = 0; i < 40; ++i) mixed += i % 3 == 0 ? "é" : i % 3 == 1 ? "字" : "😀x";
   documents.push_back(mixed);
   documents.push_back(std::string(70, '\x80'));  // no character begins anywhere
-  PieceTable pieces(std::make_shared<FakeSource>(documents), 16);
+  PieceTable pieces(std::make_shared<FakeSource>(documents), 16, std::make_shared<ByteTokenizer>());
   std::vector<std::string> joined(documents.size());
   std::string text;
   for (int64_t i = 0; i < pieces.size(); ++i) {
@@ -82,14 +83,14 @@ TEST(Pieces, JoinIntoTheDocuments) {
 }
 
 TEST(Pieces, ShortDocumentsAreOnePieceEach) {
-  PieceTable pieces(std::make_shared<FakeSource>(std::vector<std::string>(10, "abc")), 1000);
+  PieceTable pieces(std::make_shared<FakeSource>(std::vector<std::string>(10, "abc")), 1000, nullptr);
   ASSERT_EQ(pieces.size(), 10);
   for (int64_t i = 0; i < 10; ++i) EXPECT_EQ(pieces.at(i).document, i);
 }
 
 TEST(Pieces, ReadingOneReadsNothingElse) {
   auto source = std::make_shared<FakeSource>(std::vector<std::string>{std::string(1000, 'x')});
-  PieceTable pieces(source, 100);
+  PieceTable pieces(source, 100, nullptr);
   std::string text;
   pieces.read(pieces.at(7), text);
   EXPECT_EQ(source->reads(), (std::vector<std::pair<int64_t, int64_t>>{{0, 700}}));

@@ -7,7 +7,9 @@
 #include <thread>
 
 #include "core/utf8.h"
+#include "data/feed/feeds.h"
 #include "data/tokenizer/bpe_tokenizer.h"
+#include "fake_source.h"
 #include "temporary_folder.h"
 #include "titan/core/error.h"
 
@@ -147,6 +149,66 @@ TEST_F(BpeTest, BlocksOfAnySizeHaveTheTokensOfTheWholeText) {
       while (!encoder->encode_block(random() % 20, ids)) {
       }
       ASSERT_EQ(ids, whole) << pre_tokenizer << "\n" << Json(replace_invalid_utf8(text));
+    }
+  }
+}
+
+// Adds tokens of two bytes and more, up to the whole word.
+void add_word(Json& tree, const std::string& word) {
+  const auto spelled = [](std::string_view bytes) {
+    std::string token;
+    for (char byte : bytes) append_utf8(byte_alphabet()[static_cast<unsigned char>(byte)], token);
+    return token;
+  };
+  Json& vocabulary = tree["model"]["vocab"];
+  for (size_t size = 2; size <= word.size(); ++size) {
+    const std::string_view bytes(word.data(), size);
+    if (vocabulary.contains(spelled(bytes))) continue;
+    vocabulary[spelled(bytes)] = 400 + vocabulary.size();
+    tree["model"]["merges"].push_back({spelled(bytes.substr(0, size - 1)), spelled(bytes.substr(size - 1))});
+  }
+}
+
+// A document's pieces have its tokens, in any language, wherever it is cut, and however short its last piece
+// is. A tokenizer that adds a space to every text that doesn't begin with one needs spaces to cut at.
+TEST_F(BpeTest, PiecesHaveTheTokensOfTheDocument) {
+  Json tree = small_tokenizer();
+  for (const char* word :
+       {" слово", "слово", "словарь", " λέξη", "كلمة", "字典", "漢字", "function", " the cat", "123", "\nab"})
+    add_word(tree, word);
+  const std::vector<std::pair<bool, std::vector<std::string>>> texts = {
+      {true, {" слово", " словарь", " о", ", слово", " 1234"}},
+      {true, {" λέξη", " ἡ", ".\nλέξη", "·  λέξη"}},
+      {true, {" كلمة", " و", "، كلمة"}},
+      {true, {" 12345", " 7", " 1234567.89", "\n123"}},
+      {true, {" the cat", " don't", " the", "  x", "<s> ab", "\nab", "\n\nab"}},
+      {false, {"слово\n", "словарь\n", "字典\n"}},
+      {false, {"字典", "漢字", "字", "，", "。", "かな"}},
+      {false, {"a=1;", "function(c){", "return c+12}", "b[345]", "==\"x\"", "/*字*/"}}};
+  std::mt19937 random(3);
+  for (const Json& pre_tokenizer : many_pre_tokenizers()) {
+    tree["pre_tokenizer"] = pre_tokenizer;
+    const auto tokenizer = std::make_shared<BpeTokenizer>(folder_.write("tokenizer.json", tree.dump()));
+    const bool adds_spaces = pre_tokenizer.dump().find(R"("add_prefix_space":true)") != std::string::npos;
+    for (const auto& [has_spaces, parts] : texts) {
+      if (adds_spaces && !has_spaces) continue;
+      for (int round = 0; round < 20; ++round) {
+        const size_t piece_bytes = 512 + random() % 300, size = 1800 + random() % 900;
+        std::string text;
+        while (text.size() < size) text += parts[random() % parts.size()];
+        PieceTable pieces(std::make_shared<FakeSource>(std::vector<std::string>{text}),
+                          static_cast<int64_t>(piece_bytes), tokenizer);
+        Ids ids;
+        std::string piece, joined;
+        for (int64_t i = 0; i < pieces.size(); ++i) {
+          pieces.read(pieces.at(i), piece);
+          joined += piece;
+          tokenizer->encode_into(piece, ids);
+        }
+        ASSERT_EQ(joined, text);
+        EXPECT_EQ(ids, tokenizer->encode(text)) << pre_tokenizer << ", pieces of " << piece_bytes << " of\n"
+                                                << text;
+      }
     }
   }
 }
