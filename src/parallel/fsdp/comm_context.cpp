@@ -63,6 +63,20 @@ void BufferPool::release(at::Tensor buffer, const dist::Stream& last_user) {
   free_.push_back({std::move(whole), last_user.record()});
 }
 
+void leave_stream(dist::Work& work, const dist::Stream& stream, at::ArrayRef<at::Tensor> buffers) {
+  if (!stream.on_device()) return;
+  try {
+    const dist::StreamGuard guard(stream);
+    work.wait();
+  } catch (const std::exception&) {  // it failed before, and was reported then
+  }
+  for (const at::Tensor& buffer : buffers) {
+    if (!buffer.defined()) continue;
+    stream.keep_alive(buffer);
+    dist::Stream::current(buffer.device()).keep_alive(buffer);
+  }
+}
+
 CommContext::CommContext(at::Device device)
     : gather_stream(dist::Stream::create(device, dist::Priority::High)),
       reduce_stream(dist::Stream::create(device, dist::Priority::High)),
@@ -153,8 +167,11 @@ void CommContext::start_backward() {
     visits_[static_cast<size_t>(ends_[end])].end = static_cast<int64_t>(end);
   // The engine runs the callback when the backward that fired the first hook ends. Hooks are outside of
   // activation checkpoints, so that is the outermost backward.
-  auto self = shared_from_this();
-  torch::autograd::Engine::get_default_engine().queue_callback([self] { self->finish_backward(); });
+  // On a GPU, the engine's threads may let go of callbacks after the backward has returned: those must not
+  // keep a model's memory.
+  torch::autograd::Engine::get_default_engine().queue_callback([context = weak_from_this()] {
+    if (const auto self = context.lock()) self->finish_backward();
+  });
 }
 
 // After an exception in the backward, the engine runs no callbacks.

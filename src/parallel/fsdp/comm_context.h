@@ -12,6 +12,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "dist/stream.h"
+#include "titan/dist/collectives.h"
 
 namespace titan {
 class DelayedGradients;
@@ -46,6 +47,10 @@ class BufferPool {
   std::vector<Free> free_;
   int64_t num_allocations_ = 0;
 };
+
+/// Gives up buffers that `work`, a call on `stream`, and the current stream may still use: their memory is
+/// free when both are done. Doesn't block. A CPU's work owns its buffers.
+void leave_stream(dist::Work& work, const dist::Stream& stream, at::ArrayRef<at::Tensor> buffers);
 
 // The state that groups below one root share: streams, buffers, and the order in which collectives are
 // issued.

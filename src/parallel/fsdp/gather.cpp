@@ -94,7 +94,8 @@ std::vector<ParamGroup*> ParamGroup::due_for_scales(const ops::RankParts* parts)
   return due;
 }
 
-void ParamGroup::refresh_float8_scales() {
+// `reader` is the stream of the products.
+void ParamGroup::refresh_float8_scales(const dist::Stream& reader) {
   if (!lacks_float8_scales()) return;
   const ops::RankParts* parts = ranks_of_parts();
   const std::vector<ParamGroup*> due = due_for_scales(parts);
@@ -106,6 +107,7 @@ void ParamGroup::refresh_float8_scales() {
     }
   const at::Tensor largest = largest_of_ranks(float8::amax_many(chunks), *gather_group_, parts, name_);
   const at::Tensor scales = float8::scale_of(largest, float8_.how.dtype, float8_.how.power_of_two_scales);
+  reader.keep_alive(scales);
   int64_t first = 0;
   for (ParamGroup* group : due) {
     const auto count = static_cast<int64_t>(group->float8_.slots.size());
@@ -180,13 +182,14 @@ void ParamGroup::start_unshard() {
 }
 
 void ParamGroup::start_gather() {
-  context_->gather_stream.wait(compute_stream());  // the optimizer may have written the shards there
+  const dist::Stream compute = compute_stream();
+  context_->gather_stream.wait(compute);  // the optimizer may have written the shards there
   dist::StreamGuard on_gather_stream(context_->gather_stream);
   dist::Group* group = kept_part_.defined() ? small_gather_group_.get() : gather_group_.get();
   gathering_parts_ = group ? group->size() : 1;
   const int64_t numel = wire_.part() * layout_.num_ranks();
   const int64_t part = numel / gathering_parts_;
-  if (!kept_part_.defined()) refresh_float8_scales();
+  if (!kept_part_.defined()) refresh_float8_scales(compute);
   packed_ = context_->pool.acquire(numel, wire_.dtype(), context_->gather_stream);
   const at::Tensor mine = part_for_gather(packed_.narrow(0, group ? group->rank() * part : 0, part));
   gather_work_ = group ? group->all_gather(packed_, mine, {"fsdp::all_gather", name_}) : dist::Work();

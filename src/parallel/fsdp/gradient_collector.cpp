@@ -293,6 +293,12 @@ void GradientCollector::discard() {
   for (at::Tensor* buffer : {&scattering_, &reduced_, &partial_, &collected_}) release(*buffer);
 }
 
+void GradientCollector::leave() {
+  if (context_)
+    leave_stream(work_, context_->reduce_stream, {scattering_, reduced_, partial_, collected_, flat_grad_});
+  context_ = nullptr;
+}
+
 // Runs on the reduce stream, with this rank's sums in reduced_.
 void GradientCollector::after_scatter() {
   phase_ = Phase::Idle;

@@ -78,7 +78,7 @@ class GradientCollector {
     context_ = &context;
     module_ = module;
   }
-  void leave() { context_ = nullptr; }
+  void leave();
 
   /// Adds grad * scale; `scale` is a scalar tensor, or undefined for 1.
   void add(size_t slot, const at::Tensor& grad, const at::Tensor& scale);

@@ -226,7 +226,17 @@ std::shared_ptr<ParamGroup> ParamGroup::create(std::vector<ManagedParam> params,
 
 ParamGroup::~ParamGroup() {
   for (const ManagedParam& param : params_) ManagedTensors::get().remove(param.compute);
-  if (context_) context_->remove_group(this);
+  if (!context_) return;
+  context_->remove_group(this);
+  leave();
+}
+
+// After an exception, a gather or a reduction may still be running that nobody waits for: the memory goes back
+// to the allocator when it has ended.
+void ParamGroup::leave() {
+  leave_stream(gather_work_, context_->gather_stream, {flat_shard_, packed_, full_, kept_part_});
+  gradients_.leave();
+  context_ = nullptr;
 }
 
 ParamGroup::ParamGroup(std::vector<ManagedParam> params, const FsdpOptions& options)

@@ -87,10 +87,7 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   /// `context` is owned by the modules' states, which own this group too.
   void join(CommContext& context, const std::string& name);
   /// Called when the context is destroyed.
-  void leave() {
-    context_ = nullptr;
-    gradients_.leave();
-  }
+  void leave();
   const char* name() const { return name_; }
   /// For the outermost module's group, whose "Default" policy keeps the parameters gathered.
   void make_root() { is_root_ = true; }
@@ -136,7 +133,7 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   void start_gather();
   at::Tensor part_for_gather(const at::Tensor& place);
   at::Tensor encode_part(const at::Tensor& place) const;
-  void refresh_float8_scales();
+  void refresh_float8_scales(const dist::Stream& reader);
   bool lacks_float8_scales() const;
   const ops::RankParts* ranks_of_parts() const;
   std::vector<ParamGroup*> due_for_scales(const ops::RankParts* parts);

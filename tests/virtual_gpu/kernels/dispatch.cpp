@@ -362,6 +362,8 @@ void poison(const c10::CachingDeviceAllocator::TraceEntry& entry) {
   auto* address = reinterpret_cast<void*>(entry.addr_);
   const size_t bytes = entry.size_;
   const size_t poisoned_bytes = std::min(bytes, size_t{256} << 20);  // more would take the host's memory
+  const c10::cuda::CUDAGuard on_its_device(
+      entry.device_);  // for the default stream; a thread that frees may be on another
   submit(
       reinterpret_cast<cudaStream_t>(entry.stream_),
       computation(is_allocated ? "allocation" : "free", {{address, bytes, true}}, [address, poisoned_bytes] {
