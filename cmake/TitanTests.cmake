@@ -2,11 +2,11 @@
 # case: build/bin/titan_<layer>_test --gtest_filter=Suite.Case. tests/seed.cpp seeds random numbers before each case, also in distributed
 # tests.
 # titan_distributed_test(<name> RANKS n... [NIGHTLY_RANKS n...] [TIMEOUT s] [CUDA] [CUDA_RANKS n...] [VIRTUAL_RANKS n...]
-# [NIGHTLY_VIRTUAL_RANKS n...] [APART]) adds tests/distributed/<name>.cpp
+# [VIRTUAL_AT_NIGHT] [APART]) adds tests/distributed/<name>.cpp
 # to the program distributed_tests, and a test that runs the cases of this file for each listed number of local ranks; the time limit ends
 # all processes. Tests for NIGHTLY_RANKS are called nightly.* and run only at night. With CUDA, all these and CUDA_RANKS also run with
-# --cuda, and are skipped if no GPU is visible. VIRTUAL_RANKS and NIGHTLY_VIRTUAL_RANKS run with --cuda on a virtual GPU (docs/virtual_gpu.md),
-# where a race ends the test. With APART, the file becomes a separate program, because it replaces functions of the C++ library.
+# --cuda, and are skipped if no GPU is visible. VIRTUAL_RANKS run over NCCL on a virtual GPU for each rank (docs/virtual_gpu.md),
+# where a race ends the test; all other numbers of ranks do so at night, with VIRTUAL_AT_NIGHT too. With APART, the file becomes a separate program, because it replaces functions of the C++ library.
 # Unity builds put up to six files into one: names in their anonymous namespaces must differ, also from those of headers.
 include(GoogleTest)
 
@@ -88,7 +88,7 @@ function(titan_distributed_program program)
 endfunction()
 
 function(titan_distributed_test name)
-  cmake_parse_arguments(ARG "CUDA;APART" "TIMEOUT" "RANKS;NIGHTLY_RANKS;CUDA_RANKS;VIRTUAL_RANKS;NIGHTLY_VIRTUAL_RANKS" ${ARGN})
+  cmake_parse_arguments(ARG "CUDA;APART;VIRTUAL_AT_NIGHT" "TIMEOUT" "RANKS;NIGHTLY_RANKS;CUDA_RANKS;VIRTUAL_RANKS" ${ARGN})
   if(NOT ARG_TIMEOUT)
     set(ARG_TIMEOUT 300)
   endif()
@@ -113,17 +113,19 @@ function(titan_distributed_test name)
     add_test(NAME distributed.${name}.${ranks}_ranks COMMAND titan launch -n ${ranks} -- ${program})
     set_tests_properties(distributed.${name}.${ranks}_ranks PROPERTIES LABELS ci TIMEOUT ${ARG_TIMEOUT} PROCESSORS 2)
   endforeach()
-  if(TARGET virtual_gpu)
-    foreach(ranks IN LISTS ARG_VIRTUAL_RANKS ARG_NIGHTLY_VIRTUAL_RANKS)
-      set(prefix distributed)
-      set(label ci)
-      if(ranks IN_LIST ARG_NIGHTLY_VIRTUAL_RANKS)
-        set(prefix nightly)
-        set(label nightly)
+  if(TARGET virtual_gpu AND (ARG_VIRTUAL_RANKS OR ARG_VIRTUAL_AT_NIGHT))
+    set(all_ranks ${ARG_VIRTUAL_RANKS} ${ARG_RANKS} ${ARG_NIGHTLY_RANKS})
+    list(REMOVE_DUPLICATES all_ranks)
+    foreach(ranks IN LISTS all_ranks)
+      set(prefix nightly)
+      set(label nightly)
+      if(ranks IN_LIST ARG_VIRTUAL_RANKS)
+        set(prefix distributed)
+        set(label ci)
       endif()
       set(virtual_test ${prefix}.${name}.${ranks}_ranks.virtual)
-      add_test(NAME ${virtual_test} COMMAND ${PROJECT_SOURCE_DIR}/scripts/virtual_gpus.sh 1 -- $<TARGET_FILE:titan> launch -n ${ranks} -- ${program} --cuda)
-      set_tests_properties(${virtual_test} PROPERTIES LABELS "${label};virtual_gpu" TIMEOUT ${ARG_TIMEOUT} PROCESSORS 2 ENVIRONMENT VIRTUAL_GPU_RACES=fatal)
+      add_test(NAME ${virtual_test} COMMAND ${PROJECT_SOURCE_DIR}/scripts/virtual_gpus.sh ${ranks} -- $<TARGET_FILE:titan> launch -n ${ranks} -- ${program} --nccl)
+      set_tests_properties(${virtual_test} PROPERTIES LABELS "${label};virtual_gpu" TIMEOUT 900 PROCESSORS 2 ENVIRONMENT VIRTUAL_GPU_RACES=fatal)
     endforeach()
   endif()
   if(NOT ARG_CUDA)

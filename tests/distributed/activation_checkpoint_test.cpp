@@ -196,8 +196,10 @@ TEST(ActivationCheckpoint, SpendsAMemoryBudgetTheSameWayOnAllRanks) {
     const at::Tensor loss =
         model->loss(batch.tokens.to(device()), batch.labels.to(device()), batch.num_valid());
     const auto bytes = static_cast<double>(meter.bytes());
-    EXPECT_EQ(world().everyone()->max(bytes, {"test::bytes"}), bytes) << fraction;
-    EXPECT_EQ(world().everyone()->max(-bytes, {"test::bytes"}), -bytes) << fraction;
+    // NCCL's thread frees the few bytes of finished calls when it gets to them. A result that only some ranks
+    // keep is larger.
+    const double largest = world().everyone()->max(bytes, {"test::bytes"});
+    EXPECT_NEAR(largest, bytes, 256) << fraction;
     loss.backward();
   }
 }

@@ -8,6 +8,7 @@
 #include <ATen/ATen.h>
 
 #include "dist/device_backend.h"
+#include "unit/open_gpu.h"
 
 namespace titan::dist {
 namespace {

@@ -6,6 +6,7 @@
 #include "titan/ops/linear.h"
 #include "titan/ops/loss.h"
 #include "unit/golden.h"
+#include "unit/open_gpu.h"
 
 namespace titan::ops {
 namespace {
