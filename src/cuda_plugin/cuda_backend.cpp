@@ -3,9 +3,11 @@
 
 #include <array>
 #include <atomic>
+#include <cstdlib>
 #include <exception>
 #include <memory>
 #include <string>
+#include <string_view>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/cuda/CUDAContextLight.h>
@@ -237,6 +239,11 @@ class CudaBackend final : public DeviceBackend {
   c10::DeviceType device_type() const override { return c10::kCUDA; }
 
   int num_devices() const override { return c10::cuda::device_count(); }
+
+  bool launches_block() const override {
+    const char* blocks = std::getenv("CUDA_LAUNCH_BLOCKING");
+    return blocks && std::string_view(blocks) != "0";
+  }
 
   void set_device(int index) override { c10::cuda::set_device(static_cast<c10::DeviceIndex>(index)); }
 

@@ -84,6 +84,8 @@ class DeviceBackend {
   virtual ~DeviceBackend() = default;
   virtual c10::DeviceType device_type() const = 0;
   virtual int num_devices() const = 0;
+  /// Whether each launch blocks the host until it is done, for debugging (CUDA_LAUNCH_BLOCKING).
+  virtual bool launches_block() const { return false; }
   /// Makes device `index` this thread's current one.
   virtual void set_device(int index) = 0;
   /// "NVIDIA H100 80GB HBM3"; tables of peak FLOPS are keyed by it.

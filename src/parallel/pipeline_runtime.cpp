@@ -4,8 +4,10 @@
 #include <set>
 #include <unordered_set>
 
+#include <ATen/ops/zeros.h>
 #include <torch/nn/module.h>
 
+#include "dist/device_backend.h"
 #include "parallel/fsdp/fsdp_state.h"
 #include "titan/core/error.h"
 
@@ -25,11 +27,29 @@ std::set<std::pair<int, int>> directions_of(const Schedule& schedule) {
   return directions;
 }
 
+// A schedule posts receives ahead of the sends that its peer waits for.
+void check_launches(const dist::World& world) {
+  const dist::DeviceBackend* const devices = dist::device_backend();
+  if (world.backend() == "nccl" && devices && devices->launches_block())
+    throw ConfigError(
+        "CUDA_LAUNCH_BLOCKING is set: a pipeline over NCCL would hang, because each receive would block its "
+        "host until the message comes. Unset it, or set comm.backend = \"gloo\"");
+}
+
+// NCCL connects two ranks when they first exchange a message, and blocks both hosts until both have come. So
+// they do it here, where all ranks make their links in one order: in a step, one might first wait for others.
+void make_contact(dist::Group& group, int peer, bool sends, at::Device device) {
+  const at::Tensor message = at::zeros({1}, device);
+  const dist::Label label{"pp::first_message"};
+  (sends ? group.send(message, peer, label) : group.receive(message, peer, label)).wait();
+}
+
 }  // namespace
 
 void Links::connect(const Schedule& schedule) {
   TITAN_CHECK(schedule.num_ranks() == pp_.size(), "a schedule of ", schedule.num_ranks(),
               " pipeline ranks on a mesh of ", pp_.size());
+  if (pp_.size() > 1) check_launches(pp_.world());
   for (const auto& [from, to] : directions_of(schedule)) {
     if ((from != pp_.rank() && to != pp_.rank()) || links_.contains({from, to})) continue;
     std::vector<int> ranks = {pp_.ranks()[static_cast<size_t>(from)], pp_.ranks()[static_cast<size_t>(to)]};
@@ -37,6 +57,7 @@ void Links::connect(const Schedule& schedule) {
     const char* purpose = from < to ? "pipeline.down" : "pipeline.up";
     auto group = pp_.world().group(ranks, str("pp.", from, "-", to), purpose);
     const int peer = 1 - group->rank();
+    make_contact(*group, peer, /*sends=*/from == pp_.rank(), pp_.world().device());
     links_.emplace(std::pair(from, to), Link{std::move(group), peer});
   }
 }

@@ -7,12 +7,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "dist/backends.h"
 #include "dist/flight_record.h"
-#include "dist/world_impl.h"
 #include "distributed/small_stages.h"
+#include "distributed/unconnected_world.h"
 #include "distributed/world.h"
 #include "titan/parallel/pipeline_schedule.h"
 #include "titan/train/parallel_dims.h"
@@ -81,16 +80,7 @@ class BatchingBackend final : public c10d::Backend {
 // The same two ranks, with batches on the pipeline's links.
 class BatchingWorld {
  public:
-  explicit BatchingWorld(const std::string& name) : impl_(std::make_shared<dist::World::Impl>()) {
-    impl_->launch.rank = world().rank();
-    impl_->launch.size = world().size();
-    impl_->backend = "gloo";
-    impl_->timeout = world().timeout();
-    const auto store = c10::intrusive_ptr<c10d::Store>::reclaim_copy(&world().store());
-    impl_->store = c10::make_intrusive<c10d::PrefixStore>(name, store);
-    impl_->gloo = dist::choose_gloo_address(std::nullopt, /*one_host=*/true, "");
-    impl_->hosts.assign(2, "here");
-    impl_->recorder = std::make_shared<dist::FlightRecorder>();
+  explicit BatchingWorld(const std::string& name) : impl_(unconnected_world(name)) {
     down = add("pipeline.down");
     up = add("pipeline.up");
   }
@@ -215,9 +205,9 @@ TEST(MessageBatches, AreSentWhereBothEndsPairMessages) {
   const DeviceMesh pp = train::build_meshes(batching.get(), {.pp = 2}).pp;
   expect_equals_one_rank(pp, schedule(), {StageKind::Tanh, StageKind::Product});
   EXPECT_THAT(batching.down->batches, ::testing::ElementsAre(2, 2));  // one in each of two steps
-  EXPECT_EQ(batching.down->num_single, 2u);
+  EXPECT_EQ(batching.down->num_single, 1u + 2);                       // the first is the links' first message
   EXPECT_TRUE(batching.up->batches.empty());
-  EXPECT_EQ(batching.up->num_single, 6u);
+  EXPECT_EQ(batching.up->num_single, 1u + 6);
 }
 
 TEST(MessageBatches, AreSingleMessagesOverSockets) {

@@ -11,6 +11,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include "distributed/world.h"
 #include "titan/core/error.h"
 #include "titan/nn/layers.h"
 #include "titan/nn/module.h"
@@ -55,7 +56,8 @@ class SmallStage : public train::TrainableModel {
       fully_shard(nothing_, {});
       return;
     }
-    linear = nn::Linear(kDim, kDim, nn::LinearOptions{.construct = {.dtype = at::kDouble}});
+    linear =
+        nn::Linear(kDim, kDim, nn::LinearOptions{.construct = {.device = device(), .dtype = at::kDouble}});
     {
       const at::NoGradGuard no_grad;
       linear->weight.copy_(weight_of(stage));
@@ -129,7 +131,7 @@ inline void expect_equals_one_rank(const DeviceMesh& pp, const pipeline::Schedul
     models.push_back(std::make_unique<SmallStage>(kinds[static_cast<size_t>(stage)], stage));
     stages.push_back({models.back().get(), stage});
   }
-  train::PipelineRunner runner(stages, pp, at::kCPU);
+  train::PipelineRunner runner(stages, pp, device());
   const train::StepPlan plan =
       runner.plan(schedule, std::vector<train::TensorType>(kinds.size(), {{1, kDim}, at::kDouble}));
   double loss = 0;
@@ -146,12 +148,13 @@ inline void expect_equals_one_rank(const DeviceMesh& pp, const pipeline::Schedul
     const auto list = parameters(stages[i].model->root());
     if (list.empty()) continue;
     const at::Tensor& gradient = expected.gradients[static_cast<size_t>(stages[i].index)];
-    const at::Tensor& got = list[0].data.local.grad();
+    const at::Tensor& on_device = list[0].data.local.grad();
     if (!list[0].data.local.requires_grad()) {
-      EXPECT_FALSE(got.defined()) << name;
+      EXPECT_FALSE(on_device.defined()) << name;
       continue;
     }
-    ASSERT_TRUE(got.defined()) << name << ", stage " << stages[i].index;
+    ASSERT_TRUE(on_device.defined()) << name << ", stage " << stages[i].index;
+    const at::Tensor got = on_device.cpu();
     const at::Tensor wanted =
         gradient.defined() ? gradient : at::zeros_like(got);  // before a stage that ignores its input
     EXPECT_LE((got - wanted).norm().item<double>(), 1e-12 * std::max(1.0, wanted.norm().item<double>()))

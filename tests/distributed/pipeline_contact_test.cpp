@@ -1,0 +1,51 @@
+// Every schedule on ranks that have never sent each other anything. NCCL connects two ranks of a communicator
+// when one first sends to the other, and blocks both hosts until then.
+
+#include <gtest/gtest.h>
+
+#include "distributed/small_stages.h"
+#include "distributed/unconnected_world.h"
+#include "titan/parallel/pipeline_schedule.h"
+#include "titan/train/parallel_dims.h"
+
+namespace titan {
+namespace {
+
+using namespace titan::testing;  // NOLINT: the test's own names
+
+class PipelineContact : public ::testing::TestWithParam<std::tuple<std::string, int>> {};
+
+TEST_P(PipelineContact, RunsAndEqualsOneRank) {
+  const auto& [name, num_micro_batches] = GetParam();
+  const int pp = world().size(),
+            num_stages = pipeline::default_num_stages(pipeline::schedule_traits(name), pp);
+  if (const auto why =
+          pipeline::counts_problem(pipeline::schedule_traits(name), pp, num_stages, num_micro_batches))
+    GTEST_SKIP() << *why;
+  const auto schedule = pipeline::with_parameter_actions(
+      pipeline::with_communication(pipeline::make_schedule(name, pp, num_stages, num_micro_batches)));
+  std::vector<StageKind> kinds(static_cast<size_t>(num_stages), StageKind::Tanh);
+  kinds.back() = StageKind::Product;
+  const dist::World fresh(unconnected_world(str("contact/", name, "/", num_micro_batches)));
+  expect_equals_one_rank(train::build_meshes(fresh, {.pp = pp}).pp, schedule, kinds);
+}
+
+TEST(PipelineLaunches, AreRefusedIfTheyBlock) {
+  if (world().backend() != "nccl") GTEST_SKIP() << "messages through the host don't block";
+  const dist::World fresh(unconnected_world("blocking"));
+  pipeline::Links links(train::build_meshes(fresh, {.pp = world().size()}).pp);
+  setenv("CUDA_LAUNCH_BLOCKING", "1", 1);
+  EXPECT_THROW(links.connect(pipeline::make_schedule("GPipe", world().size(), world().size(), 1)),
+               ConfigError);
+  unsetenv("CUDA_LAUNCH_BLOCKING");
+}
+
+INSTANTIATE_TEST_SUITE_P(Schedules, PipelineContact,
+                         ::testing::Combine(::testing::ValuesIn(pipeline::schedule_names()),
+                                            ::testing::Values(1, 2, 4, 8)),
+                         [](const auto& info) {
+                           return str(std::get<0>(info.param), "_", std::get<1>(info.param));
+                         });
+
+}  // namespace
+}  // namespace titan
