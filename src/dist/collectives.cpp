@@ -444,6 +444,33 @@ Work Group::receive(const at::Tensor& tensor, int peer, Label label) {
                 });
 }
 
+// Where each message is a call of its own and calls may run one after the other, a ring or a pair of ranks
+// needs one rank that receives first.
+Exchange Group::exchange(const at::Tensor& sent, int to, const at::Tensor& received, int from, Label label) {
+  Exchange both;
+  if (!has_batches(sent.device())) {
+    if (rank_ < to) both.sent = send(sent, to, label);
+    both.received = receive(received, from, label);
+    if (rank_ > to) both.sent = send(sent, to, label);
+    return both;
+  }
+  c10d::Backend& backend = *backends_->main;
+  backend.startCoalescing();
+  try {
+    both.sent = send(sent, to, label);
+    both.received = receive(received, from, label);
+  } catch (const std::exception&) {
+    close_batch(backend);
+    throw;
+  }
+  try {
+    both.sent.state_->work = both.received.state_->work = backend.endCoalescing();
+  } catch (const std::exception& error) {
+    both.received.state_->fail(error);
+  }
+  return both;
+}
+
 bool Group::has_batches(c10::Device device) const {
   // Host tensors go through gloo if the group's main backend takes device tensors only.
   const bool is_main = backends_ && !(device.is_cpu() && backends_->make_host);

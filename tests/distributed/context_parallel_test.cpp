@@ -53,7 +53,7 @@ void PrintTo(const Heads& h, std::ostream* out) {
 
 std::shared_ptr<context::DistributedAttention> make_attention(const context::SequenceLayout& layout,
                                                               const ContextParallelOptions& options) {
-  return context::make_attention(world().everyone(), layout, options);
+  return context::make_attention(world().everyone(), world().everyone(), layout, options);
 }
 
 class ContextAttentionTest : public ::testing::TestWithParam<std::tuple<at::ScalarType, Heads>> {};

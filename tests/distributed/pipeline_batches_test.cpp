@@ -13,6 +13,7 @@
 #include "distributed/small_stages.h"
 #include "distributed/unconnected_world.h"
 #include "distributed/world.h"
+#include "parallel/context/distributed_attention.h"
 #include "titan/parallel/pipeline_schedule.h"
 #include "titan/train/parallel_dims.h"
 
@@ -29,8 +30,9 @@ class AllOf final : public c10d::Work {
   bool isCompleted() override {
     return std::all_of(works_.begin(), works_.end(), [](const WorkPtr& work) { return work->isCompleted(); });
   }
+  // Gloo's messages can be waited for only once.
   bool wait(std::chrono::milliseconds timeout) override {
-    for (const WorkPtr& work : works_) work->wait(timeout);
+    for (const WorkPtr& work : std::exchange(works_, {})) work->wait(timeout);
     return true;
   }
 
@@ -208,6 +210,36 @@ TEST(MessageBatches, AreSentWhereBothEndsPairMessages) {
   EXPECT_EQ(batching.down->num_single, 1u + 2);                       // the first is the links' first message
   EXPECT_TRUE(batching.up->batches.empty());
   EXPECT_EQ(batching.up->num_single, 1u + 6);
+}
+
+TEST(MessageBatches, CarryBothDirectionsOfAnExchange) {
+  BatchingWorld batching("exchange");
+  const auto group = batching.get().group({0, 1}, "", "pipeline.down");
+  const int peer = 1 - world().rank();
+  const at::Tensor sent = at::full({3}, 1.0 * world().rank()), got = at::zeros({3});
+  group->exchange(sent, peer, got, peer, {"t"}).wait();
+  EXPECT_TRUE(got.eq(peer).all().item<bool>());
+  EXPECT_THAT(batching.down->batches, ::testing::ElementsAre(2));
+  const auto calls = batching.recorder().snapshot();
+  ASSERT_EQ(calls.size(), 2u);
+  EXPECT_EQ(calls[0].op, dist::CollectiveOp::Send);
+  EXPECT_EQ(calls[1].op, dist::CollectiveOp::Receive);
+}
+
+TEST(MessageBatches, CarryBothDirectionsOfARing) {
+  BatchingWorld batching("ring");
+  const auto group = [&](const char* purpose) { return batching.get().group({0, 1}, "", purpose); };
+  const context::SequenceLayout layout(2, ContextLoadBalancer::HeadTail);
+  const auto ring = context::make_attention(
+      group("pipeline.down"), group("pipeline.up"), layout,
+      {ContextLoadBalancer::HeadTail, ContextRotateMethod::AllToAll, ContextAttention::Ring});
+  const at::Tensor q = at::randn({1, 4, 2, 8}), kv = at::randn({1, 4, 1, 8});
+  const ops::AttentionSum sum = ring->forward(q, kv, kv, {"t"});
+  EXPECT_THAT(batching.down->batches, ::testing::ElementsAre(2));
+  ring->backward({q, kv, kv, sum.out_BSHD, sum.log_sum_exp_BHS}, q, {"t"});
+  EXPECT_THAT(batching.down->batches, ::testing::ElementsAre(2, 2));
+  EXPECT_THAT(batching.up->batches, ::testing::ElementsAre(2, 2)) << "gradients have a ring of their own";
+  EXPECT_EQ(batching.down->num_single + batching.up->num_single, 0u);
 }
 
 TEST(MessageBatches, AreSingleMessagesOverSockets) {

@@ -57,6 +57,15 @@ class [[nodiscard]] Work {
 
 enum class ReduceOp { Sum, Max, Min };
 
+/// A message to one rank and one from another.
+struct [[nodiscard]] Exchange {
+  Work received, sent;
+  void wait() {
+    received.wait();
+    sent.wait();
+  }
+};
+
 /// Ranks that communicate with each other. All members issue the same calls in the same order. Made by
 /// World::group. Takes CPU and device tensors with any backend: gloo gets copies of device tensors in host
 /// memory.
@@ -96,6 +105,9 @@ class Group {
   Work all_to_all(const at::Tensor& out, const at::Tensor& in, Label label);
   Work send(const at::Tensor& tensor, int peer, Label label);
   Work receive(const at::Tensor& tensor, int peer, Label label);
+  /// Sends one tensor while receiving another: in one call, where the backend has such calls, so that they
+  /// travel at the same time. If all members make such calls in the same rounds, no order of them deadlocks.
+  Exchange exchange(const at::Tensor& sent, int to, const at::Tensor& received, int from, Label label);
   /// Whether the backend for this device takes several messages in one call (NCCL does, gloo doesn't).
   bool has_batches(c10::Device device) const;
   /// Several messages in one call, which is done when its last message is; only where has_batches(). All

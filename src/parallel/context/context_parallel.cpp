@@ -85,8 +85,10 @@ void context_parallel(const nn::AnyRef& root, const DeviceMesh& axis, const Cont
               "' or of one below it are spread over ranks already");
   const std::shared_ptr<dist::Group> group = axis.group();
   const SequenceLayout layout(group->size(), options.load_balancer);
-  const std::shared_ptr<context::DistributedAttention> attention =
-      context::make_attention(group, layout, options);
+  const bool is_ring = options.attention == ContextAttention::Ring;
+  const std::shared_ptr<context::DistributedAttention> attention = context::make_attention(
+      group, is_ring ? axis.world().group(axis.ranks(), group->name(), "gradient_ring") : nullptr, layout,
+      options);
   const auto positions = std::make_shared<LocalPositions>(layout, group->rank());
 
   int num_users = 0;

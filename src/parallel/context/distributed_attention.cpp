@@ -140,23 +140,15 @@ class RingExchange {
   explicit RingExchange(std::shared_ptr<dist::Group> group) : group_(std::move(group)) {}
 
   /// `send` mustn't be written to, nor `receive` used, before wait(). Both contiguous, of the same size.
-  // Even ranks send first, odd ones receive first. A backend that runs its calls one after the other (NCCL)
-  // would deadlock if all of them sent first; this order works in a ring of any size.
   void start(const at::Tensor& send, const at::Tensor& receive, dist::Label label) {
     const int rank = group_->rank(), size = group_->size();
-    const int next = (rank + 1) % size, previous = (rank + size - 1) % size;
-    if (rank % 2 == 0) sent_ = group_->send(send, next, label);
-    received_ = group_->receive(receive, previous, label);
-    if (rank % 2 != 0) sent_ = group_->send(send, next, label);
+    under_way_ = group_->exchange(send, (rank + 1) % size, receive, (rank + size - 1) % size, label);
   }
-  void wait() {
-    received_.wait();
-    sent_.wait();
-  }
+  void wait() { under_way_.wait(); }
 
  private:
   std::shared_ptr<dist::Group> group_;
-  dist::Work sent_, received_;
+  dist::Exchange under_way_;
 };
 
 // Sizes of the result of KeyValues::pack for the keys of one rank, or of several in order.
@@ -388,14 +380,15 @@ class GatheredAttention final : public DistributedAttention {
 /// current keys, which follow their keys around the ring and end at the keys' own rank.
 class RingAttention final : public DistributedAttention {
  public:
-  RingAttention(std::shared_ptr<dist::Group> group, SequenceLayout layout, ContextRotateMethod method)
+  RingAttention(std::shared_ptr<dist::Group> group, std::shared_ptr<dist::Group> gradient_group,
+                SequenceLayout layout, ContextRotateMethod method)
       : DistributedAttention(layout),
         rank_(group->rank()),
         num_ranks_(group->size()),
         rotation_(method == ContextRotateMethod::AllGather
                       ? std::unique_ptr<KeyValueRotation>(std::make_unique<GatherRotation>(group))
                       : std::make_unique<NeighborRotation>(group)),
-        gradient_ring_(group) {}
+        gradient_ring_(std::move(gradient_group)) {}
 
   ops::AttentionSum forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             dist::Label label) override {
@@ -445,11 +438,13 @@ class RingAttention final : public DistributedAttention {
 }  // namespace
 
 std::unique_ptr<DistributedAttention> make_attention(std::shared_ptr<dist::Group> group,
+                                                     std::shared_ptr<dist::Group> gradient_group,
                                                      SequenceLayout layout,
                                                      const ContextParallelOptions& options) {
   if (options.attention == ContextAttention::AllGatherKv)
     return std::make_unique<GatheredAttention>(std::move(group), layout);
-  return std::make_unique<RingAttention>(std::move(group), layout, options.rotate_method);
+  return std::make_unique<RingAttention>(std::move(group), std::move(gradient_group), layout,
+                                         options.rotate_method);
 }
 
 }  // namespace titan::context

@@ -80,7 +80,10 @@ class DistributedAttention {
   SequenceLayout layout_;
 };
 
+/// `gradient_group`: the same ranks, for the gradients in a ring, which then needn't wait for the keys that
+/// travel at the same time. Unused without a ring.
 std::unique_ptr<DistributedAttention> make_attention(std::shared_ptr<dist::Group> group,
+                                                     std::shared_ptr<dist::Group> gradient_group,
                                                      SequenceLayout layout,
                                                      const ContextParallelOptions& options);
 

@@ -26,8 +26,7 @@ at::Tensor empty_parts(const at::Tensor& part, int num_ranks) {
 // [Note: order of sends]
 // Each pair of ranks exchanges one message each way. A backend may queue all of a rank's messages on one
 // stream (NCCL does), where a message that waits for its peer blocks the later ones. So there are N rounds,
-// the same on all ranks, and each round pairs the ranks. In a pair the lower rank sends first and the higher
-// one receives first.
+// the same on all ranks, and each round pairs the ranks for one exchange.
 
 // The other ranks, in the order of the rounds. In one of the rounds a rank is its own peer.
 std::vector<int> peers_of(const dist::Group& group) {
@@ -42,12 +41,9 @@ std::vector<int> peers_of(const dist::Group& group) {
 class ReceivedParts final : public ops::SequenceExchange::Gather {
  public:
   ReceivedParts(dist::Group& group, const at::Tensor& own, dist::Label label, Traffic& traffic)
-      : group_(group),
-        own_(own),
-        parts_(empty_parts(own, group.size())),
-        peers_(peers_of(group)),
-        received_(static_cast<size_t>(group.size())) {
-    for (const int peer : peers_) start(peer, label);
+      : group_(group), own_(own), parts_(empty_parts(own, group.size())), peers_(peers_of(group)) {
+    for (const int peer : peers_)
+      exchanges_.push_back(group.exchange(own_.view(-1), peer, parts_[peer].view(-1), peer, label));
     traffic.calls += 1;
     traffic.bytes += nbytes(own) * (group.size() - 1);
   }
@@ -57,30 +53,20 @@ class ReceivedParts final : public ops::SequenceExchange::Gather {
     const size_t step = step_++;
     if (step == 0) return group_.rank();
     if (step <= peers_.size()) {
-      received_[static_cast<size_t>(peers_[step - 1])].wait();
+      exchanges_[step - 1].received.wait();
       return peers_[step - 1];
     }
-    for (dist::Work& send : sends_) send.wait();
-    sends_.clear();
+    for (dist::Exchange& exchange : exchanges_) exchange.sent.wait();
     return -1;
   }
   at::Tensor part(int rank) const override { return rank == group_.rank() ? own_ : parts_[rank]; }
 
  private:
-  void start(int peer, dist::Label label) {
-    const auto receive = [&] {
-      received_[static_cast<size_t>(peer)] = group_.receive(parts_[peer].view(-1), peer, label);
-    };
-    if (peer < group_.rank()) receive();
-    sends_.push_back(group_.send(own_.view(-1), peer, label));
-    if (peer > group_.rank()) receive();
-  }
-
   dist::Group& group_;
   at::Tensor own_;
   at::Tensor parts_;  // [N, ...]; this rank's place stays empty
   std::vector<int> peers_;
-  std::vector<dist::Work> received_, sends_;
+  std::vector<dist::Exchange> exchanges_;  // by round
   size_t step_ = 0;
 };
 
@@ -91,7 +77,7 @@ class SentSummands final : public ops::SequenceExchange::Scatter {
         label_(label),
         traffic_(traffic),
         ranks_(peers_of(group)),
-        received_(static_cast<size_t>(group.size())) {
+        exchanges_(static_cast<size_t>(group.size())) {
     ranks_.push_back(group.rank());
   }
 
@@ -104,9 +90,8 @@ class SentSummands final : public ops::SequenceExchange::Scatter {
       own_ = summand;
       return;
     }
-    if (rank < group_.rank()) receive(rank);
-    sends_.push_back(group_.send(summand.contiguous().view(-1), rank, label_));
-    if (rank > group_.rank()) receive(rank);
+    exchanges_[static_cast<size_t>(rank)] =
+        group_.exchange(summand.contiguous().view(-1), rank, parts_[rank].view(-1), rank, label_);
     traffic_.bytes += nbytes(summand);
   }
 
@@ -115,24 +100,19 @@ class SentSummands final : public ops::SequenceExchange::Scatter {
     traffic_.calls += 1;
     RankSum sum;
     for (int rank = 0; rank < group_.size(); ++rank) {
-      if (rank != group_.rank()) received_[static_cast<size_t>(rank)].wait();
+      exchanges_[static_cast<size_t>(rank)].wait();  // this rank's own is empty
       sum.add(rank == group_.rank() ? own_ : parts_[rank]);
     }
-    for (dist::Work& send : sends_) send.wait();
     return sum.result();
   }
 
  private:
-  void receive(int peer) {
-    received_[static_cast<size_t>(peer)] = group_.receive(parts_[peer].view(-1), peer, label_);
-  }
-
   dist::Group& group_;
   dist::Label label_;
   Traffic& traffic_;
   at::Tensor own_, parts_;
-  std::vector<int> ranks_;  // in the order of the sends, this rank last
-  std::vector<dist::Work> received_, sends_;
+  std::vector<int> ranks_;                 // in the order of the rounds, this rank last
+  std::vector<dist::Exchange> exchanges_;  // by rank
   size_t given_ = 0;
 };
 

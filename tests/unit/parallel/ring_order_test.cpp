@@ -26,7 +26,7 @@ class PlayedRank {
   PlayedRank(int rank, int size, const ContextParallelOptions& options)
       : world_(dist::init({.backend = "fake", .fake_rank = rank, .fake_world_size = size})) {
     const SequenceLayout layout(size, options.load_balancer);
-    attention_ = make_attention(world_.everyone(), layout, options);
+    attention_ = make_attention(world_.everyone(), world_.everyone(), layout, options);
   }
 
   void forward() { sum_ = attention_->forward(q_, kv_, kv_, kForward); }
