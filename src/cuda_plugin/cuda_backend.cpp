@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <exception>
+#include <cmath>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -34,6 +35,7 @@ namespace titan::dist {
 // (Compiled only: no GPU has run this yet.)
 // A *piece* is one allocation of LibTorch's symmetric memory. Each rank allocates one, and a *rendezvous*
 // over the store maps it on all ranks. The *queue* is a stream of high priority; the *computation* is the
+#include "dist/stream_clock.h"
 // stream that is current at the call. Every operation of the queue first makes the queue wait for an event at
 // the computation's end; every wait makes the computation wait for an event of the queue. The host waits only
 // for a rendezvous.
@@ -135,7 +137,10 @@ class CudaSymmetricMemory final : public SymmetricMemory {
     event_of(moment).record(queue_);
     return moment;
   }
-  void wait(Moment moment) override { Stream::current(device_).wait(event_of(moment)); }
+  void wait(Moment moment) override {
+    const PeerWait waiting;
+    Stream::current(device_).wait(event_of(moment));
+  }
 
  private:
   const Stream& queue_after_computation() {
@@ -223,9 +228,11 @@ using Stats = c10::CachingDeviceAllocator::DeviceStats;
 
 constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
 
-/// Reads a protected member.
-struct EndEvent : c10d::ProcessGroupNCCL::WorkNCCL {
-  static std::shared_ptr<at::cuda::CUDAEvent> of(WorkNCCL& work) { return work.*(&EndEvent::ncclEndEvent_); }
+/// The events around NCCL's work, from protected members.
+struct WorkEvents : c10d::ProcessGroupNCCL::WorkNCCL {
+  using Pointer = std::shared_ptr<at::cuda::CUDAEvent>;
+  static Pointer start_of(WorkNCCL& work) { return work.*(&WorkEvents::ncclStartEvent_); }
+  static Pointer end_of(WorkNCCL& work) { return work.*(&WorkEvents::ncclEndEvent_); }
 };
 
 /// The caching allocator exists once CUDA has been used.
@@ -267,13 +274,16 @@ class CudaBackend final : public DeviceBackend {
     return group;
   }
 
-  // Keeps only the event at the end of NCCL's work, because the work itself would keep the call's tensors
-  // alive.
-  std::function<bool()> completion_of(c10d::Work& work) override {
+  // Keeps only the events around NCCL's work, because the work itself would keep the call's tensors alive.
+  std::function<DeviceCall()> completion_of(c10d::Work& work) override {
     auto* nccl = dynamic_cast<c10d::ProcessGroupNCCL::WorkNCCL*>(&work);
-    auto event = nccl ? EndEvent::of(*nccl) : nullptr;
-    if (!event) return {};
-    return [event] { return event->query(); };
+    auto end = nccl ? WorkEvents::end_of(*nccl) : nullptr;
+    if (!end) return {};
+    return [start = WorkEvents::start_of(*nccl), end = std::move(end)]() -> DeviceCall {
+      if (!end->query()) return {};
+      if (!start || !start->isCreated()) return {.done = true};
+      return {.done = true, .ns = std::llround(1e6 * static_cast<double>(start->elapsed_time(*end)))};
+    };
   }
 
   std::string device_address() const override { return gpu_address(); }
@@ -318,3 +328,4 @@ extern "C" __attribute__((visibility("default"))) titan::dist::DeviceBackend* ti
   static titan::dist::CudaBackend backend;
   return &backend;
 }
+    group->enableCollectivesTiming();

@@ -20,6 +20,7 @@
 #include "dist/backends.h"
 #include "dist/device_backend.h"
 #include "dist/flight_record.h"
+#include "dist/stream_clock.h"
 #include "titan/core/error.h"
 
 namespace titan::dist {
@@ -189,12 +190,13 @@ struct Work::State {
   void finish() {
     DeviceBackend* devices =
         out.defined() && !out.is_cpu() && !host_out.defined() ? device_backend() : nullptr;
-    std::function<bool()> done = devices ? devices->completion_of(*work) : nullptr;
-    if (done)
-      recorder->finish_when(number, std::move(done));
+    std::function<DeviceCall()> ask = devices ? devices->completion_of(*work) : nullptr;
+    if (ask)
+      recorder->finish_when(number, std::move(ask));
     else
       recorder->finish(number, CallState::Finished);
   }
+    const PeerWait on_device;
 
   void wait_for_peers() {
     const auto start = std::chrono::steady_clock::now();

@@ -16,6 +16,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include "dist/stream.h"
+#include "dist/flight_record.h"
 
 namespace c10d {
 class Backend;
@@ -95,9 +96,9 @@ class DeviceBackend {
   /// A communicator (NCCL) of the current device.
   virtual c10::intrusive_ptr<c10d::Backend> make_group(const GroupSpec& spec) = 0;
   /// A function that asks, without waiting and from any thread, whether the device is done with a call of a
-  /// group from make_group. It doesn't keep the call's tensors. Empty if a finished wait() already means
-  /// that.
-  virtual std::function<bool()> completion_of(c10d::Work& /*work*/) { return {}; }
+  /// group from make_group, and how long it took. It doesn't keep the call's tensors. Empty if a finished
+  /// wait() already means that.
+  virtual std::function<DeviceCall()> completion_of(c10d::Work& /*work*/) { return {}; }
   /// The current device as a text for why_no_symmetric_memory() in other processes of the job.
   virtual std::string device_address() const = 0;
   /// The reason why the current device can't share memory with that one; empty if it can.

@@ -35,11 +35,12 @@ int64_t now_ns() {
 
 uint64_t mark_of(uint64_t number, CallState state) { return number << 8 | static_cast<uint64_t>(state); }
 CallState state_in(uint64_t mark) { return static_cast<CallState>(mark & 0xff); }
-uint64_t end_mark(uint64_t number, int64_t ns) {
+uint64_t time_mark(uint64_t number, int64_t ns) {
   return number << 48 | (static_cast<uint64_t>(ns) & kTimeMask);
 }
+bool is_time_of(const CallRecord& call, uint64_t mark) { return mark >> 48 == (call.number & 0xffff); }
 int64_t end_in(uint64_t mark, const CallRecord& call) {
-  if (mark >> 48 != (call.number & 0xffff)) return 0;
+  if (!is_time_of(call, mark)) return 0;
   return call.start_ns + static_cast<int64_t>((mark - static_cast<uint64_t>(call.start_ns)) & kTimeMask);
 }
 
@@ -55,7 +56,8 @@ void copy_end(char (&to)[N], std::string_view text) {
 struct FlightRecorder::Slot {
   std::atomic<uint64_t> version{0};  // 2 n + 1 while call n is written, 2 n + 2 with call n in it
   std::atomic<uint64_t> mark{~uint64_t{0}};
-  std::atomic<uint64_t> end{0};  // the time in the low 48 bits; above them 16 bits of the call's number
+  // Times in the low 48 bits; above them 16 bits of the call's number.
+  std::atomic<uint64_t> end{0}, on_device{0};
   std::array<std::atomic<uint64_t>, kCallWords> words{};
 };
 
@@ -138,20 +140,23 @@ void FlightRecorder::wait(uint64_t number) noexcept {
                                                std::memory_order_release);
 }
 
-void FlightRecorder::finish(uint64_t number, CallState state) noexcept {
+void FlightRecorder::finish(uint64_t number, CallState state, int64_t device_ns) noexcept {
   Slot& slot = slot_of(number);
   uint64_t mark = slot.mark.load(std::memory_order_acquire);
   if (mark >> 8 != number) return;  // the ring has turned since
-  if (has_ended(state)) slot.end.store(end_mark(number, now_ns()), std::memory_order_relaxed);
+  if (has_ended(state)) {
+    slot.end.store(time_mark(number, now_ns()), std::memory_order_relaxed);
+    slot.on_device.store(time_mark(number, device_ns), std::memory_order_relaxed);
+  }
   slot.mark.compare_exchange_strong(mark, mark_of(number, state), std::memory_order_release);
 }
 
-void FlightRecorder::finish_when(uint64_t number, std::function<bool()> done) {
+void FlightRecorder::finish_when(uint64_t number, std::function<DeviceCall()> ask) {
   finish(number, CallState::Ordered);
   size_t num_waiting = 0;
   {
     std::lock_guard lock(on_device_mutex_);
-    on_device_.push_back({number, std::move(done)});
+    on_device_.push_back({number, std::move(ask)});
     num_waiting = on_device_.size();
   }
   if (num_waiting % kSweepEach == 0) sweep();
@@ -160,8 +165,9 @@ void FlightRecorder::finish_when(uint64_t number, std::function<bool()> done) {
 // A device that has failed throws. The training thread meets the same error, and knows more about its cause.
 bool FlightRecorder::settle(const OnDevice& call) noexcept {
   try {
-    if (!call.done()) return false;
-    finish(call.number, CallState::Finished);
+    const DeviceCall found = call.ask();
+    if (!found.done) return false;
+    finish(call.number, CallState::Finished, found.ns);
   } catch (...) {
     finish(call.number, CallState::Failed);
   }
@@ -189,11 +195,14 @@ bool FlightRecorder::read(uint64_t number, CallRecord& call) const noexcept {
   for (size_t i = 0; i < kCallWords; ++i) words[i] = slot.words[i].load(std::memory_order_relaxed);
   const uint64_t mark = slot.mark.load(std::memory_order_acquire);
   const uint64_t end = slot.end.load(std::memory_order_relaxed);
+  const uint64_t on_device = slot.on_device.load(std::memory_order_relaxed);
   std::atomic_thread_fence(std::memory_order_acquire);
   if (slot.version.load(std::memory_order_relaxed) != version) return false;
   std::memcpy(static_cast<void*>(&call), words.data(), sizeof(call));
   call.state = state_in(mark);
   call.end_ns = has_ended(call.state) ? end_in(end, call) : 0;
+  const bool is_timed = has_ended(call.state) && is_time_of(call, on_device);
+  call.device_ns = is_timed ? static_cast<int64_t>(on_device & kTimeMask) : 0;
   return true;
 }
 

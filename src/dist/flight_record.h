@@ -77,10 +77,11 @@ struct CallRecord {
   char phase[32] = "";
   char module[48] = "";
   CallSizes out, in;
-  int64_t bytes = 0;     ///< the larger of input and output
-  int64_t start_ns = 0;  ///< steady clock
-  int64_t end_ns = 0;    ///< when it was found finished or failed; 0 before
-  int32_t peer = -1;     ///< send, receive: group rank of the other side; broadcast: the root
+  int64_t bytes = 0;      ///< the larger of input and output
+  int64_t start_ns = 0;   ///< steady clock
+  int64_t end_ns = 0;     ///< when it was found finished or failed; 0 before
+  int64_t device_ns = 0;  ///< how long a device ran it, waits for peers included; 0: unknown
+  int32_t peer = -1;      ///< send, receive: group rank of the other side; broadcast: the root
   CollectiveOp op{};
   c10::ScalarType dtype = c10::ScalarType::Undefined;
   CallState state = CallState::Launched;
@@ -95,6 +96,12 @@ struct CallRecord {
   std::string failure() const;
 };
 static_assert(std::is_trivially_copyable_v<CallRecord>);
+
+/// A device's answer about a call.
+struct DeviceCall {
+  bool done = false;
+  int64_t ns = 0;  ///< CallRecord::device_ns
+};
 
 /// A rank's current activity; `name` lives as long as the process.
 struct Activity {
@@ -134,10 +141,10 @@ class FlightRecorder {
   uint64_t start(CallRecord call) noexcept;
   /// From now on the host waits for it.
   void wait(uint64_t number) noexcept;
-  void finish(uint64_t number, CallState state) noexcept;
-  /// For a call that the device finishes by itself: sweep() calls `done`, which must not wait. If it throws,
+  void finish(uint64_t number, CallState state, int64_t device_ns = 0) noexcept;
+  /// For a call that the device finishes by itself: sweep() calls `ask`, which must not wait. If it throws,
   /// the call has failed.
-  void finish_when(uint64_t number, std::function<bool()> done);
+  void finish_when(uint64_t number, std::function<DeviceCall()> ask);
   /// Finishes the calls that their devices have completed.
   void sweep() noexcept;
 
@@ -170,7 +177,7 @@ class FlightRecorder {
   struct Slot;
   struct OnDevice {
     uint64_t number;
-    std::function<bool()> done;
+    std::function<DeviceCall()> ask;
   };
   static bool claim(Slot& slot, uint64_t number) noexcept;
   Slot& slot_of(uint64_t number) const noexcept;

@@ -58,8 +58,19 @@ void Stream::keep_alive(const at::Tensor& tensor) const {
 
 void Event::record(const Stream& stream) {
   if (!stream.stream_) return;
-  if (!event_) event_.emplace(stream.stream_->device_type());
+  const auto flag = timed_ ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT;
+  if (!event_) event_.emplace(stream.stream_->device_type(), flag);
   event_->record(*stream.stream_);
+}
+
+Event Event::timed() {
+  Event event;
+  event.timed_ = true;
+  return event;
+}
+
+double Event::seconds_since(const Event& earlier) const {
+  return event_ && earlier.event_ ? 1e-3 * earlier.event_->elapsedTime(*event_) : 0;
 }
 
 bool Event::done() const { return !event_ || event_->query(); }

@@ -54,6 +54,8 @@ class Stream {
 class Event {
  public:
   Event() = default;
+  /// One that seconds_since() reads; recording it costs the device a little more.
+  static Event timed();
   Event(Event&&) noexcept = default;
   Event& operator=(Event&&) noexcept = default;
 
@@ -62,9 +64,12 @@ class Event {
   bool done() const;
   /// Blocks the host.
   void synchronize() const;
+  /// How long after `earlier` the device reached it. Both are timed and done.
+  double seconds_since(const Event& earlier) const;
 
  private:
   friend class Stream;
+  bool timed_ = false;
   std::optional<c10::Event> event_;
 };
 

@@ -201,6 +201,7 @@ void write_call(SignalSafeJson& json, const CallRecord& call, int rank, const Wa
   json.number_field("bytes", call.bytes);
   json.number_field("time_created_ns", clock.of(call.start_ns));
   json.number_field("time_discovered_completed_ns", clock.of(call.end_ns));
+  if (call.device_ns > 0) json.number_field("device_ns", call.device_ns);
   json.text_field("state", name_in_files(call.state));
   if (call.background) json.raw_field("background", "true");
   json.raw_field("retired", call.end_ns > 0 ? "true}" : "false}");

@@ -230,6 +230,7 @@ class FlightReader {
       for (const Json& dtype : dtypes->list()) call.dtypes.push_back(dtypes->text(dtype));
     call.start_ns = entry.whole_or("time_created_ns", 0);
     call.end_ns = entry.whole_or("time_discovered_completed_ns", 0);
+    call.device_ns = entry.whole_or("device_ns", 0);
     call.state = state_from(entry.need("state"));
     // PyTorch leaves gloo's calls "scheduled", but marks those that are done as retired.
     const auto retired = entry.find("retired");

@@ -31,6 +31,7 @@ struct FlightCall {
   std::vector<std::vector<int64_t>> in_sizes, out_sizes;
   std::vector<std::string> dtypes;
   int64_t start_ns = 0, end_ns = 0;  ///< times of day; 0: not yet
+  int64_t device_ns = 0;             ///< how long a device ran it; 0: unknown
   FlightState state = FlightState::Launched;
   bool background = false;  ///< belongs to background work
 

@@ -35,7 +35,7 @@ double median_of(std::vector<double> values) {
 std::vector<double> others_of(const std::vector<RankPace>& ranks, size_t rank) {
   std::vector<double> own;
   for (size_t i = 0; i < ranks.size(); ++i)
-    if (i != rank && ranks[i].stage == ranks[rank].stage) own.push_back(ranks[i].own_s);
+    if (i != rank && ranks[i].stage == ranks[rank].stage && ranks[i].own_s > 0) own.push_back(ranks[i].own_s);
   return own;
 }
 
@@ -46,10 +46,9 @@ double sigma_of(const std::vector<double>& values, double median) {
   return std::max(kSigmaOfMad * median_of(std::move(distances)), kLeastSigma * median);
 }
 
-constexpr int64_t kFigures = 4;       // numbers exchanged per rank
-constexpr double kLeastShare = 0.01;  // share of a step that a straggler must cost
-// The host runs at most one step ahead of its device, so data that is a little late holds nobody up.
-constexpr double kLeastDataShare = 0.1;
+constexpr int64_t kFigures = 4;  // numbers exchanged per rank
+
+int64_t ns_of(double seconds) { return std::llround(1e9 * seconds); }
 
 }  // namespace
 
@@ -72,7 +71,7 @@ std::optional<Straggler> find_straggler(const std::vector<RankPace>& ranks, cons
     if (others.empty()) continue;
     const double median = median_of(others), own = ranks[rank].own_s;
     const double sigma = sigma_of(others, median);
-    if (own <= median * settings.ratio || own <= median + settings.sigma * sigma) continue;
+    if (own <= 0 || own <= median * settings.ratio || own <= median + settings.sigma * sigma) continue;
     if (own <= median + least_share * ranks[rank].step_s) continue;
     if (worst && own - median <= worst->pace.own_s - worst->median_s) continue;
     worst = Straggler{static_cast<int>(rank), ranks[rank], median, sigma > 0 ? (own - median) / sigma : 0};
@@ -86,12 +85,13 @@ StragglerWatch::StragglerWatch(const dist::World& world, int stage, StragglerSet
       stage_(stage),
       settings_(settings),
       log_(log),
-      hosts_(world.everyone()->all_gather_text(host_name(), {"stragglers::hosts"})),
-      data_only_(world.backend() == "nccl") {}
+      hosts_(world.everyone()->all_gather_text(host_name(), {"stragglers::hosts"})) {
+  if (world.device().is_cuda()) device_.emplace();
+}
 
 bool StragglerWatch::is_own(Phase phase) const {
   if (phase == Phase::Data) return true;
-  return !data_only_ && (phase == Phase::ForwardBackward || phase == Phase::Optimizer);
+  return !device_ && (phase == Phase::ForwardBackward || phase == Phase::Optimizer);
 }
 
 void StragglerWatch::begin(Phase phase, int64_t /*step*/) {
@@ -103,9 +103,11 @@ void StragglerWatch::begin(Phase phase, int64_t /*step*/) {
   if (phase > Phase::Optimizer) end_step();
   // Between data and forward the ranks sum their token counts, so all wait for the rank whose data is last.
   if (phase == Phase::ForwardBackward && fetched_waited_ns_) {
-    wait_ns_ += world_.recorder().waited_ns() - *fetched_waited_ns_;
+    const int64_t waited = world_.recorder().waited_ns() - *fetched_waited_ns_;
+    device_ ? data_now_.wait_ns = waited : wait_ns_ += waited;
     fetched_waited_ns_.reset();
   }
+  if (phase == Phase::ForwardBackward && device_) device_->start(world_.device());
   if (!is_own(phase)) return;
   phase_start_ns_ = steady_now_ns();
   phase_waited_ns_ = world_.recorder().waited_ns();
@@ -116,23 +118,45 @@ void StragglerWatch::end(Phase phase, int64_t /*step*/, bool /*failed*/) {
   if (phase == Phase::Data) fetched_waited_ns_ = world_.recorder().waited_ns();
   if (!is_own(phase)) return;
   const int64_t waited = world_.recorder().waited_ns() - phase_waited_ns_;
-  own_ns_ += steady_now_ns() - phase_start_ns_ - waited;
+  const int64_t own = steady_now_ns() - phase_start_ns_ - waited;
+  if (device_) {
+    data_now_.own_ns = own;
+    return;
+  }
+  own_ns_ += own;
   wait_ns_ += waited;
+}
+
+// The host fetches data and counts tokens while the device still computes the step before, so only as much of
+// that time counts as the device was idle.
+void StragglerWatch::read_device() {
+  for (const dist::StreamStep& step : device_->take()) {
+    const DataTimes data = data_times_.front();
+    data_times_.pop_front();
+    const int64_t idle = ns_of(step.idle_s), own = std::min(data.own_ns, idle);
+    own_ns_ += own + ns_of(step.span_s - step.waited_s);
+    wait_ns_ += std::min(data.wait_ns, idle - own) + ns_of(step.waited_s);
+    ++device_steps_;
+  }
 }
 
 // The step's time ends with the optimizer, because only some steps do more.
 void StragglerWatch::end_step() {
   if (const int64_t start = std::exchange(step_start_ns_, 0); start > 0) step_ns_ += steady_now_ns() - start;
+  if (!device_) return;
+  if (device_->stop()) data_times_.push_back(std::exchange(data_now_, {}));
+  read_device();
 }
 
 void StragglerWatch::logged(const StepMetrics& metrics) {
   if (warmed_up_ && steps_ > 0) compare(metrics.step);
   warmed_up_ = true;
-  steps_ = own_ns_ = wait_ns_ = step_ns_ = 0;
+  steps_ = device_steps_ = own_ns_ = wait_ns_ = step_ns_ = 0;
 }
 
 void StragglerWatch::compare(int64_t step) {
-  const double scale = 1e-9 / static_cast<double>(steps_);
+  // The device may not have finished a step in a short interval; then there are no times.
+  const double scale = 1e-9 / static_cast<double>(device_ ? std::max<int64_t>(device_steps_, 1) : steps_);
   const auto size = static_cast<size_t>(world_.size());
   at::Tensor mine = at::empty({kFigures}, at::kDouble);
   at::Tensor all = at::empty({kFigures * world_.size()}, at::kDouble);
@@ -140,7 +164,7 @@ void StragglerWatch::compare(int64_t step) {
   own[0] = static_cast<double>(own_ns_) * scale;
   own[1] = static_cast<double>(wait_ns_) * scale;
   own[2] = stage_;
-  own[3] = static_cast<double>(step_ns_) * scale;
+  own[3] = 1e-9 * static_cast<double>(step_ns_) / static_cast<double>(steps_);
   world_.everyone()->all_gather(all, mine, {"stragglers::compare"}).wait();
   const double* values = all.const_data_ptr<double>();
   paces_.resize(size);
@@ -151,7 +175,7 @@ void StragglerWatch::compare(int64_t step) {
     log_->instant("wait_s", own[1], "titan::train::StragglerWatch");
   }
   const bool was_one = straggler_.has_value();
-  update_straggler(step, find_straggler(paces_, settings_, data_only_ ? kLeastDataShare : kLeastShare));
+  update_straggler(step, find_straggler(paces_, settings_));
   // Repeated at every interval, and once when it is over, so that the end of a log shows the current state.
   if (log_ && world_.rank() == 0 && (was_one || straggler_))
     log_->instant("straggler", straggler_ ? straggler_->rank : -1, "titan::train::StragglerWatch");
@@ -188,8 +212,7 @@ std::string StragglerWatch::warning_text(int64_t step) const {
   const Straggler& slow = *straggler_;
   return str("step ", step, ": rank ", slow.rank, " (", hosts_[static_cast<size_t>(slow.rank)],
              ") holds the others up: ", formatted("%.4f", slow.pace.own_s),
-             data_only_ ? " s per step waiting for data; the median of the others is "
-                        : " s per step of its own, without waits; the median of the others is ",
+             " s per step of its own, without waits; the median of the others is ",
              formatted("%.4f", slow.median_s), " s (", formatted("%.1f", slow.pace.own_s / slow.median_s),
              " times, ", formatted("%.0f", slow.deviation), " sigma). It waited ",
              formatted("%.4f", slow.pace.wait_s), " s per step for its peers.");

@@ -6,16 +6,19 @@
 // waiting for peers. A slow rank has a long own time and short waits; for the others it is the other way
 // round.
 //
-// Times are the host's. With NCCL a collective doesn't block the host, so a GPU's computation can't be
-// measured this way: there the own time is only that of the data, which the host does wait for.
+// On CPUs, times are the host's. On a GPU the host runs ahead, so there forward, backward and optimizer are
+// timed by the device ([Note: device time] in dist/stream_clock.h), and data counts as far as the device was
+// idle for it. These times are known a step later.
 
 #include <chrono>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "dist/stream_clock.h"
 #include "titan/config/table.h"
 #include "titan/dist/world.h"
 #include "titan/train/run_observer.h"
@@ -50,7 +53,7 @@ struct Straggler {
 };
 
 /// Returns the rank that is slower than the other ranks of its stage by the most, if by more than the
-/// settings' limits and `least_share` of a step. The standard deviation is estimated from the median absolute
+/// settings' limits and `least_share` of a step. Ranks without an own time aren't compared. The standard deviation is estimated from the median absolute
 /// deviation, which no single rank can spoil, and is at least 2 % of the median. A stage of two ranks shows no
 /// deviation: it is taken to be 20 %.
 std::optional<Straggler> find_straggler(const std::vector<RankPace>& ranks, const StragglerSettings& settings,
@@ -74,6 +77,7 @@ class StragglerWatch : public RunObserver {
  private:
   bool is_own(Phase phase) const;
   void end_step();
+  void read_device();
   void compare(int64_t step);
   void update_straggler(int64_t step, const std::optional<Straggler>& found);
   void warn(int64_t step);
@@ -84,7 +88,15 @@ class StragglerWatch : public RunObserver {
   StragglerSettings settings_;
   StructuredLog* log_;
   std::vector<std::string> hosts_;  // by rank
-  bool data_only_;                  // own time is only the data's
+  // With a device: its clock, and for each of its unfinished steps the host's times of data and of the wait
+  // for the others' data.
+  struct DataTimes {
+    int64_t own_ns = 0, wait_ns = 0;
+  };
+  std::optional<dist::StreamClock> device_;
+  DataTimes data_now_;
+  std::deque<DataTimes> data_times_;
+  int64_t device_steps_ = 0;
   int64_t steps_ = 0, own_ns_ = 0, wait_ns_ = 0, step_ns_ = 0;
   int64_t step_start_ns_ = 0, phase_start_ns_ = 0, phase_waited_ns_ = 0;
   std::optional<int64_t> fetched_waited_ns_;  // set between a step's data and its forward

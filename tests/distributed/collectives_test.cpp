@@ -3,6 +3,9 @@
 
 #include "titan/dist/collectives.h"
 
+#include <chrono>
+#include <thread>
+
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -162,6 +165,29 @@ TEST(Overlap, DroppedWorkIsFinished) {
   at::Tensor tensor = at::ones({100000}, options_of(at::kFloat));
   static_cast<void>(group.all_reduce(tensor, ReduceOp::Sum, kLabel));
   EXPECT_EQ(tensor.sum().item<double>(), 100000.0 * group.size());
+}
+
+// With NCCL only the device knows. Rank 0 comes late, so the others' calls take as long as they wait for it.
+TEST(Overlap, RecordsHaveTheTimesOfTheDevice) {
+  if (world().backend() != "nccl" || world().size() == 1) GTEST_SKIP() << "needs NCCL and a peer";
+  constexpr std::chrono::milliseconds kLate(200);
+  auto& group = *world().everyone();
+  const at::Tensor tensor = at::ones({1000}, options_of(at::kFloat));
+  group.all_reduce(tensor, ReduceOp::Sum, kLabel).wait();
+  tensor.sum().item<double>();
+  if (world().rank() == 0) std::this_thread::sleep_for(kLate);
+  group.all_reduce(tensor, ReduceOp::Sum, {"test::timed"}).wait();
+  tensor.sum().item<double>();
+  world().recorder().sweep();
+  const dist::CallRecord call = world().recorder().snapshot().back();
+  ASSERT_STREQ(call.phase, "test::timed");
+  const auto most = std::chrono::duration_cast<std::chrono::nanoseconds>(kLate).count();
+  EXPECT_GT(call.device_ns, 0);
+  if (world().rank() == 0) {
+    EXPECT_LT(call.device_ns, most / 2);
+  } else {
+    EXPECT_GT(call.device_ns, most / 2);
+  }
 }
 
 TEST(Meshes, GroupsAlongAxesOfTheRealWorld) {

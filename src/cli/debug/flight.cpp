@@ -70,6 +70,8 @@ std::string call_state_text(const FlightFile& file, const FlightCall& call) {
   const std::string since = duration_text(file.time_ns - call.start_ns);
   switch (call.state) {
     case FlightState::Finished:
+      // A call on a device is found finished some time after it has ended.
+      if (call.device_ns > 0) return duration_text(call.device_ns);
       return call.end_ns > 0 ? duration_text(call.end_ns - call.start_ns) : "done";
     case FlightState::Failed:
       return call.end_ns > 0 ? "failed, " + duration_text(call.end_ns - call.start_ns) : "failed";

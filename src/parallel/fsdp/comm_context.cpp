@@ -9,6 +9,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include "dist/stream.h"
+#include "dist/stream_clock.h"
 #include "parallel/fsdp/param_group.h"
 #include "tensor/memory.h"
 #include "titan/core/error.h"
@@ -282,9 +283,12 @@ void CommContext::finish_backward() {
 // Before the optimizer reads the gradients and writes the shards.
 void CommContext::hand_over() const {
   if (groups_.empty()) return;
-  const dist::Stream current = groups_.front()->compute_stream();
-  current.wait(reduce_stream);
-  current.wait(gather_stream);
+  {
+    const dist::PeerWait waiting;
+    const dist::Stream current = groups_.front()->compute_stream();
+    current.wait(reduce_stream);
+    current.wait(gather_stream);
+  }
   wait_for_copies();
 }
 

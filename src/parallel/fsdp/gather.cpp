@@ -11,6 +11,7 @@
 #include <ATen/ops/split_with_sizes_copy.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "dist/stream_clock.h"
 #include "float8/cast.h"
 #include "parallel/fsdp/param_group.h"
 #include "tensor/memory.h"
@@ -226,7 +227,10 @@ void ParamGroup::finish_unshard() {
   if (state_ != State::Gathering) return;
   at::NoGradGuard no_grad;
   wait_for_gather();
-  compute_stream().wait(context_->gather_stream);
+  {
+    const dist::PeerWait waiting;
+    compute_stream().wait(context_->gather_stream);
+  }
   if (layout_.num_ranks() == 1) {  // the part is the whole
     full_ = std::exchange(packed_, {});
   } else {

@@ -67,7 +67,7 @@ TEST(FlightRecorder, SweepFinishesCompletedDeviceCalls) {
   bool done = false;
   const uint64_t call = recorder.start({});
   recorder.wait(call);
-  recorder.finish_when(call, [&] { return done; });
+  recorder.finish_when(call, [&] { return DeviceCall{done}; });
   recorder.sweep();
   EXPECT_EQ(recorder.snapshot().back().state, CallState::Ordered);
   EXPECT_EQ(recorder.snapshot().back().end_ns, 0);
@@ -123,9 +123,10 @@ TEST(FlightRecorder, MarksBackgroundCalls) {
 
 TEST(FlightRecorder, CallsOfAFailedDeviceFail) {
   FlightRecorder recorder(4);
-  recorder.finish_when(recorder.start({}), []() -> bool { throw std::runtime_error("illegal access"); });
+  recorder.finish_when(recorder.start({}),
+                       []() -> DeviceCall { throw std::runtime_error("illegal access"); });
   bool done = false;
-  recorder.finish_when(recorder.start({}), [&] { return done; });
+  recorder.finish_when(recorder.start({}), [&] { return DeviceCall{done}; });
   recorder.sweep();
   EXPECT_EQ(recorder.snapshot()[0].state, CallState::Failed);
   EXPECT_EQ(recorder.snapshot()[1].state, CallState::Ordered) << "the device is asked again";
@@ -136,7 +137,7 @@ TEST(FlightRecorder, CallsOfAFailedDeviceFail) {
 
 TEST(FlightRecorder, SweepsManyDeviceCallsWithoutAThread) {
   FlightRecorder recorder(8000);
-  for (int i = 0; i < 6000; ++i) recorder.finish_when(recorder.start({}), [] { return true; });
+  for (int i = 0; i < 6000; ++i) recorder.finish_when(recorder.start({}), [] { return DeviceCall{true}; });
   recorder.sweep();
   for (const CallRecord& call : recorder.snapshot())
     ASSERT_EQ(call.state, CallState::Finished) << call.number;
@@ -198,7 +199,7 @@ TEST(SideThread, SweepsCallsThatDevicesHaveFinished) {
   const SideThread sweep(
       "sweep", [recorder] { recorder->sweep(); }, 1ms);
   std::atomic<bool> done{false};
-  recorder->finish_when(recorder->start({}), [&] { return done.load(); });
+  recorder->finish_when(recorder->start({}), [&] { return DeviceCall{done.load()}; });
   EXPECT_EQ(recorder->snapshot().back().state, CallState::Ordered);
   done = true;
   EXPECT_TRUE(ends_within(*recorder, 60s));
@@ -214,10 +215,10 @@ TEST(SideThread, AHangingDriverBlocksNobodyElse) {
     recorder->finish_when(recorder->start({}), [asked, answer] {
       asked->set_value();
       answer->get_future().wait();
-      return true;
+      return DeviceCall{true};
     });
     asked->get_future().wait();
-    recorder->finish_when(recorder->start({}), [] { return true; });
+    recorder->finish_when(recorder->start({}), [] { return DeviceCall{true}; });
     EXPECT_TRUE(recorder->open_call(true));
   }
   answer->set_value();

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# observability_test.sh TITAN FOLDER: what a run on GPUs says of itself.
+set -euo pipefail
+titan=$1 folder=$2
+source_folder=$(cd "$(dirname "$0")/../.." && pwd)
+gpus=$source_folder/scripts/virtual_gpus.sh
+config=$source_folder/configs/llama3_debug.toml
+export VIRTUAL_GPU_RACES=fatal OMP_NUM_THREADS=1
+rm -rf "$folder"
+mkdir -p "$folder"
+cd "$source_folder"  # paths in the config are relative to the working directory
+failed() {
+  echo "$1"
+  shift
+  tail -n 60 "$@"
+  exit 1
+}
+
+# Three ranks train over NCCL, and the operations of one are late. Though no host waits for a collective, the run and `titan top` name that
+# rank, by the times of its device.
+slow_rank='[ "$RANK" != 1 ] || export VIRTUAL_GPU_DELAY_US=100
+exec "$0" "$@"'
+"$gpus" 3 -- "$titan" launch -n 3 -- bash -c "$slow_rank" "$titan" train "$config" --job.dump_folder="$folder/slow" --training.steps=6 \
+  --training.local_batch_size=1 --training.seq_len=64 --metrics.log_freq=1 --metrics.structured_logs.enable >"$folder/slow.log" 2>&1 ||
+  failed "the run with a slow rank fails:" "$folder/slow.log"
+"$titan" top "$folder/slow" --once >"$folder/top"
+if ! grep -q "rank 1 ([^)]*) holds the others up: " "$folder/slow.log" || ! grep -Eq "^ *1 .*slowest" "$folder/top"; then
+  failed "the slow rank isn't named:" "$folder/slow.log" "$folder/top"
+fi
