@@ -3,9 +3,9 @@
 
 #include <array>
 #include <atomic>
+#include <cmath>
 #include <cstdlib>
 #include <exception>
-#include <cmath>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -27,6 +27,7 @@
 #include "core/process.h"
 #include "dist/device_backend.h"
 #include "dist/stream.h"
+#include "dist/stream_clock.h"
 #include "titan/core/error.h"
 
 namespace titan::dist {
@@ -35,7 +36,6 @@ namespace titan::dist {
 // (Compiled only: no GPU has run this yet.)
 // A *piece* is one allocation of LibTorch's symmetric memory. Each rank allocates one, and a *rendezvous*
 // over the store maps it on all ranks. The *queue* is a stream of high priority; the *computation* is the
-#include "dist/stream_clock.h"
 // stream that is current at the call. Every operation of the queue first makes the queue wait for an event at
 // the computation's end; every wait makes the computation wait for an event of the queue. The host waits only
 // for a rendezvous.
@@ -268,6 +268,7 @@ class CudaBackend final : public DeviceBackend {
     auto group = c10::make_intrusive<c10d::ProcessGroupNCCL>(spec.store, spec.rank, spec.size, options);
     const c10::Device device(c10::kCUDA, c10::cuda::current_device());
     group->setBoundDeviceId(device);
+    group->enableCollectivesTiming();
     // Connects now, not in the first step, so that a failure to connect falls within start-up and its time
     // limit.
     group->eagerConnectSingleDevice(device);
@@ -328,4 +329,3 @@ extern "C" __attribute__((visibility("default"))) titan::dist::DeviceBackend* ti
   static titan::dist::CudaBackend backend;
   return &backend;
 }
-    group->enableCollectivesTiming();

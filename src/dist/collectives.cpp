@@ -196,9 +196,9 @@ struct Work::State {
     else
       recorder->finish(number, CallState::Finished);
   }
-    const PeerWait on_device;
 
   void wait_for_peers() {
+    const PeerWait on_device;
     const auto start = std::chrono::steady_clock::now();
     work->wait();
     recorder->add_wait(std::chrono::nanoseconds(std::chrono::steady_clock::now() - start).count());

@@ -15,8 +15,8 @@
 #include <c10/core/Device.h>
 #include <c10/util/intrusive_ptr.h>
 
-#include "dist/stream.h"
 #include "dist/flight_record.h"
+#include "dist/stream.h"
 
 namespace c10d {
 class Backend;
