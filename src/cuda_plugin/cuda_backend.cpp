@@ -6,10 +6,13 @@
 #include <cmath>
 #include <cstdlib>
 #include <exception>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <string_view>
 
+#include <ATen/core/CachingHostAllocator.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/cuda/CUDAEvent.h>
@@ -304,8 +307,32 @@ class CudaBackend final : public DeviceBackend {
     memory.peak_reserved_bytes = stats.reserved_bytes[kAll].peak;
     memory.total_bytes = static_cast<int64_t>(at::cuda::getDeviceProperties(index)->totalGlobalMem);
     memory.num_out_of_memory = stats.num_ooms;
+    memory.page_locked_bytes = at::getHostAllocator(c10::kCUDA)->get_stats().allocated_bytes.current;
+    {
+      const std::lock_guard lock(locked_mutex_);
+      for (const auto& [address, bytes] : locked_) memory.page_locked_bytes += bytes;
+    }
     memory.allocation_retries = stats.num_alloc_retries;
     return memory;
+  }
+
+  // Portable: for the contexts of all devices.
+  void lock_pages(void* address, int64_t bytes) override {
+    const cudaError_t error = cudaHostRegister(address, static_cast<size_t>(bytes), cudaHostRegisterPortable);
+    if (error != cudaSuccess) {
+      static_cast<void>(cudaGetLastError());  // else the next launch reports it
+      throw Error(
+          str("the driver can't lock ", bytes, " bytes of the host's memory: ", cudaGetErrorString(error)));
+    }
+    const std::lock_guard lock(locked_mutex_);
+    locked_[address] = bytes;
+  }
+
+  void unlock_pages(void* address) override {
+    // It fails only for a device that has failed, whose error is being reported already.
+    if (cudaHostUnregister(address) != cudaSuccess) static_cast<void>(cudaGetLastError());
+    const std::lock_guard lock(locked_mutex_);
+    locked_.erase(address);
   }
 
   void reset_peak_memory(int index) override {
@@ -319,6 +346,10 @@ class CudaBackend final : public DeviceBackend {
   }
 
   std::string memory_snapshot() override { return torch::cuda::_memory_snapshot_pickled(); }
+
+ private:
+  mutable std::mutex locked_mutex_;
+  std::map<void*, int64_t> locked_;  // by address
 };
 
 }  // namespace

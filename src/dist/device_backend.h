@@ -69,6 +69,7 @@ struct DeviceMemory {
   int64_t total_bytes = 0;         ///< the device's size
   int64_t num_out_of_memory = 0;   ///< requests that failed
   int64_t allocation_retries = 0;  ///< times the allocator had to flush its cache; above 0 means too full
+  int64_t page_locked_bytes = 0;   ///< host memory of this process: lock_pages and LibTorch's allocator
 };
 
 /// The parameters of a group to make.
@@ -106,6 +107,10 @@ class DeviceBackend {
   /// On the current device, for a group whose devices can all share memory. Allocates nothing yet.
   virtual std::unique_ptr<SymmetricMemory> make_symmetric_memory(const GroupSpec& spec) = 0;
   virtual DeviceMemory memory(int index) const = 0;
+  /// Locks host memory so that copies between it and a device overlap the computation. It is unlocked before
+  /// it is unmapped. Throws Error.
+  virtual void lock_pages(void* address, int64_t bytes) = 0;
+  virtual void unlock_pages(void* address) = 0;
   virtual void reset_peak_memory(int index) = 0;
   /// From now on the allocator records its events, with call stacks, and keeps the last `max_events`.
   virtual void record_memory_history(int64_t max_events) = 0;

@@ -317,6 +317,7 @@ std::string in_use(c10::Device device) {
   return str("Peak since the last logged step: ", gib(static_cast<double>(memory.peak_allocated_bytes)),
              " GiB in tensors, ", gib(static_cast<double>(memory.peak_reserved_bytes)),
              " GiB taken from the driver, of the device's ", gib(static_cast<double>(memory.total_bytes)),
+             " GiB. Page-locked memory of the host: ", gib(static_cast<double>(memory.page_locked_bytes)),
              " GiB");
 }
 

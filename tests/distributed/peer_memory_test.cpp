@@ -37,6 +37,8 @@ class DevicesApart final : public dist::DeviceBackend {
   int compute_capability(int) const override { return 0; }
   c10::intrusive_ptr<c10d::Backend> make_group(const dist::GroupSpec&) override { return {}; }
   dist::DeviceMemory memory(int) const override { return {}; }
+  void lock_pages(void*, int64_t) override {}
+  void unlock_pages(void*) override {}
   void reset_peak_memory(int) override {}
   void record_memory_history(int64_t) override {}
   std::string memory_snapshot() override { return ""; }

@@ -145,7 +145,8 @@ class Checkpointer {
   /// letters, digits and underscores.
   void add(const std::string& key, Stateful& object);
 
-  /// Plans the saves now instead of at the first one. Collective over the world.
+  /// Plans the saves now instead of at the first one. If a GPU will copy, begins to lock the pages of the
+  /// memory that it copies to, on another thread. Collective over the world.
   SaveSize plan();
   /// Collective over the world. Returns false when the save was skipped because another is in progress, or
   /// failed before anything was written. Unless failures are only logged, throws Error on every rank when an

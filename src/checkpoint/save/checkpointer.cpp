@@ -273,7 +273,12 @@ SaveSize Checkpointer::plan() {
   std::vector<detail::KeyedState> states;
   std::vector<detail::NamedTensor> tensors;
   std::string problem;
-  if (!impl_->plan_) impl_->make_plan(0, problem, states, tensors);
+  if (!impl_->plan_) {
+    impl_->make_plan(0, problem, states, tensors);
+    const bool in_place = impl_->options.async == AsyncMode::Disabled;
+    detail::StagingNeed need = detail::staging_need(*impl_->plan_, tensors, in_place);
+    if (need.page_locked) impl_->buffer_->reserve_early(std::move(need));
+  }
   SaveSize size;
   for (const detail::PlannedPiece& piece : impl_->plan_->pieces()) {
     // The header has the name twice, numbers, and 17 characters for each checksum.

@@ -1,21 +1,23 @@
 #include "checkpoint/save/save_plan.h"
 
+#include <pthread.h>
 #include <sys/mman.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <exception>
 #include <map>
 #include <memory>
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/ScalarType.h>
 
 #include "checkpoint/save/rank_tree.h"
 #include "core/process.h"
 #include "core/threads.h"
+#include "dist/device_backend.h"
 #include "tensor/memory.h"
 #include "titan/core/error.h"
 
@@ -190,47 +192,71 @@ void streaming_copy(void* to, const void* from, size_t num_bytes) { std::memcpy(
 
 #endif
 
-StagingBuffer::~StagingBuffer() { release(); }
+StagingNeed staging_need(const SavePlan& plan, const std::vector<NamedTensor>& tensors, bool in_place) {
+  StagingNeed need;
+  for (const PlannedPiece& piece : plan.pieces()) {
+    const at::Tensor& local = tensors[piece.source].data.local;
+    need.offsets.push_back(in_place && is_direct(piece, local) ? -1 : need.num_bytes);
+    if (need.offsets.back() >= 0) need.num_bytes += rounded_up(piece.num_bytes, kAlignment);
+    need.page_locked = need.page_locked || local.is_cuda();
+  }
+  return need;
+}
+
+StagingBuffer::~StagingBuffer() {
+  if (early_.joinable()) early_.join();
+  release();
+}
 
 void StagingBuffer::release() {
-  if (data_ && !locked_.defined()) ::munmap(data_, static_cast<size_t>(num_bytes_));
-  locked_.reset();
+  if (is_locked_) dist::device_backend()->unlock_pages(data_);
+  if (data_) ::munmap(data_, static_cast<size_t>(num_bytes_));
+  is_locked_ = false;
   data_ = nullptr;
   num_bytes_ = 0;
 }
 
-void StagingBuffer::reserve(int64_t num_bytes, bool page_locked) {
-  if (num_bytes <= num_bytes_) return;
+void StagingBuffer::take(const StagingNeed& need) {
+  if (need.num_bytes <= num_bytes_ && (is_locked_ || !need.page_locked)) return;
   release();
-  num_bytes = rounded_up(num_bytes, kHugePageBytes);
-  if (page_locked) {
-    locked_ = at::empty({num_bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
-    data_ = static_cast<char*>(locked_.mutable_data_ptr());
-  } else {
-    void* memory = ::mmap(nullptr, static_cast<size_t>(num_bytes), PROT_READ | PROT_WRITE,
-                          MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    TITAN_CHECK(memory != MAP_FAILED, "no host memory for the copy of a checkpoint: ", num_bytes,
-                " bytes: ", errno_text(errno));
-    // Saves page faults at the first copy. If the kernel refuses, the copy is only slower.
-    ::madvise(memory, static_cast<size_t>(num_bytes), MADV_HUGEPAGE);
-    data_ = static_cast<char*>(memory);
-  }
+  const int64_t num_bytes = rounded_up(need.num_bytes, kHugePageBytes);
+  void* memory = ::mmap(nullptr, static_cast<size_t>(num_bytes), PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  TITAN_CHECK(memory != MAP_FAILED, "no host memory for the copy of a checkpoint: ", num_bytes,
+              " bytes: ", errno_text(errno));
+  // Saves page faults at the first copy. If the kernel refuses, the copy is only slower.
+  ::madvise(memory, static_cast<size_t>(num_bytes), MADV_HUGEPAGE);
+  data_ = static_cast<char*>(memory);
   num_bytes_ = num_bytes;
+  if (!need.page_locked) return;
+  dist::device_backend()->lock_pages(data_, num_bytes_);
+  is_locked_ = true;
+}
+
+void StagingBuffer::reserve(const StagingNeed& need) {
+  if (early_.joinable()) early_.join();
+  take(need);
+}
+
+void StagingBuffer::reserve_early(StagingNeed need) {
+  if (early_.joinable()) early_.join();
+  const SignalsBlocked blocked;
+  early_ = std::thread([this, need = std::move(need)] {
+    try {
+      take(need);
+    } catch (const std::exception&) {
+      release();  // reserve() tries again, and its error is the save's
+    }
+  });
+  pthread_setname_np(early_.native_handle(), "page-lock");
 }
 
 Staging::Staging(const SavePlan& plan, const std::vector<NamedTensor>& tensors, StagingBuffer& buffer,
                  bool in_place) {
   at::NoGradGuard no_grad;
-  int64_t needed = 0;
-  bool from_device = false;
-  std::vector<int64_t> offsets;  // -1: written in place
-  for (const PlannedPiece& piece : plan.pieces()) {
-    const at::Tensor& local = tensors[piece.source].data.local;
-    offsets.push_back(in_place && is_direct(piece, local) ? -1 : needed);
-    if (offsets.back() >= 0) needed += rounded_up(piece.num_bytes, kAlignment);
-    from_device = from_device || !local.is_cpu();
-  }
-  buffer.reserve(needed, from_device);
+  const StagingNeed need = staging_need(plan, tensors, in_place);
+  const std::vector<int64_t>& offsets = need.offsets;
+  buffer.reserve(need);
   for (size_t i = 0; i < offsets.size(); ++i) {
     const PlannedPiece& piece = plan.pieces()[i];
     const at::Tensor& local = tensors[piece.source].data.local;

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -86,7 +87,18 @@ at::Tensor part_of(const at::Tensor& local, const PlannedPiece& piece);
 /// threads.
 void streaming_copy(void* to, const void* from, size_t num_bytes);
 
-/// Host memory that only grows. It begins at a page boundary, and is page-locked if a GPU copies to it.
+/// The host memory that a save's copies need.
+struct StagingNeed {
+  int64_t num_bytes = 0;
+  bool page_locked = false;      ///< a GPU copies to it
+  std::vector<int64_t> offsets;  ///< each piece's place; -1: it is written from the tensor's own memory
+};
+
+/// With `in_place`, pieces that are contiguous on the CPU need no copy.
+StagingNeed staging_need(const SavePlan& plan, const std::vector<NamedTensor>& tensors, bool in_place);
+
+/// Host memory that only grows. It begins at a page boundary. It isn't LibTorch's page-locked memory, which
+/// takes the next power of two: 16 GiB for 12.
 class StagingBuffer {
  public:
   StagingBuffer() = default;
@@ -95,16 +107,21 @@ class StagingBuffer {
   StagingBuffer& operator=(const StagingBuffer&) = delete;
 
   /// Discards the contents. Throws Error if the memory isn't available.
-  void reserve(int64_t num_bytes, bool page_locked);
+  void reserve(const StagingNeed& need);
+  /// Begins to reserve on another thread, because locking pages takes seconds. The next reserve() waits for
+  /// it, and reports what prevented it.
+  void reserve_early(StagingNeed need);
   char* data() const { return data_; }
   int64_t num_bytes() const { return num_bytes_; }
 
  private:
+  void take(const StagingNeed& need);
   void release();
 
   char* data_ = nullptr;
   int64_t num_bytes_ = 0;
-  at::Tensor locked_;  // owner of page-locked memory
+  bool is_locked_ = false;
+  std::thread early_;
 };
 
 /// One save's copies. Keeps alive the tensors that it copies from.

@@ -177,7 +177,17 @@ void RunCheckpoints::add_rng(RngState& rng) {
 bool RunCheckpoints::load() {
   const bool resumes = load_newest();
   if (peers_) announce_peers(resumes);
+  if (world_.device().is_cuda() && !options_.settings.load_only) plan_saves();
   return resumes;
+}
+
+// Before training, because a GPU's copies need page-locked memory, which takes long to make.
+void RunCheckpoints::plan_saves() {
+  try {
+    checkpointer_.plan();
+  } catch (const Error&) {
+    // The first save plans again and fails for the same reason.
+  }
 }
 
 bool RunCheckpoints::load_newest() {

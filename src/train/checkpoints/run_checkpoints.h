@@ -168,6 +168,7 @@ class RunCheckpoints {
 
  private:
   bool load_newest();
+  void plan_saves();
   StepChoice find_step() const;
   void warn_of_newer_steps(int64_t wanted) const;
   void load_or_fall_back(int64_t step);

@@ -1,0 +1,78 @@
+// The memory of a GPU, and the host's memory that it copies to.
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include "dist/device_backend.h"
+#include "dist/stream.h"
+#include "distributed/checkpoint_saver.h"
+#include "distributed/world.h"
+#include "parallel/fsdp/comm_context.h"
+#include "parallel/fsdp/param_group.h"
+#include "titan/checkpoint/checkpointer.h"
+
+namespace titan {
+namespace {
+
+using testing::device;
+using testing::options_of;
+using testing::world;
+
+constexpr int64_t kMiB = 1 << 20;
+
+dist::DeviceMemory memory() { return dist::device_backend()->memory(device().index()); }
+
+class DeviceMemoryTest : public ::testing::Test {
+  void SetUp() override {
+    if (!device().is_cuda()) GTEST_SKIP() << "needs a GPU";
+  }
+};
+
+/// One tensor on the GPU.
+class OneTensor : public checkpoint::Stateful {
+ public:
+  explicit OneTensor(int64_t num_bytes) {
+    tensor_.local = at::zeros({num_bytes / 4}, options_of(at::kFloat));
+  }
+  checkpoint::ObjectState state() override {
+    checkpoint::ObjectState state;
+    tensor_.global_shape = tensor_.box.length = tensor_.local.sizes().vec();
+    tensor_.box.offset = {0};
+    state.tensors.push_back({"tensor", tensor_});
+    return state;
+  }
+  void loaded(const std::string&) override {}
+
+ private:
+  DTensor tensor_;
+};
+
+// LibTorch's allocator would take 16 MiB for 9.
+TEST_F(DeviceMemoryTest, APlanLocksThePagesThatTheSavesUse) {
+  const testing::SharedFolder folder;
+  OneTensor tensor(9 * kMiB);
+  const int64_t before = memory().page_locked_bytes;
+  {
+    checkpoint::Checkpointer checkpointer(world(), {},
+                                          {.folder = folder / "run", .async = checkpoint::AsyncMode::Copied});
+    checkpointer.add("model", tensor);
+    checkpointer.plan();
+    for (int i = 0; i < 1000 && memory().page_locked_bytes == before; ++i)
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    EXPECT_EQ(memory().page_locked_bytes - before, 10 * kMiB);
+    for (int64_t step = 1; step <= 2; ++step) checkpointer.save(step);
+    checkpointer.finish();
+    EXPECT_EQ(memory().page_locked_bytes - before, 10 * kMiB);
+  }
+  EXPECT_EQ(memory().page_locked_bytes, before);
+}
+
+}  // namespace
+}  // namespace titan
