@@ -17,6 +17,7 @@
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/cuda/CUDAEvent.h>
 #include <c10/core/CachingDeviceAllocator.h>
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
@@ -244,6 +245,17 @@ c10::DeviceAllocator& allocator() {
   return *c10::getDeviceAllocator(c10::kCUDA);
 }
 
+/// LibTorch's allocator calls it before it takes more memory from the driver. Only where that has little left,
+/// the host waits for streams: the request would fail otherwise.
+class GiveBackIdleMemory final : public c10::FreeMemoryCallback {
+ public:
+  bool Execute() override {
+    size_t free = 0, total = 0;
+    const bool is_short = cudaMemGetInfo(&free, &total) == cudaSuccess && free < total / 8;
+    return IdleMemory::give_back(/*wait=*/is_short) > 0;
+  }
+};
+
 class CudaBackend final : public DeviceBackend {
  public:
   c10::DeviceType device_type() const override { return c10::kCUDA; }
@@ -354,6 +366,11 @@ class CudaBackend final : public DeviceBackend {
 
 }  // namespace
 }  // namespace titan::dist
+
+// LibTorch's macro uses names of this namespace.
+namespace c10 {
+REGISTER_FREE_MEMORY_CALLBACK(titan_idle_memory, titan::dist::GiveBackIdleMemory)
+}
 
 /// The plugin's only entry point. The object lives as long as the process.
 extern "C" __attribute__((visibility("default"))) titan::dist::DeviceBackend* titan_cuda_plugin() {

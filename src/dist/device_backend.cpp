@@ -7,6 +7,7 @@
 #include <unistd.h>
 #include <cstdlib>
 #include <mutex>
+#include <utility>
 
 #include <ATen/detail/CUDAHooksInterface.h>
 
@@ -16,6 +17,17 @@ namespace titan::dist {
 namespace {
 
 DeviceBackend* opened_backend = nullptr;  // set once, by open_cuda_plugin; the plugin is never closed
+
+// LibTorch's allocator belongs to the process, and so do those who keep its memory.
+struct IdleOwners {
+  std::mutex mutex;
+  std::vector<const IdleMemory::Take*> list;
+
+  static IdleOwners& get() {
+    static IdleOwners owners;
+    return owners;
+  }
+};
 
 bool has_entries(const char* folder) {
   std::error_code error;
@@ -68,6 +80,29 @@ DeviceBackend* open_cuda_plugin() {
 }
 
 DeviceBackend* device_backend() { return opened_backend; }
+
+IdleMemory::IdleMemory(Take take) : take_(std::move(take)) {
+  const std::lock_guard lock(IdleOwners::get().mutex);
+  IdleOwners::get().list.push_back(&take_);
+}
+
+IdleMemory::~IdleMemory() {
+  const std::lock_guard lock(IdleOwners::get().mutex);
+  std::erase(IdleOwners::get().list, &take_);
+}
+
+// Tensors are freed when the lock is released, because freeing takes the allocator's.
+int64_t IdleMemory::give_back(bool wait) {
+  std::vector<at::Tensor> idle;
+  {
+    const std::lock_guard lock(IdleOwners::get().mutex);
+    for (const Take* take : IdleOwners::get().list)
+      for (at::Tensor& tensor : (*take)(wait)) idle.push_back(std::move(tensor));
+  }
+  int64_t bytes = 0;
+  for (const at::Tensor& tensor : idle) bytes += static_cast<int64_t>(tensor.storage().nbytes());
+  return bytes;
+}
 
 std::string missing_plugin_warning(const std::string& wanted, bool gpu_visible,
                                    const std::filesystem::path& plugin) {

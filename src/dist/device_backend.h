@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
@@ -116,6 +117,27 @@ class DeviceBackend {
   virtual void record_memory_history(int64_t max_events) = 0;
   /// The recorded events and the memory in use now, in the format of PyTorch's memory viewer.
   virtual std::string memory_snapshot() = 0;
+};
+
+/// Memory that its owner keeps for reuse, and can do without. The CUDA plugin asks for it when LibTorch's
+/// allocator has no block for a request, before more is taken from the driver.
+class IdleMemory {
+ public:
+  /// Returns tensors to be freed, which no stream uses any more; with `wait`, waits for streams. Called on any
+  /// thread, under the allocator's lock: it allocates and frees no device memory itself.
+  using Take = std::function<std::vector<at::Tensor>(bool wait)>;
+
+  explicit IdleMemory(Take take);
+  /// Waits for a call of `take` in progress.
+  ~IdleMemory();
+  IdleMemory(const IdleMemory&) = delete;
+  IdleMemory& operator=(const IdleMemory&) = delete;
+
+  /// Frees all owners' idle memory; returns the number of bytes.
+  static int64_t give_back(bool wait);
+
+ private:
+  Take take_;
 };
 
 /// Opens the CUDA plugin if a GPU is visible, once per process; returns null where there is no GPU or no

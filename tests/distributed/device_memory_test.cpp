@@ -74,5 +74,47 @@ TEST_F(DeviceMemoryTest, APlanLocksThePagesThatTheSavesUse) {
   EXPECT_EQ(memory().page_locked_bytes, before);
 }
 
+// The rest of the device is in use, so only the pool can help.
+TEST_F(DeviceMemoryTest, AnAllocationThatWouldFailTakesIdleBuffersFromThePool) {
+  constexpr int64_t kBytes = 64 * kMiB;
+  const auto try_empty = [](int64_t bytes) {
+    try {
+      return at::empty({bytes}, options_of(at::kByte));
+    } catch (const c10::OutOfMemoryError&) {
+      return at::Tensor();
+    }
+  };
+  fsdp::BufferPool pool(device());
+  const dist::Stream current = dist::Stream::current(device());
+  at::Tensor buffer = pool.acquire(kBytes, at::kByte, current);
+  std::vector<at::Tensor> rest;
+  for (int64_t size = memory().total_bytes; size > 0;)
+    if (at::Tensor tensor = try_empty(size); tensor.defined())
+      rest.push_back(std::move(tensor));
+    else
+      size = size == kBytes ? 0 : std::max(size - 1024 * kMiB, kBytes);
+  ASSERT_FALSE(try_empty(kBytes).defined()) << "the device isn't full";
+  buffer.fill_(1);
+  pool.release(std::move(buffer), current);
+  EXPECT_TRUE(try_empty(kBytes).defined());
+  EXPECT_EQ(pool.num_allocations(), 1);
+}
+
+TEST_F(DeviceMemoryTest, ThePoolGivesBackWhatNoForwardUses) {
+  fsdp::BufferPool pool(device());
+  const dist::Stream current = dist::Stream::current(device());
+  const int64_t before = memory().allocated_bytes;
+  pool.release(pool.acquire(4 * kMiB, at::kByte, current), current);
+  at::Tensor used = pool.acquire(kMiB, at::kByte, current);
+  current.synchronize();
+  for (int i = 0; i < 200; ++i) {
+    pool.begin_forward();
+    pool.release(std::move(used), current);
+    used = pool.acquire(kMiB, at::kByte, current);
+  }
+  EXPECT_EQ(memory().allocated_bytes - before, kMiB);
+  EXPECT_EQ(pool.num_allocations(), 2);
+}
+
 }  // namespace
 }  // namespace titan

@@ -21,13 +21,22 @@ namespace {
 // The smallest part of a buffer that a request may use, so that a norm doesn't take a block's buffer.
 constexpr double kSmallestUse = 0.8;
 
+// More than the micro-batches of a step, of which only the last one may need some buffers.
+constexpr int64_t kMostIdleForwards = 100;
+
 }  // namespace
 
+BufferPool::BufferPool(at::Device device) : device_(device) {
+  if (device.is_cuda()) idle_.emplace([this](bool wait) { return take_idle(wait); });
+}
+
 BufferPool::~BufferPool() {
+  idle_.reset();
   for (const Free& free : free_) free.used.synchronize();
 }
 
 at::Tensor BufferPool::take_fitting(int64_t bytes, const dist::Stream& user) {
+  const std::lock_guard lock(mutex_);
   auto best = free_.end();
   for (auto it = free_.begin(); it != free_.end(); ++it) {
     const int64_t size = it->bytes.numel();
@@ -61,7 +70,33 @@ void BufferPool::release(at::Tensor buffer, const dist::Stream& last_user) {
   at::Tensor whole = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(buffer.storage()), buffer.key_set(), c10::scalarTypeToTypeMeta(at::kByte));
   whole.unsafeGetTensorImpl()->set_sizes_contiguous({bytes});
-  free_.push_back({std::move(whole), last_user.record()});
+  dist::Event used = last_user.record();
+  const std::lock_guard lock(mutex_);
+  free_.push_back({std::move(whole), std::move(used), num_forwards_});
+}
+
+std::vector<at::Tensor> BufferPool::take_if(const std::function<bool(const Free&)>& wanted) {
+  const std::lock_guard lock(mutex_);
+  const auto taken =
+      std::stable_partition(free_.begin(), free_.end(), [&](const Free& free) { return !wanted(free); });
+  std::vector<at::Tensor> buffers;
+  for (auto free = taken; free != free_.end(); ++free) buffers.push_back(std::move(free->bytes));
+  free_.erase(taken, free_.end());
+  return buffers;
+}
+
+void BufferPool::begin_forward() {
+  ++num_forwards_;
+  take_if([this](const Free& free) {
+    return num_forwards_ - free.forward > kMostIdleForwards && free.used.done();
+  });
+}
+
+std::vector<at::Tensor> BufferPool::take_idle(bool wait) {
+  return take_if([wait](const Free& free) {
+    if (wait) free.used.synchronize();
+    return wait || free.used.done();
+  });
 }
 
 void leave_stream(dist::Work& work, const dist::Stream& stream, at::ArrayRef<at::Tensor> buffers) {
@@ -107,6 +142,7 @@ void CommContext::begin_forward() {
     abandon_backward();
   }
   cancel_prefetches();  // left over if the last forward threw
+  pool.begin_forward();
   previous_order_.swap(order_);
   order_.clear();
   ++num_forwards_;

@@ -6,11 +6,15 @@
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
+#include "dist/device_backend.h"
 #include "dist/stream.h"
 #include "titan/dist/collectives.h"
 
@@ -20,11 +24,11 @@ class DelayedGradients;
 
 namespace titan::fsdp {
 
-/// Gives out one-dimensional tensors of bytes on one device. Not thread-safe: forward and backward of a model
-/// take turns.
+/// Gives out one-dimensional tensors of bytes on one device. Forward and backward of a model take turns; on a
+/// GPU, the allocator takes idle buffers from any thread when it finds no memory.
 class BufferPool {
  public:
-  explicit BufferPool(at::Device device) : device_(device) {}
+  explicit BufferPool(at::Device device);
   /// Blocks until all streams have finished with the buffers, because the allocator knows only one stream.
   ~BufferPool();
 
@@ -34,18 +38,29 @@ class BufferPool {
   /// Takes a buffer back. Its next user waits for the work that `last_user` has queued so far.
   void release(at::Tensor buffer, const dist::Stream& last_user);
 
+  /// Gives back buffers that haven't been used for many forwards: those of the first steps, or of a
+  /// validation.
+  void begin_forward();
+  /// Takes out the idle buffers that all streams have finished with; with `wait`, waits for them.
+  std::vector<at::Tensor> take_idle(bool wait);
+
   int64_t num_allocations() const { return num_allocations_; }
 
  private:
   struct Free {
     at::Tensor bytes;
     dist::Event used;
+    int64_t forward;  // in which it was released
   };
   at::Tensor take_fitting(int64_t bytes, const dist::Stream& user);
+  std::vector<at::Tensor> take_if(const std::function<bool(const Free&)>& wanted);
 
   at::Device device_;
+  std::mutex mutex_;  // guards the list; no memory is allocated or freed under it
   std::vector<Free> free_;
+  int64_t num_forwards_ = 0;
   int64_t num_allocations_ = 0;
+  std::optional<dist::IdleMemory> idle_;  // on a GPU
 };
 
 /// Gives up buffers that `work`, a call on `stream`, and the current stream may still use: their memory is
