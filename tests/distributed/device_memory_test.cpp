@@ -116,5 +116,23 @@ TEST_F(DeviceMemoryTest, ThePoolGivesBackWhatNoForwardUses) {
   EXPECT_EQ(pool.num_allocations(), 2);
 }
 
+// The allocator knows only the stream that a gradient was made on, and its memory is written next.
+TEST_F(DeviceMemoryTest, AGradientLivesUntilTheStreamOfTheForwardHasReadIt) {
+  const dist::Stream forward = dist::Stream::create(device());
+  at::Tensor weight = at::zeros({1024, 1024}, options_of(at::kFloat)).requires_grad_();
+  const auto group = fsdp::ParamGroup::create({{.compute = weight, .uses = {}, .fqn = "weight"}}, {});
+  at::Tensor factor = at::ones({1500, 1500}, options_of(at::kFloat)), product = at::empty_like(factor);
+  {
+    forward.wait(dist::Stream::current(device()));
+    const dist::StreamGuard on_forward(forward);
+    group->remember_stream();
+    for (int i = 0; i < 4; ++i) at::mm_out(product, factor, factor);
+  }
+  { group->take_grad(0, at::ones({1024, 1024}, options_of(at::kFloat)), {}); }
+  const at::Tensor next = at::zeros({1024, 1024}, options_of(at::kFloat));
+  forward.synchronize();
+  EXPECT_TRUE(group->shard(0).local.grad().eq(1).all().item<bool>());
+}
+
 }  // namespace
 }  // namespace titan

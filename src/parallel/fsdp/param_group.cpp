@@ -369,20 +369,25 @@ int64_t ParamGroup::find(const at::Tensor& compute) const {
   return -1;
 }
 
-// The engine runs a parameter's node on the stream that was current when the parameter was made.
-dist::StreamGuard ParamGroup::on_forward_stream() const {
+// The engine runs a parameter's node on the stream that was current when the parameter was made. The caller
+// frees `read` when it returns, and the allocator knows only the stream that a tensor was made on.
+dist::StreamGuard ParamGroup::on_forward_stream(at::TensorList read) const {
   const dist::Stream current = compute_stream();
-  if (!(current == forward_stream_)) forward_stream_.wait(current);
+  if (!(current == forward_stream_)) {
+    forward_stream_.wait(current);
+    for (const at::Tensor& tensor : read)
+      if (tensor.defined() && tensor.device() == device_) forward_stream_.keep_alive(tensor);
+  }
   return dist::StreamGuard(forward_stream_);
 }
 
 void ParamGroup::take_grad(size_t slot, const at::Tensor& grad, const at::Tensor& scale) {
-  const dist::StreamGuard guard = on_forward_stream();
+  const dist::StreamGuard guard = on_forward_stream({grad, scale});
   gradients_.add(slot, grad, scale);
 }
 
 void ParamGroup::take_lent_grad(size_t slot, const std::vector<at::Tensor>& blocks, const at::Tensor& scale) {
-  const dist::StreamGuard guard = on_forward_stream();
+  const dist::StreamGuard guard = on_forward_stream(scale);
   gradients_.add_lent(slot, blocks, scale);
 }
 

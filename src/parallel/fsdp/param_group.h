@@ -139,8 +139,8 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   std::vector<ParamGroup*> due_for_scales(const ops::RankParts* parts);
   void find_float8_weights();
   void wait_for_gather();
-  /// Continues on the stream that gradients are collected on.
-  dist::StreamGuard on_forward_stream() const;
+  /// Continues on the stream that gradients are collected on, which reads these tensors.
+  dist::StreamGuard on_forward_stream(at::TensorList read) const;
   void unpack_gathered();
   void bind_compute_params(const at::Tensor& full);
   void keep_part_of_gathered();
