@@ -7,7 +7,9 @@
 
 #include <ATen/ExpandUtils.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/embedding.h>
+#include <ATen/ops/embedding_dense_backward.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/logsumexp.h>
@@ -124,9 +126,20 @@ void vocabulary_grad_(Tensor& logits, const Tensor& labels, int64_t first, const
   logits.copy_(grad.masked_fill_(labels.eq(kIgnoredLabel).unsqueeze(1), 0));
 }
 
+// On a GPU, index_add_ would add with atomics, so that two runs differ. LibTorch's own backward sorts equal
+// tokens together and adds their rows in a fixed order. For up to 3,072 tokens it has another kernel, which
+// adds in a fixed order, too; but if these are more than one batch of 1,024, a warp may load the next batch
+// while another still reads the last one (pytorch/pytorch#187687). Rows of zeros keep such numbers away from it.
 Tensor embedding_backward(const Tensor& grad, const Tensor& tokens, int64_t num_embeddings) {
-  const Tensor rows = widened(grad).reshape({-1, grad.size(-1)});
-  return at::zeros({num_embeddings, grad.size(-1)}, rows.options()).index_add_(0, tokens.reshape({-1}), rows);
+  constexpr int64_t one_batch = 1024, most_unsorted = 3072;
+  Tensor rows = widened(grad).reshape({-1, grad.size(-1)}), indices = tokens.reshape({-1});
+  if (indices.numel() > one_batch && indices.numel() <= most_unsorted) {
+    const int64_t more = most_unsorted + 1 - indices.numel();
+    rows = at::constant_pad_nd(rows, {0, 0, 0, more});
+    indices = at::constant_pad_nd(indices, {0, more});
+  }
+  return at::embedding_dense_backward(rows, indices, num_embeddings, /*padding_idx=*/-1,
+                                      /*scale_grad_by_freq=*/false);
 }
 
 }  // namespace composite
