@@ -29,6 +29,7 @@ STEP_NAMES = {
     "checkpoint_s": "time_metrics/checkpoint(s)",
     "memory_gib": "memory/max_reserved(GiB)",
     "memory_percent": "memory/max_reserved(%)",
+    "allocated_gib": "memory/max_allocated(GiB)",
     "active_gib": "memory/max_active(GiB)",
     "active_percent": "memory/max_active(%)",
     "alloc_retries": "memory/num_alloc_retries",

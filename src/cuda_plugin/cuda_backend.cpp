@@ -315,6 +315,7 @@ class CudaBackend final : public DeviceBackend {
     DeviceMemory memory;
     memory.allocated_bytes = stats.allocated_bytes[kAll].current;
     memory.peak_allocated_bytes = stats.allocated_bytes[kAll].peak;
+    memory.peak_active_bytes = stats.active_bytes[kAll].peak;
     memory.reserved_bytes = stats.reserved_bytes[kAll].current;
     memory.peak_reserved_bytes = stats.reserved_bytes[kAll].peak;
     memory.total_bytes = static_cast<int64_t>(at::cuda::getDeviceProperties(index)->totalGlobalMem);

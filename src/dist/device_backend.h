@@ -65,7 +65,9 @@ class SymmetricMemory {
 struct DeviceMemory {
   int64_t allocated_bytes = 0;       ///< in tensors now
   int64_t peak_allocated_bytes = 0;  ///< since the last reset_peak_memory
-  int64_t reserved_bytes = 0;        ///< taken from the driver
+  /// Besides tensors also blocks that were freed while another stream still uses them.
+  int64_t peak_active_bytes = 0;
+  int64_t reserved_bytes = 0;  ///< taken from the driver
   int64_t peak_reserved_bytes = 0;
   int64_t total_bytes = 0;         ///< the device's size
   int64_t num_out_of_memory = 0;   ///< requests that failed

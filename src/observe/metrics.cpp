@@ -99,6 +99,7 @@ std::string json_line(const StepMetrics& m) {
   object.add("step", m.step).add("loss", m.loss).add("max_loss", m.max_loss).add("grad_norm", m.grad_norm);
   object.add("lr", m.lr).add("tps", m.tps).add("tflops", m.tflops).add("mfu", m.mfu);
   object.add("memory_gib", m.memory_gib).add("memory_percent", m.memory_percent);
+  if (m.allocated_gib) object.add("allocated_gib", *m.allocated_gib);
   if (m.active_gib) object.add("active_gib", m.active_gib).add("active_percent", m.active_percent);
   if (m.alloc_retries) object.add("alloc_retries", *m.alloc_retries).add("num_ooms", m.num_ooms.value_or(0));
   object.add("data_loading_s", m.data_loading_s).add("step_s", m.step_s);
@@ -337,6 +338,7 @@ class TensorBoardSink final : public MetricsSink {
       if (value) scalars.emplace_back(tag, static_cast<double>(*value));
     };
     add_if_known("mfu(%)", m.mfu);
+    add_if_known("memory/max_allocated(GiB)", m.allocated_gib);
     add_if_known("memory/max_active(GiB)", m.active_gib);
     add_if_known("memory/max_active(%)", m.active_percent);
     add_if_known("memory/num_alloc_retries", m.alloc_retries);

@@ -68,8 +68,9 @@ void MetricsWindow::take_device_memory(StepMetrics& metrics) {
   auto* backend = backend_of_device(device_);
   if (!backend) return;
   const dist::DeviceMemory memory = backend->memory(device_.index());
-  metrics.active_gib = gib_of(memory.peak_allocated_bytes);
-  metrics.active_percent = 100 * gib_of(memory.peak_allocated_bytes) / gib_of(memory.total_bytes);
+  metrics.allocated_gib = gib_of(memory.peak_allocated_bytes);
+  metrics.active_gib = gib_of(memory.peak_active_bytes);
+  metrics.active_percent = 100 * gib_of(memory.peak_active_bytes) / gib_of(memory.total_bytes);
   metrics.alloc_retries = memory.allocation_retries;
   metrics.num_ooms = memory.num_out_of_memory;
   if (const int64_t num = memory.allocation_retries + memory.num_out_of_memory; num > num_warned_) {

@@ -134,5 +134,28 @@ TEST_F(DeviceMemoryTest, AGradientLivesUntilTheStreamOfTheForwardHasReadIt) {
   EXPECT_TRUE(group->shard(0).local.grad().eq(1).all().item<bool>());
 }
 
+// A block that was freed while another stream still uses it is in no tensor, and can't be used either.
+TEST_F(DeviceMemoryTest, FreedBlocksInUseAreActive) {
+  auto& backend = *dist::device_backend();
+  const dist::Stream side = dist::Stream::create(device());
+  at::Tensor factor = at::ones({1500, 1500}, options_of(at::kFloat)), product = at::empty_like(factor);
+  const auto multiply = [&](int times) {
+    side.wait(dist::Stream::current(device()));
+    const dist::StreamGuard on_side(side);
+    for (int i = 0; i < times; ++i) at::mm_out(product, factor, factor);
+  };
+  multiply(1);  // takes the workspace
+  backend.reset_peak_memory(device().index());
+  const int64_t before = memory().peak_allocated_bytes;
+  for (int i = 0; i < 2; ++i) {
+    const at::Tensor tensor = at::ones({8 * kMiB}, options_of(at::kByte));
+    if (i == 0) multiply(8);
+    side.keep_alive(tensor);
+  }
+  EXPECT_EQ(memory().peak_allocated_bytes - before, 8 * kMiB);
+  EXPECT_EQ(memory().peak_active_bytes - before, 16 * kMiB);
+  side.synchronize();
+}
+
 }  // namespace
 }  // namespace titan

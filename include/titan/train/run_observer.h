@@ -35,8 +35,9 @@ struct StepMetrics {
   /// the kernel's count of peak resident memory since the process started.
   double memory_gib = 0;
   double memory_percent = 0;  ///< memory_gib in percent of the device's memory, or the machine's on a CPU
-  /// GPU only: most memory in tensors since the previous logged step.
-  std::optional<double> active_gib = {}, active_percent = {};
+  /// GPU only, most since the previous logged step: memory in tensors, and with it blocks that were freed
+  /// while another stream still used them.
+  std::optional<double> allocated_gib = {}, active_gib = {}, active_percent = {};
   /// GPU only, since the process started: cache flushes to find room, and allocations that failed.
   std::optional<int64_t> alloc_retries = {}, num_ooms = {};
   double data_loading_s = 0;

@@ -69,11 +69,13 @@ TEST(JsonLine, HasDeviceFieldsOnlyOnADevice) {
   StepMetrics metrics = sample();
   EXPECT_EQ(nlohmann::json::parse(json_line(metrics))["memory_percent"], 2.25);
   EXPECT_FALSE(nlohmann::json::parse(json_line(metrics)).contains("active_gib"));
+  metrics.allocated_gib = 1.125;
   metrics.active_gib = 1.25;
   metrics.active_percent = 1.5;
   metrics.alloc_retries = 3;
   metrics.num_ooms = 1;
   const auto object = nlohmann::json::parse(json_line(metrics));
+  EXPECT_EQ(object["allocated_gib"], 1.125);
   EXPECT_EQ(object["active_gib"], 1.25);
   EXPECT_EQ(object["active_percent"], 1.5);
   EXPECT_EQ(object["alloc_retries"], 3);
@@ -107,11 +109,15 @@ TEST(TensorBoard, WritesNoTagForAnUnknownValue) {
   const std::string plain = tags_of("plain", metrics);
   for (const char* tag : {"memory/max_reserved(%)", "validation_metrics/memory/max_reserved(%)"})
     EXPECT_NE(plain.find(tag), std::string::npos) << tag;
-  const auto known = {"mfu(%)", "memory/max_active(GiB)", "memory/max_active(%)", "memory/num_alloc_retries",
+  const auto known = {"mfu(%)",
+                      "memory/max_allocated(GiB)",
+                      "memory/max_active(GiB)",
+                      "memory/max_active(%)",
+                      "memory/num_alloc_retries",
                       "memory/num_ooms"};
   for (const char* tag : known) EXPECT_EQ(plain.find(tag), std::string::npos) << tag;
   metrics.mfu = 40;
-  metrics.active_gib = metrics.active_percent = 1;
+  metrics.allocated_gib = metrics.active_gib = metrics.active_percent = 1;
   metrics.alloc_retries = metrics.num_ooms = 0;
   const std::string device = tags_of("device", metrics);
   for (const char* tag : known) EXPECT_NE(device.find(tag), std::string::npos) << tag;
