@@ -16,11 +16,14 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/cuda/CUDAEvent.h>
+#include <c10/core/AllocatorConfig.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
+#include <c10/util/env.h>
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <torch/csrc/cuda/memory_snapshot.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -256,6 +259,41 @@ class GiveBackIdleMemory final : public c10::FreeMemoryCallback {
   }
 };
 
+// Whether the driver maps memory to addresses that the caller chooses. Some virtual machines' drivers don't.
+bool maps_memory(int device) {
+  void* entry = nullptr;
+  cudaDriverEntryPointQueryResult found{};
+  constexpr unsigned version = 12000;
+  if (cudaGetDriverEntryPointByVersion("cuDeviceGetAttribute", &entry, version, cudaEnableDefault, &found) !=
+          cudaSuccess ||
+      found != cudaDriverEntryPointSuccess)
+    return false;
+  int supported = 0;
+  const auto ask = reinterpret_cast<decltype(&cuDeviceGetAttribute)>(entry);
+  return ask(&supported, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, device) == CUDA_SUCCESS &&
+         supported != 0;
+}
+
+std::string setting_of(const char* variable) { return c10::utils::get_env(variable).value_or(""); }
+
+// [Note: expandable segments]
+// LibTorch's allocator then maps memory to a range of addresses that grows, instead of requesting a block of
+// its own for each new size, so less is lost in gaps. The user's settings win, and so does a request for NCCL
+// to register the allocator's memory, which LibTorch would drop. Symmetric memory has an allocator of its own,
+// and nothing here passes the allocator's memory to other processes.
+void use_expandable_segments(int device) {
+  std::string settings = setting_of("PYTORCH_CUDA_ALLOC_CONF");
+  if (settings.empty()) settings = setting_of("PYTORCH_ALLOC_CONF");
+  for (const char* chosen : {"expandable_segments", "backend"})
+    if (settings.find(chosen) != std::string::npos) return;
+  for (const char* hook :
+       {"TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", "NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"})
+    if (const std::string value = setting_of(hook); !value.empty() && value != "0") return;
+  if (!maps_memory(device)) return;
+  c10::CachingAllocator::setAllocatorSettings(
+      str(settings, settings.empty() ? "" : ",", "expandable_segments:True"));
+}
+
 class CudaBackend final : public DeviceBackend {
  public:
   c10::DeviceType device_type() const override { return c10::kCUDA; }
@@ -267,7 +305,11 @@ class CudaBackend final : public DeviceBackend {
     return blocks && std::string_view(blocks) != "0";
   }
 
-  void set_device(int index) override { c10::cuda::set_device(static_cast<c10::DeviceIndex>(index)); }
+  void set_device(int index) override {
+    c10::cuda::set_device(static_cast<c10::DeviceIndex>(index));
+    static const bool once = (use_expandable_segments(index), true);
+    static_cast<void>(once);
+  }
 
   std::string device_name(int index) const override { return at::cuda::getDeviceProperties(index)->name; }
   int compute_capability(int index) const override {

@@ -100,6 +100,20 @@ TEST_F(DeviceMemoryTest, AnAllocationThatWouldFailTakesIdleBuffersFromThePool) {
   EXPECT_EQ(pool.num_allocations(), 1);
 }
 
+// A block of 80 MiB doesn't fit into a segment that was made for 60. An expandable one grows.
+TEST_F(DeviceMemoryTest, SegmentsExpandUnlessTheUserSaysOtherwise) {
+  const char* settings = std::getenv("PYTORCH_CUDA_ALLOC_CONF");
+  const bool are_fixed = settings && std::string_view(settings) == "expandable_segments:False";
+  const int64_t before = memory().reserved_bytes;
+  for (const int64_t size : {60, 80}) at::empty({size * kMiB}, options_of(at::kByte));
+  const int64_t more = memory().reserved_bytes - before;
+  if (are_fixed) {
+    EXPECT_GE(more, 140 * kMiB);
+  } else {
+    EXPECT_LE(more, 100 * kMiB);
+  }
+}
+
 TEST_F(DeviceMemoryTest, ThePoolGivesBackWhatNoForwardUses) {
   fsdp::BufferPool pool(device());
   const dist::Stream current = dist::Stream::current(device());

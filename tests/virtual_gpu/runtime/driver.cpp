@@ -8,6 +8,7 @@
 
 #include <cstdio>
 #include <cstring>
+#include <memory>
 #include <string>
 #include <unordered_map>
 
@@ -32,6 +33,11 @@ CUresult device_get(CUdevice* device, int index) {
   return CUDA_SUCCESS;
 }
 CUresult device_attribute(int* value, CUdevice_attribute attribute, CUdevice device) {
+  if (attribute == CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED ||
+      attribute == CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED) {
+    *value = 1;
+    return CUDA_SUCCESS;
+  }
   return static_cast<CUresult>(cudaDeviceGetAttribute(value, static_cast<cudaDeviceAttr>(attribute), device));
 }
 CUresult context_current(CUcontext* current) {
@@ -64,19 +70,48 @@ CUresult pointer_attribute(void* value, CUpointer_attribute attribute, CUdevicep
   return CUDA_ERROR_INVALID_VALUE;
 }
 
-// Memory that other processes map: a handle is a file descriptor of an unnamed file.
-CUresult memory_create(CUmemGenericAllocationHandle* handle, size_t bytes, const CUmemAllocationProp*,
-                       unsigned long long) {
-  const int file = memfd_create("virtual_gpu", 0);
+// Memory of a device, which lives as long as its handle or a mapping.
+struct Physical {
+  Physical(int device, size_t bytes) : device(device), bytes(bytes) {}
+  ~Physical() { return_memory(device, bytes); }
+  Physical(const Physical&) = delete;
+  Physical& operator=(const Physical&) = delete;
+  int device;
+  size_t bytes;
+};
+struct Physicals {
+  std::unordered_map<int, std::shared_ptr<Physical>> by_handle;
+  std::unordered_map<CUdeviceptr, std::shared_ptr<Physical>> by_mapping;
+};
+Physicals& physicals() {
+  static auto* p = new Physicals;
+  return *p;
+}
+
+// Memory that other processes can map, and LibTorch's expandable segments: a handle is a file descriptor of an
+// unnamed file.
+CUresult memory_create(CUmemGenericAllocationHandle* handle, size_t bytes,
+                       const CUmemAllocationProp* properties, unsigned long long) {
+  load_kernels();
+  const int file = memfd_create("virtual_gpu", MFD_CLOEXEC);
   if (file < 0) return CUDA_ERROR_OUT_OF_MEMORY;
+  Lock lock(state().mutex);
+  if (!take_memory(properties->location.id, bytes)) {
+    close(file);
+    return CUDA_ERROR_OUT_OF_MEMORY;
+  }
+  auto physical = std::make_shared<Physical>(properties->location.id, bytes);
   if (ftruncate(file, static_cast<off_t>(bytes)) != 0) {
     close(file);
     return CUDA_ERROR_OUT_OF_MEMORY;
   }
+  physicals().by_handle[file] = std::move(physical);
   *handle = static_cast<CUmemGenericAllocationHandle>(file);
   return CUDA_SUCCESS;
 }
 CUresult memory_release(CUmemGenericAllocationHandle handle) {
+  Lock lock(state().mutex);
+  physicals().by_handle.erase(static_cast<int>(handle));
   close(static_cast<int>(handle));
   return CUDA_SUCCESS;
 }
@@ -112,6 +147,9 @@ CUresult memory_map(CUdeviceptr address, size_t bytes, size_t offset, CUmemGener
            static_cast<off_t>(offset)) == MAP_FAILED)
     return CUDA_ERROR_INVALID_VALUE;
   Lock lock(state().mutex);
+  if (const auto own = physicals().by_handle.find(static_cast<int>(handle));
+      own != physicals().by_handle.end())
+    physicals().by_mapping[address] = own->second;
   add_block(wanted, {.bytes = bytes, .device = current_device(), .is_mapped = true});
   return CUDA_SUCCESS;
 }
@@ -121,6 +159,7 @@ CUresult memory_unmap(CUdeviceptr address, size_t bytes) {
   wait_for_device(lock, current_device());
   forget_range(wanted, bytes);
   remove_block(wanted);
+  physicals().by_mapping.erase(address);
   mmap(wanted, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
   return CUDA_SUCCESS;
 }

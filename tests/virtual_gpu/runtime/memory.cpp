@@ -31,29 +31,17 @@ bool is_device_memory(const void* address) {
   return block && !block->is_pinned_host;
 }
 
-// The kernels replace LibTorch's own, so they are loaded after LibTorch's are registered and before the first one
-// runs: at the first allocation.
-void load_kernels() {
-  static std::once_flag once;
-  std::call_once(once, [] {
-    const char* path = std::getenv("VIRTUAL_GPU_KERNELS");
-    if (path && !dlopen(path, RTLD_NOW | RTLD_LOCAL))
-      not_supported(dlerror(), "VIRTUAL_GPU_KERNELS can't be loaded.");
-  });
-}
-
 cudaError_t allocate(void** address, size_t bytes, bool is_pinned_host) {
   Lock lock(state().mutex);
   if (const cudaError_t error = check_no_capture()) return error;
   *address = nullptr;
   if (bytes == 0) return cudaSuccess;
-  size_t& used = used_bytes()[current_device()];
-  if (!is_pinned_host && used + bytes > usable_bytes()) return fail(cudaErrorMemoryAllocation);
   *address = reserve(bytes);
   if (!*address) return fail(cudaErrorMemoryAllocation);
-  if (!is_pinned_host) {
-    used += bytes;
-    count_allocation(bytes);
+  if (!is_pinned_host && !take_memory(current_device(), bytes)) {
+    release(*address, bytes);
+    *address = nullptr;
+    return fail(cudaErrorMemoryAllocation);
   }
   add_block(*address, {.bytes = bytes, .device = current_device(), .is_pinned_host = is_pinned_host});
   return cudaSuccess;
@@ -70,7 +58,7 @@ cudaError_t give_back(void* address, bool is_pinned_host) {
   wait_for_device(lock, block.device);
   for (const auto& stream : state().streams)
     if (stream->device == block.device) host_has_seen(*stream);
-  if (!is_pinned_host) used_bytes()[block.device] -= block.bytes;
+  if (!is_pinned_host) return_memory(block.device, block.bytes);
   forget_range(address, block.bytes);
   remove_block(address);
   release(address, block.bytes);
@@ -124,6 +112,26 @@ cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t stream, 
 }
 
 }  // namespace
+
+// The kernels replace LibTorch's own, so they are loaded after LibTorch's are registered and before the first one
+// runs: at the first allocation.
+void load_kernels() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    const char* path = std::getenv("VIRTUAL_GPU_KERNELS");
+    if (path && !dlopen(path, RTLD_NOW | RTLD_LOCAL))
+      not_supported(dlerror(), "VIRTUAL_GPU_KERNELS can't be loaded.");
+  });
+}
+
+bool take_memory(int device, size_t bytes) {
+  size_t& used = used_bytes()[device];
+  if (used + bytes > usable_bytes()) return false;
+  used += bytes;
+  count_allocation(bytes);
+  return true;
+}
+void return_memory(int device, size_t bytes) { used_bytes()[device] -= bytes; }
 
 const Block* find_block(const void* address) {
   const auto at = reinterpret_cast<uintptr_t>(address);

@@ -17,6 +17,12 @@ const Block* find_block(const void* address);
 void add_block(const void* address, Block block);
 void remove_block(const void* address);
 
+/// LibTorch's kernels are replaced before the first allocation.
+void load_kernels();
+/// Takes a part of the device's memory; false if there isn't as much left. The state's mutex is held.
+bool take_memory(int device, size_t bytes);
+void return_memory(int device, size_t bytes);
+
 /// Address space of at least this size, zeroed at first use; null if there is none left.
 void* reserve(size_t bytes);
 void release(void* address, size_t bytes);
