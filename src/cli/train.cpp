@@ -378,12 +378,14 @@ train::RunEnd run_trainer(const train::JobConfig& config, const dist::World& wor
                           const dist::Launch& launch, const train::CheckedFiles& checked,
                           train::StartupWatch& startup) {
   const auto watchdog = train::make_watchdog(config, world);
+  train::MemoryWitness witness(world.device());
   try {
     train::Trainer trainer = train::build_trainer(config, world, on_terminal(launch), checked, watchdog);
+    witness.know(trainer);
     startup.end();
     return trainer.train();
   } catch (const std::exception& error) {
-    if (train::is_out_of_memory(error)) log::error(train::explain_out_of_memory(config, world));
+    if (train::is_out_of_memory(error)) log::error(train::explain_out_of_memory(config, world, witness));
     if (world.size() == 1) throw;
     report_failure(error, launch, watchdog->explain(reason_of(error)));
   }

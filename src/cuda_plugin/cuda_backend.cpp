@@ -1,6 +1,7 @@
 // The CUDA plugin implements dist/device_backend.h with NCCL and LibTorch's CUDA library. LibTitan loads it
 // if a GPU is visible (src/dist/device_backend.cpp); nothing else links to it.
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cmath>
@@ -394,6 +395,18 @@ class CudaBackend final : public DeviceBackend {
     allocator().resetPeakStats(static_cast<c10::DeviceIndex>(index));
   }
 
+  void watch_out_of_memory(std::function<void(const OutOfMemory&)> seen) override {
+    allocator();
+    static const bool once = (c10::cuda::CUDACachingAllocator::attachOutOfMemoryObserver(
+                                  [this](int64_t device, size_t requested, size_t, size_t) {
+                                    tell_out_of_memory(device, static_cast<int64_t>(requested));
+                                  }),
+                              true);
+    static_cast<void>(once);
+    const std::lock_guard lock(seen_mutex_);
+    out_of_memory_seen_ = std::move(seen);
+  }
+
   void record_memory_history(int64_t max_events) override {
     const std::string all = "all";  // record all events with their stacks, including C++ stacks
     torch::cuda::_record_memory_history(std::optional(all), std::optional(all), all,
@@ -403,6 +416,25 @@ class CudaBackend final : public DeviceBackend {
   std::string memory_snapshot() override { return torch::cuda::_memory_snapshot_pickled(); }
 
  private:
+  void tell_out_of_memory(int64_t device, int64_t requested) {
+    const std::lock_guard lock(seen_mutex_);
+    if (!out_of_memory_seen_) return;
+    OutOfMemory found{requested, {}};
+    for (const auto& segment :
+         c10::cuda::CUDACachingAllocator::snapshot({0, 0}, /*include_traces=*/false).segments) {
+      uintptr_t begin = segment.address;
+      for (const auto& block : segment.blocks) {
+        if (block.allocated && segment.device == device)
+          found.blocks.push_back({begin, static_cast<int64_t>(block.size)});
+        begin += block.size;
+      }
+    }
+    std::ranges::sort(found.blocks, {}, &OutOfMemory::Block::begin);
+    out_of_memory_seen_(found);
+  }
+
+  std::mutex seen_mutex_;
+  std::function<void(const OutOfMemory&)> out_of_memory_seen_;
   mutable std::mutex locked_mutex_;
   std::map<void*, int64_t> locked_;  // by address
 };

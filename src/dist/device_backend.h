@@ -75,6 +75,16 @@ struct DeviceMemory {
   int64_t page_locked_bytes = 0;   ///< host memory of this process: lock_pages and LibTorch's allocator
 };
 
+/// A device's allocator at the moment when a request failed.
+struct OutOfMemory {
+  struct Block {
+    uintptr_t begin = 0;
+    int64_t bytes = 0;
+  };
+  int64_t requested_bytes = 0;
+  std::vector<Block> blocks;  ///< in use, by address
+};
+
 /// The parameters of a group to make.
 struct GroupSpec {
   std::string name;
@@ -115,6 +125,8 @@ class DeviceBackend {
   virtual void lock_pages(void* address, int64_t bytes) = 0;
   virtual void unlock_pages(void* address) = 0;
   virtual void reset_peak_memory(int index) = 0;
+  /// Calls `seen` whenever a request fails, on its thread, before the error is thrown. Empty: no more.
+  virtual void watch_out_of_memory(std::function<void(const OutOfMemory&)> seen) = 0;
   /// From now on the allocator records its events, with call stacks, and keeps the last `max_events`.
   virtual void record_memory_history(int64_t max_events) = 0;
   /// The recorded events and the memory in use now, in the format of PyTorch's memory viewer.

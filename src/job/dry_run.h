@@ -12,12 +12,15 @@
 
 #include <c10/core/Device.h>
 
+#include "dist/device_backend.h"
 #include "job/pipeline_stages.h"
 #include "titan/dist/world.h"
 #include "titan/train/model_spec.h"
 #include "titan/train/parallel_dims.h"
 
 namespace titan::train {
+
+class Trainer;
 
 class DryRun {
  public:
@@ -77,7 +80,32 @@ std::string list_of(const std::vector<NamedBytes>& list);
 struct MemoryReport {
   std::vector<MemoryOwner> owners;  ///< largest first
   std::vector<NamedBytes> savings;  ///< "training.local_batch_size = 4"; largest first, each on its own
+  /// Blocks of the device's allocator, by the names of their owners; empty if unknown.
+  std::vector<NamedBytes> live = {};
   double total_bytes() const;
+};
+
+/// Finds out who has a GPU's memory at the moment when a request fails: when the error is caught, the model is
+/// gone.
+class MemoryWitness {
+ public:
+  explicit MemoryWitness(c10::Device device);
+  ~MemoryWitness();
+  MemoryWitness(const MemoryWitness&) = delete;
+  MemoryWitness& operator=(const MemoryWitness&) = delete;
+
+  /// The trainer whose parameters, gradients, optimizer state and buffers are looked for. It is asked only
+  /// while it trains.
+  void know(Trainer& trainer) { trainer_ = &trainer; }
+  /// As MemoryReport::live, from the last request that failed.
+  const std::vector<NamedBytes>& live() const { return live_; }
+
+ private:
+  void see(const dist::OutOfMemory& failure);
+
+  c10::Device device_;
+  Trainer* trainer_ = nullptr;
+  std::vector<NamedBytes> live_;
 };
 
 /// Computed from sizes by a DryRun: it needs no device memory and no peers.
@@ -93,6 +121,7 @@ bool is_out_of_memory(const std::exception& error);
 
 /// For the log of the rank that ran out: the report as a table, and the memory in use. "" without a report,
 /// as for models that don't name their layers.
-std::string explain_out_of_memory(const JobConfig& config, const dist::World& world);
+std::string explain_out_of_memory(const JobConfig& config, const dist::World& world,
+                                  const MemoryWitness& witness);
 
 }  // namespace titan::train

@@ -24,6 +24,7 @@
 #include "titan/core/log.h"
 #include "titan/nn/containers.h"
 #include "titan/nn/layers.h"
+#include "titan/train/trainer.h"
 
 namespace titan::train {
 
@@ -280,16 +281,29 @@ std::string list_of(const std::vector<NamedBytes>& list) {
 }
 
 std::string table_of(const MemoryReport& report) {
-  const auto line = [](size_t width, const std::string& name, double bytes, const std::string& end) {
-    return str("  ", std::left, std::setw(static_cast<int>(width)), name, std::right, std::setw(10),
-               gib(bytes), end, "\n");
+  const auto cell = [](const std::string& text) { return str(std::right, std::setw(10), text); };
+  const auto line = [&](size_t width, const std::string& name, double bytes, const std::string& end) {
+    return str("  ", std::left, std::setw(static_cast<int>(width)), name, cell(gib(bytes)), end, "\n");
   };
   size_t width = 0;
   for (const MemoryOwner& owner : report.owners) width = std::max(width, owner.name.size());
+  for (const NamedBytes& live : report.live) width = std::max(width, live.name.size());
+  const std::string unknown = cell("-") + "    ";
+  const auto live_of = [&](const std::string& name) {
+    const auto found = std::ranges::find(report.live, name, &NamedBytes::name);
+    return found == report.live.end() ? unknown : cell(gib(found->bytes)) + " GiB";
+  };
+  const auto beside = [&](const std::string& live) { return " GiB" + (report.live.empty() ? "" : live); };
   std::string text;
+  if (!report.live.empty())
+    text += str("  ", std::string(width, ' '), cell("computed"), "    ", cell("in use"), "\n");
   for (const MemoryOwner& owner : report.owners)
-    text += line(width, owner.name, owner.bytes, " GiB  " + owner.details);
-  text += line(width, "all", report.total_bytes(), " GiB");
+    text += line(width, owner.name, owner.bytes, beside(live_of(owner.name)) + "  " + owner.details);
+  for (const NamedBytes& live : report.live)
+    if (std::ranges::find(report.owners, live.name, &MemoryOwner::name) == report.owners.end())
+      text += str("  ", std::left, std::setw(static_cast<int>(width)), live.name, unknown, live_of(live.name),
+                  "\n");
+  text += line(width, "all", report.total_bytes(), beside(str(cell(gib(sum_of(report.live))), " GiB")));
   if (report.savings.empty()) return text;
   width = 0;
   for (const NamedBytes& saving : report.savings) width = std::max(width, saving.name.size());
@@ -336,11 +350,71 @@ bool is_out_of_memory(const std::exception& error) {
   return false;
 }
 
-std::string explain_out_of_memory(const JobConfig& config, const dist::World& world) {
+MemoryWitness::MemoryWitness(c10::Device device) : device_(device) {
+  if (!device.is_cuda()) return;
+  dist::device_backend()->watch_out_of_memory([this](const dist::OutOfMemory& failure) {
+    try {
+      see(failure);
+    } catch (const std::exception& error) {
+      log::warning(str("cannot tell who uses the memory: ", error.what()));
+    }
+  });
+}
+
+MemoryWitness::~MemoryWitness() {
+  if (device_.is_cuda()) dist::device_backend()->watch_out_of_memory({});
+}
+
+// A block with several tensors of one owner counts once. The rest is what the step computes with.
+void MemoryWitness::see(const dist::OutOfMemory& failure) {
+  const auto& blocks = failure.blocks;
+  std::vector<bool> has_owner(blocks.size(), false);
+  live_.clear();
+  const auto count = [&](const char* name, const std::vector<at::Tensor>& tensors) {
+    double bytes = 0;
+    for (const at::Tensor& tensor : tensors) {
+      if (!tensor.defined() || !tensor.has_storage() || tensor.storage().nbytes() == 0) continue;
+      const auto address = reinterpret_cast<uintptr_t>(tensor.storage().data());
+      const auto after = std::ranges::upper_bound(blocks, address, {}, &dist::OutOfMemory::Block::begin);
+      if (after == blocks.begin()) continue;
+      const auto index = static_cast<size_t>(after - blocks.begin()) - 1;
+      if (address >= blocks[index].begin + static_cast<uintptr_t>(blocks[index].bytes)) continue;
+      if (!has_owner[index]) bytes += static_cast<double>(blocks[index].bytes);
+      has_owner[index] = true;
+    }
+    if (bytes > 0) live_.push_back({name, bytes});
+  };
+  if (trainer_) {
+    std::vector<at::Tensor> shards, gradients, gathered, buffers;
+    TrainerParts& parts = trainer_->parts();
+    for (const Parameter& parameter : parts.parameters) {
+      shards.push_back(parameter.data.local);
+      gradients.push_back(parameter.data.local.grad());
+      gathered.push_back(parameter.compute);
+    }
+    for (const auto& model : parts.models)
+      for (const auto& buffer : model->root().module().buffers()) buffers.push_back(buffer);
+    count("parameters", shards);
+    count("gradients", gradients);
+    count("optimizer state", parts.optimizer.allocated_state());
+    count("gathered parameters", gathered);
+    count("buffers", buffers);
+  }
+  double rest = 0;
+  for (size_t i = 0; i < blocks.size(); ++i)
+    if (!has_owner[i]) rest += static_cast<double>(blocks[i].bytes);
+  live_.push_back({"all other blocks", rest});
+}
+
+std::string explain_out_of_memory(const JobConfig& config, const dist::World& world,
+                                  const MemoryWitness& witness) {
   try {
-    const MemoryReport report = memory_report(config, world.size(), world.rank(), world.device());
+    MemoryReport report = memory_report(config, world.size(), world.rank(), world.device());
+    report.live = witness.live();
     return str("out of memory on ", world.device().str(), ". ", in_use(world.device()), ". Memory of rank ",
-               world.rank(), " at the peak of a step, computed from sizes:\n", table_of(report));
+               world.rank(), " at the peak of a step, computed from sizes",
+               report.live.empty() ? "" : ", and the allocator's blocks when the request failed", ":\n",
+               table_of(report));
   } catch (const std::exception& error) {
     log::warning(str("cannot report memory use: ", error.what()));
     return "";

@@ -314,4 +314,11 @@ std::multimap<std::string, Optimizer::ParameterState> Optimizer::state() {
   return result;
 }
 
+std::vector<at::Tensor> Optimizer::allocated_state() const {
+  std::vector<at::Tensor> tensors;
+  for (const Batch& batch : impl_->batches)
+    for (const auto& of_name : batch.state) tensors.insert(tensors.end(), of_name.begin(), of_name.end());
+  return tensors;
+}
+
 }  // namespace titan::optim

@@ -114,6 +114,22 @@ TEST_F(DeviceMemoryTest, SegmentsExpandUnlessTheUserSaysOtherwise) {
   }
 }
 
+TEST_F(DeviceMemoryTest, AFailedRequestShowsTheBlocksInUse) {
+  const at::Tensor tensor = at::ones({4 * kMiB}, options_of(at::kByte));
+  const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+  int64_t requested = 0, found = 0;
+  dist::device_backend()->watch_out_of_memory([&](const dist::OutOfMemory& failure) {
+    requested = failure.requested_bytes;
+    for (const auto& block : failure.blocks)
+      if (block.begin <= address && address < block.begin + static_cast<uintptr_t>(block.bytes)) ++found;
+  });
+  const int64_t too_many = 2 * memory().total_bytes;
+  EXPECT_THROW(at::empty({too_many}, options_of(at::kByte)), c10::OutOfMemoryError);
+  dist::device_backend()->watch_out_of_memory({});
+  EXPECT_GE(requested, too_many);
+  EXPECT_EQ(found, 1);
+}
+
 TEST_F(DeviceMemoryTest, ThePoolGivesBackWhatNoForwardUses) {
   fsdp::BufferPool pool(device());
   const dist::Stream current = dist::Stream::current(device());

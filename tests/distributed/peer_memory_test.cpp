@@ -39,6 +39,7 @@ class DevicesApart final : public dist::DeviceBackend {
   dist::DeviceMemory memory(int) const override { return {}; }
   void lock_pages(void*, int64_t) override {}
   void unlock_pages(void*) override {}
+  void watch_out_of_memory(std::function<void(const dist::OutOfMemory&)>) override {}
   void reset_peak_memory(int) override {}
   void record_memory_history(int64_t) override {}
   std::string memory_snapshot() override { return ""; }

@@ -27,3 +27,11 @@ exec "$0" "$@"'
 if ! grep -q "rank 1 ([^)]*) holds the others up: " "$folder/slow.log" || ! grep -Eq "^ *1 .*slowest" "$folder/top"; then
   failed "the slow rank isn't named:" "$folder/slow.log" "$folder/top"
 fi
+
+# A batch that no GPU holds: the report has the computed sizes and the allocator's blocks side by side.
+status=0
+VIRTUAL_GPU_MEMORY_ONLY=1 "$gpus" 1 -- "$titan" train "$config" --nproc 1 --job.dump_folder="$folder/full" --training.local_batch_size=4096 \
+  --training.seq_len=2048 >"$folder/full.log" 2>&1 || status=$?
+for text in "out of memory on cuda:0" "computed  *in use" "^.*parameters  *[0-9.]* GiB  *[0-9.]* GiB" "all other blocks  *-  *[0-9.]* GiB"; do
+  grep -q -- "$text" "$folder/full.log" || failed "the report of memory has no '$text' (exit code $status):" "$folder/full.log"
+done

@@ -192,6 +192,8 @@ class Optimizer {
   /// same name (a tied weight in two stages of a pipeline rank) have an entry each, in the constructor's order.
   using ParameterState = std::map<std::string, DTensor>;
   std::multimap<std::string, ParameterState> state();
+  /// The state's tensors that exist by now.
+  std::vector<at::Tensor> allocated_state() const;
 
  private:
   struct Impl;

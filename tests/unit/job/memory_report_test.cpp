@@ -215,5 +215,21 @@ TEST(MemoryTable, JoinsNeighborsOfTheSameSize) {
             "embedding 0.0000, layers.0 to layers.1 1.00 each, layers.2 2.00");
 }
 
+TEST(MemoryTable, ShowsLiveBlocksBesideComputedSizes) {
+  constexpr double kGib = 1024.0 * 1024.0 * 1024.0;
+  MemoryReport report{{{"activations", 3 * kGib, "of layers"}, {"parameters", 2 * kGib, "of shards"}}, {}};
+  EXPECT_EQ(table_of(report),
+            "  activations      3.00 GiB  of layers\n"
+            "  parameters       2.00 GiB  of shards\n"
+            "  all              5.00 GiB\n");
+  report.live = {{"parameters", 2.5 * kGib}, {"all other blocks", 8 * kGib}};
+  EXPECT_EQ(table_of(report),
+            "                    computed        in use\n"
+            "  activations           3.00 GiB         -      of layers\n"
+            "  parameters            2.00 GiB      2.50 GiB  of shards\n"
+            "  all other blocks         -          8.00 GiB\n"
+            "  all                   5.00 GiB     10.50 GiB\n");
+}
+
 }  // namespace
 }  // namespace titan::train
