@@ -1,5 +1,5 @@
-// Never run yet (docs/verified_on.md). Each kernel is one pass and memory-bound, so a thread reads 16 bytes
-// at a time if the rows allow it.
+// So far these have run on virtual GPUs only (docs/verified_on.md). Each kernel is one pass and memory-bound, so a
+// thread reads 16 bytes at a time if the rows allow it.
 
 #include "cuda_plugin/float8_kernels.h"
 

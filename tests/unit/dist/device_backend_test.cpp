@@ -8,7 +8,6 @@
 #include <ATen/ATen.h>
 
 #include "dist/device_backend.h"
-#include "unit/open_gpu.h"
 
 namespace titan::dist {
 namespace {

@@ -13,7 +13,6 @@
 #include "float8/products.h"
 #include "titan/ops/linear.h"
 #include "unit/golden.h"
-#include "unit/open_gpu.h"
 
 namespace titan::float8 {
 namespace {

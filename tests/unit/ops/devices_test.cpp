@@ -6,7 +6,6 @@
 #include "titan/ops/linear.h"
 #include "titan/ops/loss.h"
 #include "unit/golden.h"
-#include "unit/open_gpu.h"
 
 namespace titan::ops {
 namespace {

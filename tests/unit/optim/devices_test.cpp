@@ -5,7 +5,6 @@
 #include "dist/device_backend.h"
 #include "titan/optim/clip.h"
 #include "titan/optim/optimizer.h"
-#include "unit/open_gpu.h"
 #include "unit/optim/make_parameters.h"
 
 namespace titan::optim {
