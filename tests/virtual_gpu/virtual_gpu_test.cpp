@@ -29,6 +29,25 @@ int num_races() {
   return count();
 }
 
+uint64_t count(const char* field, const char* name) {
+  static const auto function = reinterpret_cast<uint64_t (*)(const char*, const char*, const char*)>(
+      dlsym(RTLD_DEFAULT, "virtual_gpu_count"));
+  return function(field, nullptr, name);
+}
+void start_counting() {
+  static const auto function =
+      reinterpret_cast<void (*)()>(dlsym(RTLD_DEFAULT, "virtual_gpu_start_counting"));
+  function();
+}
+
+/// Launches a kernel of simt/planted_kernels.cu on the current stream, for out[64 * num_blocks].
+void launch_planted(const char* kernel, const Tensor& out, const Tensor& in, unsigned num_blocks) {
+  using Function = void (*)(const char*, float*, const float*, unsigned, cudaStream_t);
+  static const auto function = reinterpret_cast<Function>(dlsym(RTLD_DEFAULT, "virtual_gpu_launch_planted"));
+  function(kernel, out.mutable_data_ptr<float>(), in.const_data_ptr<float>(), num_blocks,
+           at::cuda::getCurrentCUDAStream());
+}
+
 /// Keeps the stream's later operations from running before it is opened.
 class Gate {
  public:
@@ -248,6 +267,69 @@ TEST_F(VirtualGpu, FindsThatAPinnedBufferIsReusedTooSoon) {
   EXPECT_EQ(new_races(), 0);
   reuse(false);
   EXPECT_EQ(new_races(), 1);
+}
+
+// ---- kernels
+
+TEST_F(VirtualGpu, FindsAMissingWaitForAKernel) {
+  const Tensor in = at::ones({128}, on_gpu), out = at::zeros({128}, on_gpu);
+  c10::cuda::device_synchronize();
+  const auto use_on_side = [&](bool waits) {
+    launch_planted("sound_kernel", out, in, 2);
+    at::cuda::CUDAEvent written;
+    written.record();
+    if (waits) written.block(side_);
+    const CUDAStreamGuard guard(side_);
+    const Tensor read = out + 1;
+    c10::cuda::device_synchronize();
+  };
+  use_on_side(true);
+  EXPECT_EQ(new_races(), 0);
+  use_on_side(false);
+  EXPECT_EQ(new_races(), 1);
+}
+
+TEST_F(VirtualGpu, CountsTheBytesOfAKernel) {
+  const Tensor in = at::ones({128}, on_gpu), out = at::zeros({128}, on_gpu);
+  start_counting();
+  launch_planted("sound_kernel", out, in, 2);
+  EXPECT_EQ(count("bytes_read", "sound_kernel"), 512u);
+  EXPECT_EQ(count("bytes_written", "sound_kernel"), 512u);
+  launch_planted("blocks_share_a_result_kernel", out, in, 1);
+  EXPECT_EQ(count("bytes_read", "blocks_share_a_result_kernel"), 4u);
+  EXPECT_EQ(count("bytes_written", "blocks_share_a_result_kernel"), 256u);
+}
+
+TEST_F(VirtualGpu, FindsRacesWithinAKernel) {
+  const Tensor in = at::ones({128}, on_gpu), out = at::zeros({128}, on_gpu);
+  const auto races_in = [&](const char* kernel) {
+    const int before = new_races();
+    launch_planted(kernel, out, in, 2);
+    return new_races() - before;
+  };
+  EXPECT_EQ(races_in("sound_kernel"), 0);
+  EXPECT_EQ(races_in("atomic_sum_kernel"), 0);
+  EXPECT_EQ(races_in("missing_barrier_kernel"), 1);
+  EXPECT_EQ(races_in("missing_second_barrier_kernel"), 1);
+  EXPECT_EQ(races_in("blocks_share_a_result_kernel"), 1);
+}
+
+using VirtualGpuDeathTest = VirtualGpu;
+
+TEST_F(VirtualGpuDeathTest, AccessesThatAKernelMustNotMakeEndTheProgram) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const Tensor in = at::ones({64}, on_gpu), out = at::zeros({64}, on_gpu);
+  const auto run = [&](const char* kernel) {
+    launch_planted(kernel, out, in, 1);
+    c10::cuda::device_synchronize();
+  };
+  EXPECT_DEATH(
+      run("one_too_far_kernel"),
+      "one_too_far_kernel: thread \\(63, 0, 0\\) of block \\(0, 0, 0\\) reads 4 bytes at 0x[0-9a-f]+, "
+      "outside any allocation");
+  EXPECT_DEATH(run("unwritten_shared_kernel"),
+               "thread \\(0, 0, 0\\) of block \\(0, 0, 0\\) reads 4 bytes at 0x[0-9a-f]+, in shared memory, "
+               "which nothing has written");
 }
 
 }  // namespace

@@ -247,7 +247,7 @@ class Call {
     if (trace_synchronous())
       std::fprintf(stderr, "virtual GPU: waits for results of %s.%s\n", schema_.name().c_str(),
                    schema_.overload_name().c_str());
-    wait_for(stream);
+    wait_for(stream, schema_.name());
     StandIns memory(StandIns::Kind::cpu);
     Stack values = arguments_with(memory);
     {
@@ -362,13 +362,14 @@ void poison(const c10::CachingDeviceAllocator::TraceEntry& entry) {
   auto* address = reinterpret_cast<void*>(entry.addr_);
   const size_t bytes = entry.size_;
   const size_t poisoned_bytes = std::min(bytes, size_t{256} << 20);  // more would take the host's memory
-  const c10::cuda::CUDAGuard on_its_device(
-      entry.device_);  // for the default stream; a thread that frees may be on another
-  submit(
-      reinterpret_cast<cudaStream_t>(entry.stream_),
-      computation(is_allocated ? "allocation" : "free", {{address, bytes, true}}, [address, poisoned_bytes] {
-        if (poisons()) std::memset(address, 0xff, poisoned_bytes);
-      }));
+  Operation operation = computation(is_allocated ? "allocation" : "free", {{address, bytes, true}}, [=] {
+    note_part(address, bytes, is_allocated);
+    if (poisons()) std::memset(address, 0xff, poisoned_bytes);
+  });
+  operation.is_bookkeeping = true;
+  // The default stream is the device's; a thread that frees may be on another device.
+  const c10::cuda::CUDAGuard on_its_device(entry.device_);
+  submit(reinterpret_cast<cudaStream_t>(entry.stream_), std::move(operation));
 }
 
 // Registered when the library is opened, after LibTorch's own: the newest registration wins. Never undone, because the

@@ -2,22 +2,22 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <map>
 
 namespace virtual_gpu {
 namespace {
 
-struct Count {
-  uint64_t launches = 0;
-  uint64_t bytes_read = 0;
-  uint64_t bytes_written = 0;
-};
+using CountsOfModule = std::map<std::string, Count>;  // by operation or call
+using Counters = std::map<std::string, CountsOfModule>;
 
-struct Counters {
-  std::map<std::string, Count> operations;
-  std::map<std::string, uint64_t> host_waits;
-  uint64_t allocations = 0;
-  uint64_t allocated_bytes = 0;
+constexpr std::pair<const char*, uint64_t Count::*> fields[] = {
+    {"launches", &Count::launches},
+    {"bytes_read", &Count::bytes_read},
+    {"bytes_written", &Count::bytes_written},
+    {"host_waits", &Count::host_waits},
+    {"calls", &Count::calls},
+    {"bytes", &Count::bytes},
 };
 
 std::string path_from_environment() {
@@ -32,7 +32,7 @@ std::string path_from_environment() {
 void write_counters();
 
 // Null if nobody asked for them.
-Counters* counters() {
+Counters*& counters() {
   static Counters* c = [] {
     if (path_from_environment().empty()) return static_cast<Counters*>(nullptr);
     std::atexit(write_counters);
@@ -41,54 +41,111 @@ Counters* counters() {
   return c;
 }
 
-// Names of operations and calls need no escapes in JSON: they are identifiers of CUDA, NCCL and aten.
+// Names of operations, calls and modules need no escapes in JSON: they are identifiers.
 void write_counters() {
-  Lock lock(state().mutex);
+  const Lock lock(state().mutex);
   std::FILE* file = std::fopen(path_from_environment().c_str(), "w");
   if (!file) {
     std::fprintf(stderr, "virtual GPU: can't write counters to %s\n", path_from_environment().c_str());
     return;
   }
-  const Counters& c = *counters();
-  std::fprintf(file, "{\n  \"allocations\": %ju,\n  \"allocated_bytes\": %ju,\n  \"host_waits\": {",
-               uintmax_t(c.allocations), uintmax_t(c.allocated_bytes));
-  const char* separator = "";
-  for (const auto& [call, number] : c.host_waits) {
-    std::fprintf(file, "%s\n    \"%s\": %ju", separator, call.c_str(), uintmax_t(number));
-    separator = ",";
+  const char* module_separator = "{";
+  for (const auto& [module, counts] : *counters()) {
+    std::fprintf(file, "%s\n  \"%s\": ", module_separator, module.c_str());
+    module_separator = ",";
+    const char* separator = "{";
+    for (const auto& [name, count] : counts) {
+      std::fprintf(file, "%s\n    \"%s\": ", separator, name.c_str());
+      separator = ",";
+      const char* field_separator = "{";
+      for (const auto& [field, value] : fields) {
+        if (count.*value == 0) continue;
+        std::fprintf(file, "%s\"%s\": %ju", field_separator, field, uintmax_t{count.*value});
+        field_separator = ", ";
+      }
+      std::fprintf(file, "}");
+    }
+    std::fprintf(file, "\n  }");
   }
-  std::fprintf(file, "\n  },\n  \"operations\": {");
-  separator = "";
-  for (const auto& [name, count] : c.operations) {
-    std::fprintf(file, "%s\n    \"%s\": {\"launches\": %ju, \"bytes_read\": %ju, \"bytes_written\": %ju}",
-                 separator, name.c_str(), uintmax_t(count.launches), uintmax_t(count.bytes_read),
-                 uintmax_t(count.bytes_written));
-    separator = ",";
-  }
-  std::fprintf(file, "\n  }\n}\n");
+  std::fprintf(file, "%s\n}\n", counters()->empty() ? "{" : "");
   std::fclose(file);
+}
+
+thread_local std::vector<std::string> open_modules;
+
+// The module that this thread is in; null if nobody counts.
+CountsOfModule* counts_here() {
+  if (!counters()) return nullptr;
+  return &(*counters())[open_modules.empty() ? "" : open_modules.back()];
 }
 
 }  // namespace
 
-void count_operation(const Operation& operation) {
-  Counters* c = counters();
-  if (!c) return;
-  Count& count = c->operations[operation.name];
-  ++count.launches;
-  for (const Range& range : operation.ranges)
-    (range.is_written ? count.bytes_written : count.bytes_read) += range.bytes;
+bool counts() { return counters() != nullptr; }
+void enter_module(std::string name) { open_modules.push_back(std::move(name)); }
+void leave_module() {
+  if (!open_modules.empty()) open_modules.pop_back();
+}
+
+void count_operation(Operation& operation) {
+  CountsOfModule* counts = operation.is_bookkeeping ? nullptr : counts_here();
+  if (!counts) return;
+  operation.count = &(*counts)[operation.name];
+  ++operation.count->launches;
+  count_ranges(operation, operation.ranges);
+}
+
+void count_ranges(const Operation& operation, const std::vector<Range>& ranges) {
+  if (!operation.count) return;
+  for (const Range& range : ranges) {
+    if (range.is_written) operation.count->bytes_written += range.bytes;
+    if (!range.is_written || range.is_read_too) operation.count->bytes_read += range.bytes;
+  }
 }
 
 void count_host_wait(const std::string& call) {
-  if (Counters* c = counters()) ++c->host_waits[call];
+  if (CountsOfModule* counts = counts_here()) ++(*counts)[call].host_waits;
 }
 
-void count_allocation(size_t bytes) {
-  Counters* c = counters();
-  if (!c) return;
-  ++c->allocations;
-  c->allocated_bytes += bytes;
+void count_allocation(const std::string& call, size_t bytes) {
+  CountsOfModule* counts = counts_here();
+  if (!counts) return;
+  Count& count = (*counts)[call];
+  ++count.calls;
+  count.bytes += bytes;
+}
+
+void count_call(const std::string& call) {
+  const Lock lock(state().mutex);
+  count_allocation(call, 0);
 }
 
 }  // namespace virtual_gpu
+
+using namespace virtual_gpu;
+
+extern "C" {
+
+// For tests: counts from zero from now on.
+void virtual_gpu_start_counting() {
+  Lock lock(state().mutex);
+  for (int device = 0; device < state().settings.num_devices; ++device) wait_for_device(lock, device);
+  if (!counters()) counters() = new Counters;
+  counters()->clear();
+}
+
+// For tests: the sum of a field of Count over modules whose names begin so, and over names; null stands for all of them.
+uint64_t virtual_gpu_count(const char* field, const char* module, const char* name) {
+  Lock lock(state().mutex);
+  for (int device = 0; device < state().settings.num_devices; ++device) wait_for_device(lock, device);
+  uint64_t sum = 0;
+  for (const auto& [of_module, counts] : *counters())
+    for (const auto& [of_name, count] : counts)
+      for (const auto& [of_field, value] : fields)
+        if (std::strcmp(field, of_field) == 0 && of_module.starts_with(module ? module : "") &&
+            (!name || of_name == name))
+          sum += count.*value;
+  return sum;
+}
+
+}  // extern "C"

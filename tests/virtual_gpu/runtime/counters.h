@@ -2,13 +2,23 @@
 
 #include "runtime/stream.h"
 
-/// Counts what the device did: launches and bytes by name, times at which the host waited, allocations. Written as JSON to
-/// the file in VIRTUAL_GPU_COUNTERS (with %r replaced by RANK) when the program ends.
+/// Counts what the device did, by module and by operation or call. A module is the innermost range of at::RecordFunction on the thread
+/// that queued the operation. Written as JSON to the file in VIRTUAL_GPU_COUNTERS (with %r replaced by RANK) when the program ends.
 namespace virtual_gpu {
 
-/// The state's mutex is held, here and below.
-void count_operation(const Operation& operation);
+struct Count {
+  uint64_t launches = 0;       ///< operations that were queued
+  uint64_t bytes_read = 0;     ///< by these
+  uint64_t bytes_written = 0;  ///< by these
+  uint64_t host_waits = 0;     ///< calls in which the host waited for the device
+  uint64_t calls = 0;          ///< other calls: allocations, communicators
+  uint64_t bytes = 0;          ///< allocated by these
+};
+
+/// Counts the operation's launch and ranges, and remembers where ranges that it adds belong. The state's mutex is held, here and below.
+void count_operation(Operation& operation);
+void count_ranges(const Operation& operation, const std::vector<Range>& ranges);
 void count_host_wait(const std::string& call);
-void count_allocation(size_t bytes);
+void count_allocation(const std::string& call, size_t bytes);
 
 }  // namespace virtual_gpu

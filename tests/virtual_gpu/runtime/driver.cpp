@@ -96,7 +96,7 @@ CUresult memory_create(CUmemGenericAllocationHandle* handle, size_t bytes,
   const int file = memfd_create("virtual_gpu", MFD_CLOEXEC);
   if (file < 0) return CUDA_ERROR_OUT_OF_MEMORY;
   Lock lock(state().mutex);
-  if (!take_memory(properties->location.id, bytes)) {
+  if (!take_memory("cuMemCreate", properties->location.id, bytes)) {
     close(file);
     return CUDA_ERROR_OUT_OF_MEMORY;
   }

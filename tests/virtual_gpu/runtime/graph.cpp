@@ -49,10 +49,10 @@ void launch(Lock& lock, const Graph& graph, Stream& origin) {
       } else if (const auto* wait = std::get_if<WaitFor>(&item)) {
         lane->items.push_back(WaitFor{fresh(wait->marker)});
       } else {
-        const auto& operation = std::get<Operation>(item);
-        check_ranges(origin, operation);
+        Operation operation = std::get<Operation>(item);
+        stamp(origin, operation);
         count_operation(operation);
-        lane->items.push_back(operation);
+        lane->items.push_back(std::move(operation));
       }
     }
     ends.push_back(std::make_shared<Marker>());

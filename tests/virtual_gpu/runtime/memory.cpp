@@ -18,6 +18,25 @@ std::map<uintptr_t, Block>& blocks() {
   static auto* b = new std::map<uintptr_t, Block>;
   return *b;
 }
+
+struct Part {
+  size_t bytes = 0;
+};
+std::map<uintptr_t, Part>& parts() {
+  static auto* p = new std::map<uintptr_t, Part>;
+  return *p;
+}
+
+// The entry of a map by address that contains this one.
+template <class Map>
+typename Map::iterator find_in(Map& map, const void* address) {
+  const auto at = reinterpret_cast<uintptr_t>(address);
+  auto next = map.upper_bound(at);
+  if (next == map.begin()) return map.end();
+  --next;
+  return at < next->first + next->second.bytes ? next : map.end();
+}
+
 std::map<int, size_t>& used_bytes() {
   static auto* u = new std::map<int, size_t>;
   return *u;
@@ -38,7 +57,7 @@ cudaError_t allocate(void** address, size_t bytes, bool is_pinned_host) {
   if (bytes == 0) return cudaSuccess;
   *address = reserve(bytes);
   if (!*address) return fail(cudaErrorMemoryAllocation);
-  if (!is_pinned_host && !take_memory(current_device(), bytes)) {
+  if (!is_pinned_host && !take_memory("cudaMalloc", current_device(), bytes)) {
     release(*address, bytes);
     *address = nullptr;
     return fail(cudaErrorMemoryAllocation);
@@ -107,7 +126,8 @@ cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t stream, 
   }
   operation = computation(operation.name, operation.ranges, std::move(work));
   submit(stream, std::move(operation));
-  if (to_pageable && from_device) wait_for(stream);  // a copy to pageable memory ends before the call returns
+  if (to_pageable && from_device)
+    wait_for(stream, name);  // a copy to pageable memory ends before the call returns
   return cudaSuccess;
 }
 
@@ -124,24 +144,49 @@ void load_kernels() {
   });
 }
 
-bool take_memory(int device, size_t bytes) {
+bool take_memory(const char* call, int device, size_t bytes) {
   size_t& used = used_bytes()[device];
   if (used + bytes > usable_bytes()) return false;
   used += bytes;
-  count_allocation(bytes);
+  count_allocation(call, bytes);
   return true;
 }
 void return_memory(int device, size_t bytes) { used_bytes()[device] -= bytes; }
 
 const Block* find_block(const void* address) {
-  const auto at = reinterpret_cast<uintptr_t>(address);
-  auto next = blocks().upper_bound(at);
-  if (next == blocks().begin()) return nullptr;
-  --next;
-  return at < next->first + next->second.bytes ? &next->second : nullptr;
+  const auto found = find_in(blocks(), address);
+  return found == blocks().end() ? nullptr : &found->second;
 }
 void add_block(const void* address, Block block) { blocks()[reinterpret_cast<uintptr_t>(address)] = block; }
-void remove_block(const void* address) { blocks().erase(reinterpret_cast<uintptr_t>(address)); }
+void remove_block(const void* address) {
+  const auto found = blocks().find(reinterpret_cast<uintptr_t>(address));
+  if (found == blocks().end()) return;
+  parts().erase(parts().lower_bound(found->first), parts().lower_bound(found->first + found->second.bytes));
+  blocks().erase(found);
+}
+
+Range find_allocation(const void* address) {
+  const Lock lock(state().mutex);
+  const auto range = [](uintptr_t begin, size_t bytes) {
+    return Range{reinterpret_cast<const void*>(begin), bytes};
+  };
+  const auto block = find_in(blocks(), address);
+  if (block == blocks().end()) return {};
+  if (!block->second.has_parts) return range(block->first, block->second.bytes);
+  const auto part = find_in(parts(), address);
+  return part == parts().end() ? Range{} : range(part->first, part->second.bytes);
+}
+
+void note_part(const void* address, size_t bytes, bool is_handed_out) {
+  const Lock lock(state().mutex);
+  const auto block = find_in(blocks(), address);
+  if (block == blocks().end()) return;  // freed meanwhile
+  block->second.has_parts = true;
+  if (is_handed_out)
+    parts()[reinterpret_cast<uintptr_t>(address)] = {bytes};
+  else
+    parts().erase(reinterpret_cast<uintptr_t>(address));
+}
 
 void* reserve(size_t bytes) {
   void* address = mmap(nullptr, whole_pages(bytes), PROT_READ | PROT_WRITE,

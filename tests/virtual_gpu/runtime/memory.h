@@ -10,6 +10,7 @@ struct Block {
   int device = 0;
   bool is_pinned_host = false;
   bool is_mapped = false;  ///< by the driver's calls, which also unmap it
+  bool has_parts = false;  ///< LibTorch's allocator hands out parts of it
 };
 
 /// The block that contains the address, or null. The state's mutex is held.
@@ -20,7 +21,7 @@ void remove_block(const void* address);
 /// LibTorch's kernels are replaced before the first allocation.
 void load_kernels();
 /// Takes a part of the device's memory; false if there isn't as much left. The state's mutex is held.
-bool take_memory(int device, size_t bytes);
+bool take_memory(const char* call, int device, size_t bytes);
 void return_memory(int device, size_t bytes);
 
 /// Address space of at least this size, zeroed at first use; null if there is none left.

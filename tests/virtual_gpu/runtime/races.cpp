@@ -54,7 +54,6 @@ bool is_watchdog() {
 }
 
 void report(const Access& now, const Access& before) {
-  ++races;
   std::fprintf(stderr,
                "virtual GPU: RACE: %s %s %zu bytes at %#zx on stream %d, and nothing orders it after %s, "
                "which %s them "
@@ -62,7 +61,7 @@ void report(const Access& now, const Access& before) {
                now.name.c_str(), now.is_write ? "writes" : "reads", size_t(now.end - now.begin),
                size_t(now.begin), now.stream, before.name.c_str(), before.is_write ? "wrote" : "read",
                before.stream);
-  if (state().settings.ends_at_race) std::abort();
+  count_race();
 }
 
 void check(const Access& now, const Clock& clock) {
@@ -87,15 +86,21 @@ void check(const Access& now, const Clock& clock) {
 
 }  // namespace
 
-void check_ranges(Stream& stream, const Operation& operation) {
+void stamp(Stream& stream, Operation& operation) {
   if (!state().settings.checks_races) return;
   join(stream.clock, host_clock());
   const uint64_t number = ++state().num_operations[stream.id];
   stream.clock[stream.id] = number;
+  operation.stamp = std::make_shared<const Stamp>(Stamp{stream.id, number, stream.clock});
+}
+
+void check_ranges(const Operation& operation) {
+  if (!operation.stamp) return;
+  const auto& [stream, number, clock] = *operation.stamp;
   for (const Range& range : operation.ranges) {
     if (range.bytes == 0) continue;
     const auto begin = reinterpret_cast<uintptr_t>(range.data);
-    check({begin, begin + range.bytes, stream.id, number, range.is_written, operation.name}, stream.clock);
+    check({begin, begin + range.bytes, stream, number, range.is_written, operation.name}, clock);
   }
 }
 
@@ -137,11 +142,17 @@ void forget_range(const void* data, size_t bytes) {
   }
 }
 
-int num_races() { return races; }
+void count_race() {
+  ++races;
+  if (state().settings.ends_at_race) std::abort();
+}
 
 }  // namespace virtual_gpu
 
+// Waits for what is queued, because accesses are checked when operations have run.
 extern "C" int virtual_gpu_num_races() {
-  virtual_gpu::Lock lock(virtual_gpu::state().mutex);
-  return virtual_gpu::num_races();
+  using namespace virtual_gpu;
+  Lock lock(state().mutex);
+  for (int device = 0; device < state().settings.num_devices; ++device) wait_for_device(lock, device);
+  return races;
 }

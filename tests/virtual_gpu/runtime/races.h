@@ -2,13 +2,23 @@
 
 #include "runtime/stream.h"
 
-/// Finds accesses to the same bytes that nothing orders: no event, no synchronization, no common stream. Each stream, host
-/// thread and event has a vector clock; an operation's clock says which operations have happened before it.
+/// Finds accesses to the same bytes that nothing orders: no event, no synchronization, no common stream. Each stream, event and
+/// the host has a vector clock; an operation's clock says which operations have happened before it. Accesses are checked when
+/// operations have run, because some learn only then what they access; an operation never runs before one that it is ordered after.
 namespace virtual_gpu {
 
-/// Advances the stream's clock by this operation and reports its accesses that race with earlier ones.
-/// The state's mutex is held, here and below.
-void check_ranges(Stream& stream, const Operation& operation);
+/// An operation's place in the order of its stream, and what happened before it.
+struct Stamp {
+  int stream = 0;
+  uint64_t number = 0;
+  Clock clock;
+};
+
+/// Advances the stream's clock by this operation. The state's mutex is held, here and below.
+void stamp(Stream& stream, Operation& operation);
+
+/// Reports accesses of an operation that has run to its ranges, if they race with earlier ones.
+void check_ranges(const Operation& operation);
 
 /// The clock that an event recorded now carries.
 Clock clock_of(Stream& stream);
@@ -23,7 +33,7 @@ void host_has_seen(Stream& stream);
 /// The memory is returned to the device: later accesses to the same addresses don't belong to the earlier ones.
 void forget_range(const void* data, size_t bytes);
 
-/// Number of races reported so far.
-int num_races();
+/// Counts a race that has been printed, and ends the program if races do.
+void count_race();
 
 }  // namespace virtual_gpu

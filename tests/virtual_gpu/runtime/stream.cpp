@@ -33,6 +33,8 @@ bool is_too_early(State& s, Stream& stream, Time now) {
   return now < stream.not_before;
 }
 
+std::vector<Range> found_ranges;  // by the operation that is running
+
 enum class Outcome { nothing, must_retry, done };
 
 // Runs the stream's first item if it may run. The lock is released while an operation runs.
@@ -55,6 +57,10 @@ Outcome run_first(Lock& lock, State& s, Stream& stream) {
     lock.lock();
     stream.is_running = false;
     if (!done) return Outcome::must_retry;
+    count_ranges(operation, found_ranges);
+    operation.ranges.insert(operation.ranges.end(), found_ranges.begin(), found_ranges.end());
+    found_ranges.clear();
+    check_ranges(operation);
   }
   Item finished = std::move(stream.items.front());
   stream.items.pop_front();
@@ -231,12 +237,15 @@ void submit(cudaStream_t handle, Operation operation) {
   if (s.settings.traces)
     std::fprintf(stderr, "virtual GPU: stream %d: %s\n", stream.id, operation.name.c_str());
   count_operation(operation);
-  if (!stream.capture) check_ranges(stream, operation);
+  if (!stream.capture) stamp(stream, operation);
   push(lock, stream, std::move(operation));
 }
 
-void wait_for(cudaStream_t handle) {
+void add_ranges(std::vector<Range> ranges) { found_ranges = std::move(ranges); }
+
+void wait_for(cudaStream_t handle, const std::string& call) {
   Lock lock(state().mutex);
+  count_host_wait(call);
   Stream& stream = stream_of(handle);
   wait_for(lock, stream);
   host_has_seen(stream);

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -24,13 +25,19 @@ struct Range {
   const void* data = nullptr;
   size_t bytes = 0;
   bool is_written = false;
+  bool is_read_too = false;  ///< before it is written
 };
 
+struct Stamp;
+struct Count;
 struct Operation {
   std::string name;
   std::vector<Range> ranges;
   /// Called once for each run: once for a queued operation, and at each launch of a graph that recorded it.
   std::function<Attempt()> begin;
+  std::shared_ptr<const Stamp> stamp = nullptr;  ///< given when it is queued; see runtime/races.h
+  Count* count = nullptr;                        ///< where it is counted; see runtime/counters.h
+  bool is_bookkeeping = false;  ///< the virtual GPU needs it, and a real one does not: not counted
 };
 
 /// An operation whose work is one call that never waits for another rank.
@@ -40,18 +47,34 @@ Operation computation(std::string name, std::vector<Range> ranges, std::function
 /// VIRTUAL_GPU_QUEUE_LIMIT or CUDA_LAUNCH_BLOCKING says so.
 void submit(cudaStream_t stream, Operation operation);
 
-/// Waits until all operations of the stream have run.
-/// @throws nothing; a stream that is being captured can't be waited for, see is_capturing.
-void wait_for(cudaStream_t stream);
+/// Adds to the ranges of the operation that is running, for one that learns what it accesses by running. Only on the scheduler's thread.
+void add_ranges(std::vector<Range> ranges);
+
+/// The host waits in this call until all operations of the stream have run. A stream that is being captured can't be waited for.
+void wait_for(cudaStream_t stream, const std::string& call);
 
 bool is_capturing(cudaStream_t stream);
 
 /// The host itself reads or writes these bytes now. Only pinned memory is checked; the device uses no other memory of the host.
 void check_host_access(const Range& range, const std::string& name);
 
+/// For counters, if VIRTUAL_GPU_COUNTERS asks for them: the range of at::RecordFunction that the calling thread is in, and calls that aren't
+/// operations of a stream.
+bool counts();
+void enter_module(std::string name);
+void leave_module();
+void count_call(const std::string& call);
+
 /// False in memory-only mode, in which operations on more than small_bytes are not run.
 bool computes();
 constexpr size_t small_bytes = 16384;
+
+/// The allocation that contains the address: the program's own, or the part of it that LibTorch's allocator has handed out. Empty if
+/// there is none.
+Range find_allocation(const void* address);
+
+/// LibTorch's allocator hands out this part of its memory, or takes it back. Called in the order of the stream that owns it.
+void note_part(const void* address, size_t bytes, bool is_handed_out);
 
 /// Whether memory is filled with NaN when the allocator hands it out and when it takes it back.
 bool poisons();

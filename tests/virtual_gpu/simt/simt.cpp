@@ -8,10 +8,13 @@
 #include <memory>
 #include <random>
 #include <span>
+#include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "runtime/virtual_gpu.h"
+#include "simt/accesses.h"
 
 // The linker's names for the section of shared variables; absent if no kernel has any.
 extern "C" {
@@ -34,6 +37,7 @@ struct Fiber {
   std::unique_ptr<char[]> stack{new char[stack_bytes]};
   State state = State::can_run;
   uint3 thread;
+  bool is_in_kernel = false;
   unsigned mask = 0;  ///< lanes of the warp operation that it waits in
 };
 
@@ -50,6 +54,7 @@ class Block {
     if (&__start_simt_shared)
       std::memset(&__start_simt_shared, 0xff,
                   static_cast<size_t>(&__stop_simt_shared - &__start_simt_shared));
+    begin_block();
     prepare(size);
     while (true) {
       if (run_warps()) continue;
@@ -69,6 +74,10 @@ class Block {
   Warp& warp() { return warps_[index_ / warp_size]; }
   size_t lane() const { return index_ % warp_size; }
   void set_mask(unsigned mask) { current_->mask = mask; }
+  void enter_kernel() {
+    current_->is_in_kernel = true;
+    watch_current();
+  }
 
  private:
   std::span<std::unique_ptr<Fiber>> used() { return {fibers_.data(), num_threads_}; }
@@ -80,6 +89,7 @@ class Block {
     for (size_t i = 0; i < num_threads_; ++i) {
       Fiber& fiber = *fibers_[i];
       fiber.state = State::can_run;
+      fiber.is_in_kernel = false;
       const auto n = static_cast<unsigned>(i);
       fiber.thread = {n % size.x, n / size.x % size.y, n / size.x / size.y};
       getcontext(&fiber.context);
@@ -105,7 +115,9 @@ class Block {
         index_ = i;
         current_ = fibers_[i].get();
         place.thread = current_->thread;
+        if (current_->is_in_kernel) watch_current();
         swapcontext(&scheduler_, &current_->context);
+        stop_watching();
       }
     }
     return any_ran;
@@ -144,8 +156,11 @@ class Block {
       fiber->state = State::can_run;
       any = true;
     }
+    if (any) pass_barrier();
     return any;
   }
+
+  void watch_current() { watch(static_cast<uint32_t>(index_), current_->stack.get(), stack_bytes); }
 
   const std::function<void()>* kernel_ = nullptr;
   size_t num_threads_ = 0;
@@ -170,6 +185,7 @@ void Block::enter() {
 
 }  // namespace
 
+void enter_kernel() { block().enter_kernel(); }
 void wait_for_block() { block().wait(State::at_block_barrier); }
 
 std::array<uint64_t, warp_size> exchange(unsigned mask, uint64_t value) {
@@ -180,16 +196,21 @@ std::array<uint64_t, warp_size> exchange(unsigned mask, uint64_t value) {
   return b.warp().values;
 }
 
-void launch(dim3 grid, dim3 size, cudaStream_t stream, std::function<void()> kernel) {
-  submit(stream, computation("titan kernel", {}, [grid, size, kernel = std::move(kernel)] {
-           place.block_size = size;
-           place.grid_size = grid;
-           for (unsigned z = 0; z < grid.z; ++z)
-             for (unsigned y = 0; y < grid.y; ++y)
-               for (unsigned x = 0; x < grid.x; ++x) {
+void launch(Kernel kernel, cudaStream_t stream) {
+  const std::string_view text = kernel.name;
+  const std::string name(text.substr(0, text.find_first_of("<,")));
+  submit(stream, computation(name, {}, [name, kernel = std::move(kernel)] {
+           if (!computes()) return;
+           begin_kernel(name.c_str());
+           place.block_size = kernel.block;
+           place.grid_size = kernel.grid;
+           for (unsigned z = 0; z < kernel.grid.z; ++z)
+             for (unsigned y = 0; y < kernel.grid.y; ++y)
+               for (unsigned x = 0; x < kernel.grid.x; ++x) {
                  place.block = {x, y, z};
-                 block().run(size, kernel);
+                 block().run(kernel.block, kernel.run);
                }
+           add_ranges(end_kernel());
          }));
 }
 

@@ -29,8 +29,19 @@ void wait_for_block();
 /// and others that aren't in the mask, have 0.
 std::array<uint64_t, warp_size> exchange(unsigned mask, uint64_t value);
 
-/// Queues a kernel on the stream. `kernel` is called once per thread.
-void launch(dim3 grid, dim3 block, cudaStream_t stream, std::function<void()> kernel);
+struct Kernel {
+  const char* name = nullptr;
+  dim3 grid, block;
+  std::function<void()> run;  ///< called once per thread
+};
+/// Queues a kernel on the stream.
+void launch(Kernel kernel, cudaStream_t stream);
+
+/// The code of a kernel begins: from here on, this thread of the block is watched; see accesses.h.
+void enter_kernel();
+
+/// The calling thread changes these bytes, as no other can at the same moment.
+void change(const void* address, size_t bytes);
 
 template <class T>
 uint64_t to_bits(T value) {
@@ -103,15 +114,17 @@ inline unsigned __ballot_sync(unsigned mask, int predicate) {
   return result;
 }
 
-// One thread runs at a time.
+// One thread runs at a time. These accesses aren't noted one by one.
 template <class T>
-T atomicMax(T* address, T value) {
+[[gnu::no_sanitize("thread")]] T atomicMax(T* address, T value) {
+  ::virtual_gpu::simt::change(address, sizeof(T));
   const T old = *address;
   if (value > old) *address = value;
   return old;
 }
 template <class T>
-T atomicAdd(T* address, T value) {
+[[gnu::no_sanitize("thread")]] T atomicAdd(T* address, T value) {
+  ::virtual_gpu::simt::change(address, sizeof(T));
   const T old = *address;
   *address += value;
   return old;

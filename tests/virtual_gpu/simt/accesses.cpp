@@ -1,0 +1,250 @@
+#include "simt/accesses.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <utility>
+
+#include "runtime/races.h"
+#include "simt/simt.h"
+
+// The linker's names for the library's image, and for the section of shared variables, which is absent if no kernel has any.
+extern "C" {
+[[gnu::visibility("hidden")]] extern char __ehdr_start, _end;
+[[gnu::weak]] extern char __start_simt_shared, __stop_simt_shared;
+}
+
+namespace virtual_gpu::simt {
+namespace {
+
+// The last access of a byte: the number of the stretch between two barriers, and the thread. 0: nobody.
+using Visit = uint32_t;
+constexpr int thread_bits = 11;
+constexpr uint32_t several_threads = (1u << thread_bits) - 2, atomically = several_threads + 1;
+uint32_t stretch_of(Visit v) { return v >> thread_bits; }
+uint32_t thread_of(Visit v) { return v & ((1u << thread_bits) - 1); }
+
+struct Byte {
+  Visit writer = 0, reader = 0;
+};
+
+enum class Kind { read, write, atomic };
+
+constexpr int page_bits = 12;
+struct Page {
+  std::array<Byte, 1 << page_bits> bytes;
+  Range allocation;  // the last one that was accessed in this page
+};
+
+uintptr_t number_of(const void* address) { return reinterpret_cast<uintptr_t>(address); }
+bool contains(const Range& range, uintptr_t at, size_t bytes) {
+  return at >= number_of(range.data) && at + bytes <= number_of(range.data) + range.bytes;
+}
+
+// The thread of the block that runs now. Other threads of the process call the functions below when they launch a kernel.
+struct Watched {
+  uint32_t thread = 0;
+  Range stack;
+};
+[[gnu::tls_model("initial-exec")]] thread_local Watched watched;
+
+class Accesses {
+ public:
+  void begin(const char* name) {
+    name_ = name;
+    stretch_ = first_stretch_ = 0;
+    has_race_ = false;
+  }
+  void begin_block() {
+    pass_barrier();
+    first_stretch_ = stretch_;
+    if (&__start_simt_shared)
+      shared_.assign(static_cast<size_t>(&__stop_simt_shared - &__start_simt_shared), {});
+  }
+  void pass_barrier() {
+    if (++stretch_ >> (32 - thread_bits))
+      not_supported(std::string("a kernel with millions of barriers, ") + name_, "Make its grid smaller.");
+  }
+
+  void access(uintptr_t at, size_t bytes, Kind kind) {
+    const uintptr_t shared = number_of(&__start_simt_shared);
+    if (shared && at >= shared && at < number_of(&__stop_simt_shared)) {
+      const std::span touched(&shared_[at - shared], bytes);
+      if (kind != Kind::write && std::ranges::any_of(touched, [](const Byte& b) { return b.writer == 0; }))
+        end(kind, at, bytes, "in shared memory, which nothing has written");
+      visit(touched, at, kind);
+    } else if (at < number_of(&__ehdr_start) || at >= number_of(&_end)) {
+      for (size_t done = 0; done < bytes;) {  // it may go over the end of a page
+        const size_t in_page = (at + done) % (1 << page_bits);
+        const size_t part = std::min(bytes - done, (1 << page_bits) - in_page);
+        Page& page = page_of(at + done);
+        if (!contains(page.allocation, at, bytes)) {
+          page.allocation = find_allocation(reinterpret_cast<const void*>(at));
+          if (!contains(page.allocation, at, bytes)) end(kind, at, bytes, "outside any allocation");
+        }
+        visit(std::span(page.bytes).subspan(in_page, part), at, kind);
+        done += part;
+      }
+    }
+  }
+
+  std::vector<Range> finish() {
+    std::vector<uintptr_t> numbers;
+    for (const auto& [number, page] : pages_) numbers.push_back(number);
+    std::ranges::sort(numbers);
+    std::vector<Range> ranges;
+    for (const bool is_written : {false, true}) {
+      Range open;
+      for (const uintptr_t number : numbers) {
+        const Page& page = *pages_[number];
+        for (size_t i = 0; i < page.bytes.size(); ++i) {
+          if ((is_written ? page.bytes[i].writer : page.bytes[i].reader) == 0) continue;
+          const uintptr_t at = (number << page_bits) + i;
+          if (open.bytes > 0 && at == number_of(open.data) + open.bytes) {
+            ++open.bytes;
+            continue;
+          }
+          if (open.bytes > 0) ranges.push_back(open);
+          open = {reinterpret_cast<const void*>(at), 1, is_written};
+        }
+      }
+      if (open.bytes > 0) ranges.push_back(open);
+    }
+    for (auto& [number, page] : pages_) unused_.push_back(std::move(page));
+    pages_.clear();
+    recent_ = {};
+    return ranges;
+  }
+
+ private:
+  struct Recent {
+    uintptr_t number = 0;
+    Page* page = nullptr;
+  };
+
+  Page& page_of(uintptr_t at) {
+    const uintptr_t number = at >> page_bits;
+    Recent& recent = recent_[number % recent_.size()];
+    if (recent.number != number) {
+      std::unique_ptr<Page>& page = pages_[number];
+      if (!page) page = take_page();
+      recent = {number, page.get()};
+    }
+    return *recent.page;
+  }
+  std::unique_ptr<Page> take_page() {
+    if (unused_.empty()) return std::make_unique<Page>();
+    std::unique_ptr<Page> page = std::move(unused_.back());
+    unused_.pop_back();
+    *page = {};
+    return page;
+  }
+
+  bool is_of_earlier_block(Visit v) const { return v != 0 && stretch_of(v) < first_stretch_; }
+  // Barriers order threads of one block only.
+  bool conflicts(Visit before, uint32_t thread) const {
+    if (before == 0 || (thread_of(before) == atomically && thread == atomically)) return false;
+    return is_of_earlier_block(before) || (stretch_of(before) == stretch_ && thread_of(before) != thread);
+  }
+
+  void visit(std::span<Byte> bytes, uintptr_t at, Kind kind) {
+    const uint32_t thread = kind == Kind::atomic ? atomically : watched.thread;
+    const Visit now = stretch_ << thread_bits | thread;
+    for (Byte& b : bytes) {
+      if (conflicts(b.writer, thread) || (kind != Kind::read && conflicts(b.reader, thread)))
+        report(kind, at, bytes.size(), conflicts(b.writer, thread));
+      // If several don't conflict with each other, the one stays that conflicts with more of the following accesses.
+      if (kind != Kind::write && !is_of_earlier_block(b.reader)) {
+        const bool is_second = stretch_of(b.reader) == stretch_ && thread_of(b.reader) != thread;
+        b.reader = is_second ? stretch_ << thread_bits | several_threads : now;
+      }
+      if (kind == Kind::write || (kind == Kind::atomic && !is_of_earlier_block(b.writer))) b.writer = now;
+    }
+  }
+
+  void print(const char* problem, Kind kind, uintptr_t at, size_t bytes) const {
+    const uint3 t = place.thread, b = place.block;
+    const char* verb = kind == Kind::read ? "reads" : kind == Kind::write ? "writes" : "changes";
+    std::fprintf(stderr, "virtual GPU: %s%s: thread (%u, %u, %u) of block (%u, %u, %u) %s %zu bytes at %#zx",
+                 problem, name_, t.x, t.y, t.z, b.x, b.y, b.z, verb, bytes, size_t{at});
+  }
+  [[noreturn]] void end(Kind kind, uintptr_t at, size_t bytes, const char* where) const {
+    print("", kind, at, bytes);
+    std::fprintf(stderr, ", %s\n", where);
+    std::abort();
+  }
+  void report(Kind kind, uintptr_t at, size_t bytes, bool was_written) {
+    if (std::exchange(has_race_, true)) return;  // one report is enough
+    print("RACE in ", kind, at, bytes);
+    std::fprintf(stderr, ", which another thread %s, and no barrier is between\n",
+                 was_written ? "wrote" : "read");
+    const Lock lock(state().mutex);
+    count_race();
+  }
+
+  const char* name_ = "";
+  uint32_t stretch_ = 0, first_stretch_ = 0;  // first_stretch_ is the block's
+  bool has_race_ = false;
+  std::vector<Byte> shared_;
+  std::unordered_map<uintptr_t, std::unique_ptr<Page>> pages_;
+  std::array<Recent, 64> recent_;
+  std::vector<std::unique_ptr<Page>> unused_;
+};
+
+Accesses& accesses() {
+  static auto* a = new Accesses;
+  return *a;
+}
+
+void access(const void* address, size_t bytes, Kind kind) {
+  const Range& stack = watched.stack;
+  if (stack.bytes == 0 || contains(stack, number_of(address), bytes)) return;
+  accesses().access(number_of(address), bytes, kind);
+}
+
+}  // namespace
+
+void begin_kernel(const char* name) { accesses().begin(name); }
+void begin_block() { accesses().begin_block(); }
+void pass_barrier() { accesses().pass_barrier(); }
+void watch(uint32_t thread, const char* stack, size_t stack_bytes) {
+  watched = {thread, {stack, stack_bytes}};
+}
+void stop_watching() { watched = {}; }
+void change(const void* address, size_t bytes) { access(address, bytes, Kind::atomic); }
+std::vector<Range> end_kernel() { return accesses().finish(); }
+
+}  // namespace virtual_gpu::simt
+
+// ---- what -fsanitize=thread calls
+
+#define ACCESS(name, bytes, kind)                                             \
+  void __tsan_##name(void* address) {                                         \
+    virtual_gpu::simt::access(address, bytes, virtual_gpu::simt::Kind::kind); \
+  }
+#define ACCESSES(bytes)                      \
+  ACCESS(read##bytes, bytes, read)           \
+  ACCESS(write##bytes, bytes, write)         \
+  ACCESS(unaligned_read##bytes, bytes, read) \
+  ACCESS(unaligned_write##bytes, bytes, write)
+
+extern "C" {
+ACCESSES(1)
+ACCESSES(2)
+ACCESSES(4)
+ACCESSES(8)
+ACCESSES(16)
+void __tsan_read_range(void* address, size_t bytes) {
+  virtual_gpu::simt::access(address, bytes, virtual_gpu::simt::Kind::read);
+}
+void __tsan_write_range(void* address, size_t bytes) {
+  virtual_gpu::simt::access(address, bytes, virtual_gpu::simt::Kind::write);
+}
+void __tsan_init() {}
+}
