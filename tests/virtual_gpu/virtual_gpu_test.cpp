@@ -14,6 +14,7 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
+#include <nccl.h>
 #include <torch/csrc/autograd/variable.h>
 
 namespace {
@@ -267,6 +268,26 @@ TEST_F(VirtualGpu, FindsThatAPinnedBufferIsReusedTooSoon) {
   EXPECT_EQ(new_races(), 0);
   reuse(false);
   EXPECT_EQ(new_races(), 1);
+}
+
+TEST_F(VirtualGpu, FindsACollectiveOnTheWrongStream) {
+  ncclUniqueId id;
+  ncclComm_t communicator = nullptr;
+  ASSERT_EQ(ncclGetUniqueId(&id), ncclSuccess);
+  ASSERT_EQ(ncclCommInitRank(&communicator, 1, id, 0), ncclSuccess);
+  const Tensor x = at::ones({1000}, on_gpu);
+  c10::cuda::device_synchronize();
+  const auto add_and_reduce_on = [&](const at::cuda::CUDAStream& stream) {
+    x.add_(1);
+    float* const data = x.mutable_data_ptr<float>();
+    EXPECT_EQ(ncclAllReduce(data, data, 1000, ncclFloat, ncclSum, communicator, stream), ncclSuccess);
+    c10::cuda::device_synchronize();
+  };
+  add_and_reduce_on(main_);
+  EXPECT_EQ(new_races(), 0);
+  add_and_reduce_on(side_);
+  EXPECT_GE(new_races(), 1);
+  EXPECT_EQ(ncclCommDestroy(communicator), ncclSuccess);
 }
 
 // ---- kernels
