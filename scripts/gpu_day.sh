@@ -1,0 +1,115 @@
+#!/usr/bin/env bash
+# gpu_day.sh [FILE]: what one GPU can tell about this build, in one command and within 9 minutes, in one file (gpu_day.txt): tests, launches and
+# memory beside those of a virtual GPU, compute-sanitizer, benchmarks. First: scripts/build.sh all benchmarks virtual_gpu
+set -uo pipefail
+cd "$(dirname "$0")/.."
+file=$(realpath -m "${1:-gpu_day.txt}")
+programs=build/bin
+folder=build/test_tmp/gpu_day
+for needed in titan distributed_tests attention_bench overlap_bench ../virtual_gpu/libcudart.so.13; do
+  [ -e $programs/$needed ] || { echo "gpu_day.sh: $programs/$needed is missing: scripts/build.sh all benchmarks virtual_gpu" >&2; exit 2; }
+done
+[ -e /dev/nvidia0 ] || { echo "gpu_day.sh: no GPU is visible" >&2; exit 2; }
+rm -rf $folder
+mkdir -p $folder
+failed=0
+
+# part SECONDS TITLE COMMAND...: runs the command under a time limit, with its output in the file.
+part() {
+  local limit=$1 title=$2 begin=$SECONDS status=0
+  shift 2
+  printf '\n## %s\n\n    %s\n\n' "$title" "$*" >>"$file"
+  echo "gpu_day: $title (at most $limit s)" >&2
+  timeout -k 5 "$limit" "$@" >$folder/output 2>&1 || status=$?
+  # Progress of tests that passed, and lists of their names, say nothing.
+  grep -vE '^ *Start +[0-9]+:|Note: Google Test filter|^\[ +(RUN|OK) |^\[-{10}\]' $folder/output | tail -n 400 | cut -c 1-400 >>"$file"
+  [ $status != 124 ] || echo "ended by its limit of $limit s" >>"$file"
+  [ $status = 0 ] || failed=1
+  printf '\nexit code %s after %s s\n' $status $((SECONDS - begin)) >>"$file"
+}
+
+# One training step at real width: two layers of Llama 3.1 8B, FSDP on one rank.
+train=($programs/titan train configs/llama3_8b.toml --nproc 1 --model.args.n_layers=2 --training.dataset=synthetic --model.hf_assets_path=bytes
+  --training.seq_len=4096 --training.local_batch_size=1 --checkpoint.enable=false
+  --metrics.log_freq=1 --fault_tolerance.on_nonfinite=skip)
+
+# steps_of NAME COMMAND...: the last step's numbers, and what differs between runs of 4 and 8 steps.
+measure() {
+  local name=$1 steps
+  shift
+  for steps in 4 8; do
+    VIRTUAL_GPU_COUNTERS=$folder/$name.$steps.json "$@" "${train[@]}" --training.steps=$steps --job.dump_folder=$folder/$name.$steps \
+      --profiling.enable_profiling=true --profiling.profile_freq=4 >$folder/$name.log 2>&1 || { tail -n 30 $folder/$name.log; return 1; }
+  done
+}
+
+compare_with_virtual() {
+  measure device env && measure virtual env VIRTUAL_GPU_MEMORY_ONLY=1 VIRTUAL_GPU_POISON=0 scripts/virtual_gpus.sh 1 -- || return 1
+  .venv/bin/python - $folder <<'PYTHON'
+import collections, gzip, json, pathlib, sys
+folder = pathlib.Path(sys.argv[1])
+def last(name):
+    return json.loads((folder / f"{name}.8/metrics.jsonl").read_text().splitlines()[-1])
+def traced(name):
+    trace = next((folder / f"{name}.8").rglob("iteration_8/rank0_trace.json.gz"))
+    return collections.Counter(event.get("name") if event.get("cat") == "kernel" else event["cat"]
+                               for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+                               if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"))
+def counted(name):
+    few, many = (json.loads((folder / f"{name}.{steps}.json").read_text())["operations"] for steps in (4, 8))
+    return {op: (count["launches"] - few.get(op, {"launches": 0})["launches"]) / 4 for op, count in many.items()}
+device, virtual = last("device"), last("virtual")
+print(f"{'':26}{'device':>12}{'virtual':>12}")
+for key in ("memory_gib", "active_gib", "alloc_retries", "step_s", "tps", "mfu"):
+    print(f"{key:26}{device.get(key, '-'):>12.5}{virtual.get(key, '-'):>12.5}" if isinstance(device.get(key), float) else
+          f"{key:26}{device.get(key, '-')!s:>12}{virtual.get(key, '-')!s:>12}")
+kernels, operations = traced("device"), counted("virtual")
+print(f"{'launches in a step':26}{sum(kernels.values()):>12}{sum(n for op, n in operations.items() if op not in ('allocation', 'free')):>12.0f}")
+print("\nkernels of the device in step 8:")
+for name, number in kernels.most_common(60):
+    print(f"{number:6}  {name[:150]}")
+print("\noperations of the virtual GPU in a step:")
+for name, number in sorted(operations.items(), key=lambda item: -item[1]):
+    if number:
+        print(f"{number:8.1f}  {name}")
+PYTHON
+}
+
+sanitize() {
+  local sanitizer status=0
+  sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | tail -n 1)
+  [ -n "$sanitizer" ] || { echo "compute-sanitizer isn't installed"; return 1; }
+  for tool in memcheck racecheck initcheck synccheck; do
+    timeout 20 "$sanitizer" --tool $tool --error-exitcode 9 --kernel-regex kns=titan $programs/titan_float8_test --gtest_filter='*/cuda' || status=$?
+  done
+  return $status
+}
+
+unit_tests() {
+  local layer status=0
+  for layer in dist ops optim float8; do
+    $programs/titan_${layer}_test --gtest_filter='*OnGpu*:*OnTheGpu*:*/cuda' || status=1
+  done
+  return $status
+}
+
+benchmarks() {
+  local model
+  $programs/attention_bench --device cuda --dtype bf16 --length 16384 --ranks 4 --heads 32 --kv-heads 8 --size 128
+  for model in 8B 70B; do $programs/overlap_bench --device cuda --dtype bf16 --model $model --tp 8 --tokens 8192; done
+  .venv/bin/python scripts/float8_table.py --quick
+}
+
+{
+  echo "# GPU day, $(date -u +%F), commit $(git describe --always --dirty 2>/dev/null || echo unknown)"
+  nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.max.sm,power.limit,ecc.mode.current --format=csv 2>&1
+  grep -m 1 'model name' /proc/cpuinfo
+} >"$file"
+export -f measure compare_with_virtual sanitize unit_tests benchmarks
+part 60 "Unit tests" bash -c "programs=$programs; unit_tests"
+part 180 "Distributed and end-to-end tests" ctest --test-dir build -L cuda -j "$(nproc)" --timeout 120 --output-on-failure
+part 120 "Launches and memory, beside a virtual GPU's" bash -c "$(declare -p folder programs train); compare_with_virtual"
+part 85 "compute-sanitizer" bash -c "programs=$programs; sanitize"
+part 90 "Benchmarks" bash -c "programs=$programs; benchmarks"
+echo "gpu_day: the results are in $file" >&2
+exit $failed
