@@ -59,7 +59,7 @@ TEST(PipelineRuntime, FreesSentTensorsDuringTheStep) {
     most = std::max(most, static_cast<size_t>(alive));
     outputs.push_back(output.storage().getWeakStorageImpl());
   };
-  train::PipelineRunner runner({{&stage, pp.rank()}}, pp, at::kCPU);
+  train::PipelineRunner runner({{&stage, pp.rank()}}, pp, device());
   const train::StepPlan plan = runner.plan(schedule_of("GPipe", 2, kMany),
                                            std::vector<train::TensorType>(2, {{1, kDim}, at::kDouble}));
   runner.run(plan, micro_batches(kMany), 1);

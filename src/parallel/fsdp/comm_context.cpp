@@ -107,7 +107,7 @@ void leave_stream(dist::Work& work, const dist::Stream& stream, at::ArrayRef<at:
   } catch (const std::exception&) {  // it failed before, and was reported then
   }
   for (const at::Tensor& buffer : buffers) {
-    if (!buffer.defined()) continue;
+    if (!buffer.defined() || buffer.is_cpu()) continue;
     stream.keep_alive(buffer);
     dist::Stream::current(buffer.device()).keep_alive(buffer);
   }
