@@ -46,7 +46,7 @@ TEST(PipelineRuntime, StagesOfAnyKindMatchOneRank) {
   }
 }
 
-// gloo doesn't report that a message has arrived unless it is waited for.
+// gloo doesn't report that a message has arrived unless it is waited for, and the host is far ahead of a GPU.
 TEST(PipelineRuntime, FreesSentTensorsDuringTheStep) {
   constexpr int kMany = 32;
   const DeviceMesh pp = train::build_meshes(world(), {.pp = 2}).pp;

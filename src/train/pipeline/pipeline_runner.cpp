@@ -288,14 +288,14 @@ class RunningStep {
                                                    : group.send(batch_, due.link->peer, label)});
     batch_.clear();
   }
-  // Drops messages that have arrived. On a device, the stream shows which have. Gloo shows it only to a
-  // thread that waits, so on the host this waits for the oldest of several messages on one link:
-  // check_schedule() has made sure that it is received.
+  // Drops messages that have arrived. Gloo shows that only to a thread that waits, and the host is far ahead
+  // of a GPU, so this also waits for the oldest of several messages on one link: the host does, or the stream
+  // that computes. check_schedule() has made sure that it is received.
   void drop_sent(const pipeline::Link* link) {
     constexpr int kMostInFlight = 4;
     int in_flight = 0;
     for (auto sent = sends_.rbegin(); sent != sends_.rend(); ++sent)
-      if (sent->link == link && ++in_flight >= kMostInFlight && runner_.device_.is_cpu()) sent->work.wait();
+      if (sent->link == link && ++in_flight >= kMostInFlight) sent->work.wait();
     std::erase_if(sends_, [](Sent& sent) {
       if (sent.work.pending()) return false;
       sent.work.wait();
