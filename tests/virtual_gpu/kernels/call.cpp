@@ -4,6 +4,8 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <algorithm>
+
 namespace virtual_gpu {
 namespace {
 
@@ -75,8 +77,15 @@ void run_on_device(std::string name, const std::vector<at::Tensor>& reads,
   size_t largest = 0;
   const auto add = [&](const at::Tensor& t, bool is_written) {
     if (!t.defined() || !t.is_cuda()) return;
-    operation.ranges.push_back(range_of(t, is_written));
-    largest = std::max(largest, operation.ranges.back().bytes);
+    const Range range = range_of(t, is_written);
+    largest = std::max(largest, range.bytes);
+    const auto same = std::ranges::find_if(
+        operation.ranges, [&](const Range& r) { return r.data == range.data && r.bytes == range.bytes; });
+    if (!is_written || same == operation.ranges.end()) {
+      operation.ranges.push_back(range);
+    } else {
+      same->is_written = same->is_read_too = true;
+    }
   };
   for (const at::Tensor& t : reads) add(t, false);
   for (const at::Tensor& t : writes) add(t, true);

@@ -15,6 +15,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <set>
+#include <unordered_set>
 
 #include "kernels/call.h"
 #include "kernels/shapes.h"
@@ -22,7 +23,8 @@
 namespace virtual_gpu {
 
 void install_cuda_only_kernels();  // attention.cpp
-void watch_host_accesses();        // host_access.cpp
+void watch_host_accesses();        // observers.cpp
+void watch_modules();              // observers.cpp
 
 namespace {
 
@@ -95,6 +97,13 @@ bool returns_only_tensors(const c10::FunctionSchema& schema) {
 bool writes(const c10::FunctionSchema& schema, size_t argument) {
   const auto* alias = schema.arguments()[argument].alias_info();
   return alias && alias->isWrite();
+}
+
+bool ignores_old_values(const std::string& name) {
+  static const std::unordered_set<std::string> names = {"aten::fill_",     "aten::zero_",    "aten::copy_",
+                                                        "aten::normal_",   "aten::uniform_", "aten::random_",
+                                                        "aten::bernoulli_"};
+  return names.contains(name);
 }
 
 // One operator call, from the host's side.
@@ -188,10 +197,13 @@ class Call {
     }
   }
 
+  // Arguments that are changed, as in an addition in place, are read and written.
   std::vector<at::Tensor> cuda_arguments(bool written) const {
     std::vector<at::Tensor> result;
     for (size_t i = 0; i < schema_.arguments().size(); ++i) {
-      if (writes(schema_, i) != written) continue;
+      const bool is_changed =
+          writes(schema_, i) && !schema_.arguments()[i].is_out() && !ignores_old_values(schema_.name());
+      if (writes(schema_, i) != written && !is_changed) continue;
       for_each_tensor(argument(i), [&](const at::Tensor& t) {
         if (t.is_cuda()) result.push_back(t);
       });
@@ -391,6 +403,7 @@ struct Install {
     install({"aten::copy_", ""}, c10::KernelFunction::makeFromBoxedFunction<&copy_kernel>());
     install_cuda_only_kernels();
     watch_host_accesses();
+    if (counts()) watch_modules();
     c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker(poison);
   }
 

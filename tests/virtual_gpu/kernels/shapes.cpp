@@ -22,6 +22,13 @@ Stack foreach_norm(const Stack& arguments) {
   return {norms};
 }
 
+// The result has the argument's shape. The `out` that follows the argument is resized to it.
+Stack pointwise_out(const Stack& arguments) {
+  const at::Tensor out = arguments.back().toTensor();
+  out.resize_(arguments[0].toTensor().sizes());
+  return {out};
+}
+
 Stack index_select(const Stack& arguments) {
   const at::Tensor& self = arguments[0].toTensor();
   const int64_t dim = c10::maybe_wrap_dim(arguments[1].toInt(), self.dim());
@@ -40,6 +47,8 @@ Stack embedding_dense_backward(const Stack& arguments) {
 const ShapeRule* shape_rule(const std::string& name) {
   static const std::unordered_map<std::string, ShapeRule> rules = {
       {"aten::_foreach_norm", foreach_norm},
+      {"aten::abs", pointwise_out},
+      {"aten::logical_not", pointwise_out},
       {"aten::index_select", index_select},
       {"aten::embedding_dense_backward", embedding_dense_backward},
   };

@@ -205,6 +205,7 @@ ncclResult_t make(ncclComm_t* handle, const std::string& name, int rank, int siz
   CommunicatorPtr c = Communicator::open(name, rank, size);
   if (!c) return ncclSystemError;
   *handle = new ncclComm{c};
+  count_call("communicator");
   if (config && config->blocking == 0) {
     c->state = ncclInProgress;
     std::thread([c] { c->state = c->connect() ? ncclSuccess : ncclRemoteError; }).detach();

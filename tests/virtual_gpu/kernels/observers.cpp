@@ -1,4 +1,5 @@
-// The host's own reads and writes of pinned memory by aten's operations on the CPU. Reads through a plain pointer can't be seen.
+// LibTorch's observers of the host: its own reads and writes of pinned memory by aten's operations on the CPU (reads through a
+// plain pointer can't be seen), and the modules that it is in.
 
 #include <ATen/core/function_schema.h>
 #include <ATen/record_function.h>
@@ -35,7 +36,17 @@ std::unique_ptr<at::ObserverContext> at_start(const at::RecordFunction& function
   return touches_memory(function.name()) ? check_inputs(function) : nullptr;
 }
 
+std::unique_ptr<at::ObserverContext> enter(const at::RecordFunction& function) {
+  enter_module(function.name());
+  return nullptr;
+}
+void leave(const at::RecordFunction&, at::ObserverContext*) { leave_module(); }
+
 }  // namespace
+
+void watch_modules() {
+  at::addGlobalCallback(at::RecordFunctionCallback(enter, leave).scopes({at::RecordScope::USER_SCOPE}));
+}
 
 void watch_host_accesses() {
   at::addGlobalCallback(
