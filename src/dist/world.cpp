@@ -214,6 +214,8 @@ World make_fake_world(const InitOptions& options) {
   impl->timeout = options.timeout;
   impl->store = make_private_store();
   impl->recorder = std::make_shared<FlightRecorder>(options.flight_entries);
+  if (options.device == "cuda") impl->devices = choose_devices(options, options.fake_rank);
+  choose_device(*impl);
   return World(std::move(impl));
 }
 

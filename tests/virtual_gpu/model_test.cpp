@@ -1,5 +1,5 @@
 // Models at their real sizes on virtual GPUs in memory-only mode, where the host's part of a step and the allocator's are real, and no number
-// is computed: counts of launches, bytes and waits of a block.
+// is computed: counts of launches, bytes and waits of a block, and the memory that each recipe of configs/ takes on one rank of each role.
 
 #include <dlfcn.h>
 
@@ -12,8 +12,10 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <gtest/gtest.h>
 
+#include "dist/device_backend.h"
 #include "job/build.h"
 #include "job/pipeline_stages.h"
 #include "nn/trace_labels.h"
@@ -110,6 +112,55 @@ TEST(Block, CountsOfASteadyStepAreKnown) {
   EXPECT_EQ(count("bytes_written", nullptr, "ncclAllGather"), 2 * (4 * block + ends) + 2 * 8);
   EXPECT_EQ(count("bytes_read", nullptr, "ncclReduceScatter"), 4 * (2 * block + ends));
 }
+
+struct Recipe {
+  const char* name;
+  int world_size;
+  double peak_gib;  ///< in tensors, on the rank with most
+  int num_stages = 1;
+};
+void PrintTo(const Recipe& recipe, std::ostream* out) { *out << recipe.name; }
+
+class Recipes : public ::testing::TestWithParam<Recipe> {};
+
+TEST_P(Recipes, FitTheirGpu) {
+  if (!in_memory_only_mode()) GTEST_SKIP() << "runs on virtual GPUs in memory-only mode";
+  const Recipe& recipe = GetParam();
+  const JobConfig config = load_preset(recipe.name, recipe.world_size);
+  // One rank of each role: the first, the last, and one of the middle stage.
+  std::vector<int> ranks{0, recipe.world_size - 1};
+  if (recipe.num_stages > 1) ranks.insert(ranks.begin() + 1, recipe.world_size / 2);
+  double largest = 0;
+  for (const int rank : ranks) {
+    const dist::World world = dist::init(
+        {.backend = "fake", .device = "cuda", .fake_rank = rank, .fake_world_size = recipe.world_size});
+    dist::DeviceBackend& gpu = *dist::device_backend();
+    at::getDeviceAllocator(at::kCUDA)->emptyCache();
+    gpu.reset_peak_memory(0);
+    Training training(config, world);
+    for (int step = 0; step < 2; ++step) training.step();
+    const dist::DeviceMemory memory = gpu.memory(0);
+    constexpr double gib = 1 << 30;
+    std::printf("%s, rank %d: %.2f GiB in tensors, %.2f GiB of the device's %.2f GiB\n", recipe.name, rank,
+                static_cast<double>(memory.peak_allocated_bytes) / gib,
+                static_cast<double>(memory.peak_reserved_bytes) / gib,
+                static_cast<double>(memory.total_bytes) / gib);
+    EXPECT_EQ(memory.allocation_retries, 0);
+    largest = std::max(largest, static_cast<double>(memory.peak_allocated_bytes) / gib);
+  }
+  EXPECT_NEAR(largest, recipe.peak_gib, 0.02 * recipe.peak_gib) << "docs/virtual_gpu.md has a table of these";
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, Recipes,
+    ::testing::Values(Recipe{"llama3_8b", 8, 40.59}, Recipe{"llama3_8b_2d", 8, 39.51},
+                      Recipe{"llama3_8b_3d", 8, 26.56}, Recipe{"llama3_8b_long", 8, 34.27},
+                      Recipe{"llama3_70b", 256, 29.72}, Recipe{"llama3_70b_2d", 256, 29.72},
+                      Recipe{"llama3_70b_3d", 256, 42.80}, Recipe{"llama3_405b", 512, 34.60},
+                      Recipe{"llama3_405b_2d", 512, 34.60}, Recipe{"llama3_405b_3d", 512, 27.24},
+                      Recipe{"llama3_405b_pp", 512, 36.22, 16},
+                      Recipe{"llama3_405b_pp_interleaved", 512, 38.38, 16}),
+    [](const auto& info) { return std::string(info.param.name); });
 
 }  // namespace
 }  // namespace titan::train

@@ -154,6 +154,19 @@ TEST_F(VirtualGpu, NewMemoryIsNaN) {
   EXPECT_TRUE(at::empty({1000}, on_gpu.dtype(at::kBFloat16)).isnan().all().item<bool>());
 }
 
+TEST_F(VirtualGpu, TheFirstProductOnAStreamTakesCublasWorkspace) {
+  const CUDAStreamGuard guard(side_);
+  const auto allocated = [] {
+    return c10::cuda::CUDACachingAllocator::getDeviceStats(0).allocated_bytes[0].current;
+  };
+  const Tensor x = at::ones({16, 16}, on_gpu);
+  const int64_t before = allocated();
+  x.mm(x);
+  EXPECT_EQ(allocated() - before, int64_t{32} << 20);
+  x.mm(x);
+  EXPECT_EQ(allocated() - before, int64_t{32} << 20);
+}
+
 TEST_F(VirtualGpu, ReportsItsProfilesMemory) {
   const auto* properties = at::cuda::getCurrentDeviceProperties();
   EXPECT_EQ(properties->major, 9);
