@@ -36,10 +36,15 @@ endforeach()
 foreach(source IN LISTS titan_cuda_kernels)
   get_filename_component(stem ${source} NAME_WE)
   set(object ${CMAKE_CURRENT_BINARY_DIR}/cuda/${stem}.o)
+  # ptxas's report of each kernel's registers and memory goes to a file, for tests/style/check_kernel_resources.py; warnings are shown.
+  set(report "'${object}.ptxas'")
+  set(run_and_report "(\"$@\" 2>${report} || (cat ${report} >&2 && false)) && (grep -v -e '^ptxas info' -e '^    ' ${report} >&2 || true)")
   add_custom_command(
     OUTPUT ${object}
+    BYPRODUCTS ${object}.ptxas
     COMMAND ${CMAKE_COMMAND} -E make_directory ${CMAKE_CURRENT_BINARY_DIR}/cuda
-    COMMAND ${TITAN_NVCC} -std=c++20 -O3 ${titan_nvcc_targets} -I${CMAKE_CURRENT_SOURCE_DIR}/src -Xcompiler=-fPIC,-Wall -MD -MF ${object}.d -c ${source} -o ${object}
+    COMMAND sh -c ${run_and_report} sh
+      ${TITAN_NVCC} -std=c++20 -O3 ${titan_nvcc_targets} -Xptxas=-v,-warn-spills -I${CMAKE_CURRENT_SOURCE_DIR}/src -Xcompiler=-fPIC,-Wall -MD -MF ${object}.d -c ${source} -o ${object}
     DEPENDS ${source} DEPFILE ${object}.d
     COMMENT "Compiling ${source}" VERBATIM)
   list(APPEND titan_cuda_objects ${object})

@@ -1,0 +1,74 @@
+#!/usr/bin/env python3
+"""Compares the registers and the shared memory of each GPU kernel with src/cuda_plugin/kernel_resources.txt, and checks that none spills.
+
+usage: check_kernel_resources.py [--write] BUILD_FOLDER
+
+The figures are ptxas's, from the build of the CUDA plugin. --write writes the table. Another release of nvcc allocates registers
+differently, so then only spills are checked.
+"""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+source = pathlib.Path(__file__).resolve().parents[2]
+table = source / "src/cuda_plugin/kernel_resources.txt"
+ENTRY = re.compile(
+    r"Compiling entry function '(?P<name>\w+)' for '(?P<target>sm_\w+)'\n.*\n\s*(?P<stack>\d+) bytes stack frame, "
+    r"(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads\n.*Used (?P<registers>\d+) registers(?P<rest>.*)"
+)
+
+
+def demangled(name):
+    text = subprocess.run(["c++filt", name], capture_output=True, text=True, check=True).stdout.strip()
+    text = re.sub(r"\(titan::float8::cuda::Format\)(\d)", lambda m: ["E4m3", "E5m2"][int(m[1])], text)
+    return re.sub(r".*\(anonymous namespace\)::", "", text).split("(")[0]
+
+
+def of_build(build):
+    reports = sorted((build / "cuda").glob("*.ptxas"))
+    if not reports:
+        sys.exit(f"{build}/cuda has no *.ptxas: build the CUDA plugin first (ninja titan_cuda)")
+    for report in reports:
+        for entry in ENTRY.finditer(report.read_text()):
+            shared = re.search(r"(\d+) bytes smem", entry["rest"])
+            yield entry, demangled(entry["name"]), f"{entry['registers']} / {shared[1] if shared else 0}"
+
+
+def nvcc_release(build):
+    cache = (build / "CMakeCache.txt").read_text()
+    nvcc = re.search(r"TITAN_NVCC:FILEPATH=(.*)", cache)[1]
+    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    return re.search(r"release ([\d.]+)", text)[1]
+
+
+def main():
+    build = pathlib.Path(sys.argv[-1])
+    rows, spills = {}, []
+    for entry, kernel, figures in of_build(build):
+        rows.setdefault(kernel, {})[entry["target"]] = figures
+        if entry["stores"] != "0" or entry["loads"] != "0":
+            spills.append(f"{kernel} on {entry['target']}: {entry['stores']} bytes stored, {entry['loads']} loaded")
+    targets = sorted({t for figures in rows.values() for t in figures}, key=lambda t: int(re.search(r"\d+", t)[0]))
+    width = max(len(k) for k in rows)
+    text = f"Registers per thread / bytes of shared memory per block, by nvcc {nvcc_release(build)}; tests/style/check_kernel_resources.py --write build.\n\n"
+    for first, figures in [("", {t: t for t in targets}), *sorted(rows.items())]:
+        text += (first.ljust(width) + "".join(figures.get(t, "-").rjust(12) for t in targets)).rstrip() + "\n"
+    if spills:
+        sys.exit("kernels spill registers to memory:\n  " + "\n  ".join(spills))
+    if "--write" in sys.argv:
+        table.write_text(text)
+        return
+    recorded = table.read_text()
+    if recorded.split(";")[0] != text.split(";")[0]:
+        print(f"only spills are checked: {table.name} is by another nvcc")
+    elif recorded != text:
+        old, new = set(recorded.splitlines()), set(text.splitlines())
+        sys.exit(
+            "kernels need other resources than src/cuda_plugin/kernel_resources.txt says. If that is intended, run "
+            "tests/style/check_kernel_resources.py --write build\n" + "\n".join(f"- {l}" for l in old - new) + "\n" + "\n".join(f"+ {l}" for l in new - old)
+        )
+
+
+main()
