@@ -9,6 +9,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/CUDAEvent.h>
+#include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/cuda/CUDAGraph.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -152,6 +153,22 @@ TEST_F(VirtualGpu, NewMemoryIsNaN) {
   const Tensor x = at::empty({1000}, on_gpu);
   EXPECT_TRUE(x.isnan().all().item<bool>());
   EXPECT_TRUE(at::empty({1000}, on_gpu.dtype(at::kBFloat16)).isnan().all().item<bool>());
+}
+
+// Users have published torch.rand(3, device="cuda") and torch.randn(3, device="cuda") after torch.manual_seed(0), with four digits.
+TEST_F(VirtualGpu, DrawsTheRandomNumbersOfAGpu) {
+  at::manual_seed(0);
+  EXPECT_TRUE(at::rand({3}, on_gpu).cpu().allclose(at::tensor({0.3990f, 0.5167f, 0.0249f}), 0, 6e-5));
+  at::manual_seed(0);
+  EXPECT_TRUE(at::randn({3}, on_gpu).cpu().allclose(at::tensor({-0.9247f, -0.4253f, -2.6438f}), 0, 6e-5));
+  // The same numbers in two calls as in two calls of a generator whose state was restored.
+  auto generator = at::cuda::detail::getDefaultCUDAGenerator(0);
+  const Tensor state = generator.get_state();
+  const Tensor first = at::randint(0, 1000, {5000}, on_gpu), second = at::randint(0, 1000, {5000}, on_gpu);
+  generator.set_state(state);
+  EXPECT_TRUE(at::randint(0, 1000, {5000}, on_gpu).equal(first));
+  EXPECT_TRUE(at::randint(0, 1000, {5000}, on_gpu).equal(second));
+  EXPECT_FALSE(first.equal(second));
 }
 
 TEST_F(VirtualGpu, TheFirstProductOnAStreamTakesCublasWorkspace) {

@@ -23,6 +23,7 @@
 namespace virtual_gpu {
 
 void install_cuda_only_kernels();  // attention.cpp
+void install_random_kernels();     // random.cpp
 void watch_host_accesses();        // observers.cpp
 void watch_modules();              // observers.cpp
 
@@ -413,6 +414,7 @@ struct Install {
     }
     install({"aten::copy_", ""}, c10::KernelFunction::makeFromBoxedFunction<&copy_kernel>());
     install_cuda_only_kernels();
+    install_random_kernels();
     watch_host_accesses();
     if (counts()) watch_modules();
     c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker(poison);
