@@ -320,6 +320,29 @@ TEST_F(VirtualGpu, FindsACollectiveOnTheWrongStream) {
   EXPECT_EQ(ncclCommDestroy(communicator), ncclSuccess);
 }
 
+TEST_F(VirtualGpu, CommunicatorsShrink) {
+  ncclComm_t all[3], rest[2] = {};
+  ASSERT_EQ(ncclCommInitAll(all, 3, nullptr), ncclSuccess);
+  int excluded = 1;
+  std::thread first([&] { ncclCommShrink(all[0], &excluded, 1, &rest[0], nullptr, NCCL_SHRINK_ABORT); });
+  ASSERT_EQ(ncclCommShrink(all[2], &excluded, 1, &rest[1], nullptr, NCCL_SHRINK_ABORT), ncclSuccess);
+  first.join();
+  const Tensor x = at::tensor({1.f, 2.f}, on_gpu);
+  c10::cuda::device_synchronize();
+  for (const int i : {0, 1}) {
+    int rank = -1;
+    EXPECT_EQ(ncclCommUserRank(rest[i], &rank), ncclSuccess);
+    EXPECT_EQ(rank, i);
+    float* const data = x.mutable_data_ptr<float>() + i;
+    EXPECT_EQ(ncclAllReduce(data, data, 1, ncclFloat, ncclSum, rest[i], i == 0 ? side_ : other_),
+              ncclSuccess);
+  }
+  c10::cuda::device_synchronize();
+  EXPECT_TRUE(x.cpu().equal(at::tensor({3.f, 3.f})));
+  EXPECT_EQ(ncclAllReduce(nullptr, nullptr, 0, ncclFloat, ncclSum, all[0], nullptr), ncclRemoteError);
+  for (ncclComm_t communicator : {all[0], all[1], all[2], rest[0], rest[1]}) ncclCommDestroy(communicator);
+}
+
 // ---- kernels
 
 TEST_F(VirtualGpu, FindsAMissingWaitForAKernel) {
@@ -381,6 +404,12 @@ TEST_F(VirtualGpuDeathTest, AccessesThatAKernelMustNotMakeEndTheProgram) {
   EXPECT_DEATH(run("unwritten_shared_kernel"),
                "thread \\(0, 0, 0\\) of block \\(0, 0, 0\\) reads 4 bytes at 0x[0-9a-f]+, in shared memory, "
                "which nothing has written");
+}
+
+TEST_F(VirtualGpuDeathTest, FunctionsThatAreNotWrittenEndTheProgramWithTheirNames) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_DEATH(ncclCommWindowRegister(nullptr, nullptr, 0, nullptr, 0),
+               "ncclCommWindowRegister is not written");
 }
 
 }  // namespace

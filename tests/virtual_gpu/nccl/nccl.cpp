@@ -273,6 +273,31 @@ ncclResult_t ncclCommSplit(ncclComm_t handle, int color, int key, ncclComm_t* ou
   const std::string name = c.name() + "_" + std::to_string(number) + "_" + std::to_string(color);
   return make(out, name, part->rank, part->size, config);
 }
+// Called by the ranks that stay, which needn't hear of the others.
+ncclResult_t ncclCommShrink(ncclComm_t handle, int* excluded, int num_excluded, ncclComm_t* out,
+                            ncclConfig_t* config, int flags) {
+  Communicator& c = *handle->communicator;
+  const auto is_excluded = [&](int rank) { return std::count(excluded, excluded + num_excluded, rank) > 0; };
+  if (num_excluded <= 0 || is_excluded(c.rank())) return ncclInvalidArgument;
+  if (flags & NCCL_SHRINK_ABORT) c.abort();
+  const std::string name = c.name() + "_" + std::to_string(c.num_splits++) + "_shrunk";
+  int rank = 0, size = 0;
+  for (int i = 0; i < c.size(); ++i) {
+    if (i == c.rank()) rank = size;
+    if (!is_excluded(i)) ++size;
+  }
+  return make(out, name, rank, size, config);
+}
+// All ranks are in this process.
+ncclResult_t ncclCommInitAll(ncclComm_t* handles, int size, const int*) {
+  ncclUniqueId id;
+  ncclGetUniqueId(&id);
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < size; ++rank)
+    ranks.emplace_back([=] { make(&handles[rank], id.internal, rank, size, nullptr); });
+  for (std::thread& rank : ranks) rank.join();
+  return ncclSuccess;
+}
 // Queued operations keep what they need, and end without the handle.
 ncclResult_t ncclCommDestroy(ncclComm_t handle) {
   delete handle;
