@@ -15,7 +15,7 @@ fi
 shift
 preload=
 for library in cudart.so.13 cuda.so.1 nvidia-ml.so.1 nccl.so.2 cublas.so.13 cublasLt.so.13 cudnn.so.9 cusparse.so.12 cusparseLt.so.0 \
-  cufft.so.12 curand.so.10 cufile.so.0 device_file.so titan_kernels.so; do
+  cufft.so.12 curand.so.10 cufile.so.0 c_library.so titan_kernels.so; do
   [ -e "$libraries/lib$library" ] || { echo "virtual_gpus.sh: build/virtual_gpu/lib$library is missing: cmake --build build --target virtual_gpu" >&2; exit 1; }
   preload+="$libraries/lib$library "
 done

@@ -300,6 +300,35 @@ TEST_F(VirtualGpu, FindsThatAPinnedBufferIsReusedTooSoon) {
   EXPECT_EQ(new_races(), 1);
 }
 
+TEST_F(VirtualGpu, AnotherThreadsWaitDoesNotHideAMissingOne) {
+  const Tensor x = at::ones({1000}, on_gpu);
+  c10::cuda::device_synchronize();
+  const auto use_on_two_streams = [&](bool hands_over) {
+    {
+      const CUDAStreamGuard guard(side_);
+      x.mul_(2);
+    }
+    at::cuda::CUDAEvent done;
+    done.record(side_);
+    std::atomic<bool> has_waited = false, ends = false;
+    std::thread other([&] {
+      done.synchronize();
+      has_waited = true;
+      while (!hands_over && !ends) std::this_thread::yield();
+    });
+    if (hands_over) other.join();
+    while (!has_waited) std::this_thread::yield();
+    x.add_(1);
+    ends = true;
+    if (!hands_over) other.join();
+    c10::cuda::device_synchronize();
+  };
+  use_on_two_streams(true);
+  EXPECT_EQ(new_races(), 0);
+  use_on_two_streams(false);
+  EXPECT_EQ(new_races(), 1);
+}
+
 TEST_F(VirtualGpu, FindsACollectiveOnTheWrongStream) {
   ncclUniqueId id;
   ncclComm_t communicator = nullptr;

@@ -138,6 +138,7 @@ cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t stream, 
 void load_kernels() {
   static std::once_flag once;
   std::call_once(once, [] {
+    find_allocator();
     const char* path = std::getenv("VIRTUAL_GPU_KERNELS");
     if (path && !dlopen(path, RTLD_NOW | RTLD_LOCAL))
       not_supported(dlerror(), "VIRTUAL_GPU_KERNELS can't be loaded.");

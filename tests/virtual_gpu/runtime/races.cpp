@@ -1,7 +1,12 @@
 #include "runtime/races.h"
 
+#include <link.h>
 #include <pthread.h>
+#include <sched.h>
 
+#include <algorithm>
+#include <array>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -29,18 +34,101 @@ std::unordered_map<uintptr_t, std::vector<Access>>& pages() {
 }
 int races = 0;
 
-void join(Clock& clock, const Clock& other) {
+// Returns whether the clock learns something.
+bool join(Clock& clock, const Clock& other) {
+  bool is_new = false;
   for (const auto& [stream, number] : other) {
     uint64_t& known = clock[stream];
+    is_new |= known < number;
     known = std::max(known, number);
   }
+  return is_new;
 }
 
-// The host's clock. It is one clock for all threads: they hand work to each other under locks that are not seen
-// here, so a clock per thread would report races that don't exist.
-Clock& host_clock() {
+constexpr int first_host_thread = -1000;
+struct HostThread {
+  int id = 0;  // among the numbers of streams, for its own accesses
+  Clock clock;
+  uint64_t version = 0;  // changes of the clock
+};
+HostThread& host_thread() {
+  static std::atomic<int> num_threads = 0;
+  static thread_local HostThread* thread = new HostThread{first_host_thread - num_threads++, {}, 0};
+  return *thread;
+}
+Clock& host_clock() { return host_thread().clock; }
+
+// Set when a host thread first learns of an operation: before, there is nothing to hand over.
+std::atomic<bool> any_is_known = false;
+
+void learn(const Clock& clock) {
+  if (!join(host_clock(), clock)) return;
+  ++host_thread().version;
+  any_is_known = true;
+}
+
+// The operations that LibTorch's allocator has seen. It gives memory out when all uses of it are over, to any thread.
+Clock& allocator_clock() {
   static auto* clock = new Clock;
   return *clock;
+}
+
+struct Code {
+  uintptr_t begin = 0, end = 0;
+  bool contains(const void* address) const {
+    const auto at = reinterpret_cast<uintptr_t>(address);
+    return at >= begin && at < end;
+  }
+};
+// The library with this name, if it is loaded.
+Code code_of(const char* library) {
+  std::pair<const char*, Code> search{library, {}};
+  dl_iterate_phdr(
+      [](dl_phdr_info* object, size_t, void* data) {
+        auto& [name, code] = *static_cast<std::pair<const char*, Code>*>(data);
+        if (!std::strstr(object->dlpi_name, name)) return 0;
+        for (int i = 0; i < object->dlpi_phnum; ++i) {
+          const auto& header = object->dlpi_phdr[i];
+          if (header.p_type == PT_LOAD && header.p_flags & PF_X)
+            code = {object->dlpi_addr + header.p_vaddr, object->dlpi_addr + header.p_vaddr + header.p_memsz};
+        }
+        return 1;
+      },
+      &search);
+  return search.second;
+}
+Code runtime_code, allocator_code;
+std::atomic<bool> allocator_is_found = false;
+
+// The allocator's locks that this thread holds, each as often as it has taken it.
+struct Held {
+  std::array<const void*, 16> locks{};
+  size_t count = 0;
+};
+thread_local Held held;
+
+bool is_of_allocator(const void* caller) { return allocator_is_found && allocator_code.contains(caller); }
+
+// A clock for each lock that was released. Guarded by a flag, because mutexes lead here.
+struct Released {
+  Clock clock;
+  int thread = 0;
+  uint64_t version = 0;
+};
+std::unordered_map<const void*, Released>& released_locks() {
+  static auto* locks = new std::unordered_map<const void*, Released>;
+  return *locks;
+}
+std::atomic_flag locks_are_in_use;
+struct UseLocks {
+  UseLocks() {
+    while (locks_are_in_use.test_and_set(std::memory_order_acquire)) sched_yield();
+  }
+  ~UseLocks() { locks_are_in_use.clear(std::memory_order_release); }
+};
+
+bool counts_as_lock(const void* lock, const void* caller) {
+  return any_is_known && lock != &state().mutex && !runtime_code.contains(caller);
 }
 
 // NCCL's watchdog asks whether events have happened, but the program doesn't wait for its answers.
@@ -53,14 +141,18 @@ bool is_watchdog() {
   return result;
 }
 
+std::string place_of(int stream) {
+  return stream <= first_host_thread ? "host thread " + std::to_string(first_host_thread - stream)
+                                     : "stream " + std::to_string(stream);
+}
+
 void report(const Access& now, const Access& before) {
   std::fprintf(stderr,
-               "virtual GPU: RACE: %s %s %zu bytes at %#zx on stream %d, and nothing orders it after %s, "
-               "which %s them "
-               "on stream %d\n",
+               "virtual GPU: RACE: %s %s %zu bytes at %#zx on %s, and nothing orders it after %s, which %s "
+               "them on %s\n",
                now.name.c_str(), now.is_write ? "writes" : "reads", size_t(now.end - now.begin),
-               size_t(now.begin), now.stream, before.name.c_str(), before.is_write ? "wrote" : "read",
-               before.stream);
+               size_t(now.begin), place_of(now.stream).c_str(), before.name.c_str(),
+               before.is_write ? "wrote" : "read", place_of(before.stream).c_str());
   count_race();
 }
 
@@ -89,6 +181,7 @@ void check(const Access& now, const Clock& clock) {
 void stamp(Stream& stream, Operation& operation) {
   if (!state().settings.checks_races) return;
   join(stream.clock, host_clock());
+  if (operation.is_bookkeeping) join(stream.clock, allocator_clock());
   const uint64_t number = ++state().num_operations[stream.id];
   stream.clock[stream.id] = number;
   operation.stamp = std::make_shared<const Stamp>(Stamp{stream.id, number, stream.clock});
@@ -113,21 +206,67 @@ Clock clock_of(Stream& stream) {
 
 void stream_has_seen(Stream& stream, const Clock& clock) { join(stream.clock, clock); }
 
+void find_allocator() {
+  runtime_code = code_of("libcudart.so.13");
+  allocator_code = code_of("libc10_cuda.so");
+  allocator_is_found = true;
+}
+
 void host_has_seen(const Clock& clock) {
-  if (!is_watchdog()) join(host_clock(), clock);
+  if (held.count > 0)
+    join(allocator_clock(), clock);
+  else if (!is_watchdog())
+    learn(clock);
 }
 void host_has_seen(Stream& stream) {
   if (state().settings.checks_races) host_has_seen(clock_of(stream));
 }
+
+void take_lock(const void* lock, const void* caller) {
+  if (is_of_allocator(caller)) {
+    if (held.count < held.locks.size()) held.locks[held.count++] = lock;
+    return;
+  }
+  if (!counts_as_lock(lock, caller)) return;
+  Clock clock;
+  {
+    const UseLocks use;
+    const auto found = released_locks().find(lock);
+    if (found == released_locks().end()) return;
+    clock = found->second.clock;
+  }
+  learn(clock);
+}
+void release_lock(const void* lock, const void* caller) {
+  // By the lock, because a function whose last act is to release it isn't the caller any more.
+  const auto end = held.locks.begin() + static_cast<ptrdiff_t>(held.count);
+  if (const auto found = std::find(held.locks.begin(), end, lock); found != end) {
+    std::copy(found + 1, end, found);
+    --held.count;
+    return;
+  }
+  if (!counts_as_lock(lock, caller) || host_clock().empty()) return;
+  const HostThread& thread = host_thread();
+  const UseLocks use;
+  Released& released = released_locks()[lock];
+  if (released.thread == thread.id && released.version == thread.version) return;
+  join(released.clock, thread.clock);
+  released.thread = thread.id;
+  released.version = thread.version;
+}
+std::shared_ptr<const Clock> known_to_host_thread() {
+  return any_is_known ? std::make_shared<const Clock>(host_clock()) : nullptr;
+}
+void host_thread_knows(const Clock& clock) { learn(clock); }
 
 void check_host_access(const Range& range, const std::string& name) {
   if (!state().settings.checks_races || range.bytes == 0) return;
   const Lock lock(state().mutex);
   const Block* block = find_block(range.data);
   if (!block || !block->is_pinned_host) return;
-  constexpr int host = 0;
+  const int host = host_thread().id;
   const uint64_t number = ++state().num_operations[host];
-  host_clock()[host] = number;
+  learn({{host, number}});
   const auto begin = reinterpret_cast<uintptr_t>(range.data);
   check({begin, begin + range.bytes, host, number, range.is_written, name}, host_clock());
 }

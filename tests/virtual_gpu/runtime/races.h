@@ -26,12 +26,24 @@ Clock clock_of(Stream& stream);
 /// The stream's next operations come after those in the clock.
 void stream_has_seen(Stream& stream, const Clock& clock);
 
-/// The host's next actions come after the operations in the clock, or after all of the stream's.
+/// The calling host thread's next actions come after the operations in the clock, or after all of the stream's. If the thread holds a lock of
+/// LibTorch's allocator, which asks for events in any thread, only the allocator's do.
 void host_has_seen(const Clock& clock);
 void host_has_seen(Stream& stream);
 
 /// The memory is returned to the device: later accesses to the same addresses don't belong to the earlier ones.
 void forget_range(const void* data, size_t bytes);
+
+/// LibTorch is loaded.
+void find_allocator();
+
+// Each host thread has a clock of its own. These four need no mutex. Locks that LibTorch's allocator and this library take don't count, because
+// every thread takes them all the time.
+void take_lock(const void* lock, const void* caller);
+void release_lock(const void* lock, const void* caller);
+/// For a thread that is started.
+std::shared_ptr<const Clock> known_to_host_thread();
+void host_thread_knows(const Clock& clock);
 
 /// Counts a race that has been printed, and ends the program if races do.
 void count_race();

@@ -259,6 +259,19 @@ bool is_capturing(cudaStream_t handle) {
 bool computes() { return !state().settings.memory_only; }
 bool poisons() { return state().settings.poisons; }
 
+// The function knows of all operations that have run before it.
+static void submit_host_function(cudaStream_t handle, const char* name, std::function<void()> function) {
+  Clock known;
+  {
+    const Lock lock(state().mutex);
+    known = clock_of(stream_of(handle));
+  }
+  submit(handle, computation(name, {}, [known, function = std::move(function)] {
+           host_thread_knows(known);
+           function();
+         }));
+}
+
 void not_supported(const std::string& what, const std::string& remedy) {
   std::fprintf(stderr, "virtual GPU: %s is not supported. %s\n", what.c_str(), remedy.c_str());
   std::abort();
@@ -373,12 +386,11 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event_handle, u
 }
 
 cudaError_t cudaLaunchHostFunc(cudaStream_t handle, cudaHostFn_t function, void* data) {
-  submit(handle, computation("host function", {}, [function, data] { function(data); }));
+  submit_host_function(handle, "host function", [function, data] { function(data); });
   return cudaSuccess;
 }
 cudaError_t cudaStreamAddCallback(cudaStream_t handle, cudaStreamCallback_t function, void* data, unsigned) {
-  submit(handle,
-         computation("callback", {}, [handle, function, data] { function(handle, cudaSuccess, data); }));
+  submit_host_function(handle, "callback", [handle, function, data] { function(handle, cudaSuccess, data); });
   return cudaSuccess;
 }
 
