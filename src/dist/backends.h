@@ -32,6 +32,7 @@ struct GroupBackends {
   /// is the same call on all members. Empty if `main` takes both.
   std::function<BackendPtr()> make_host;
   BackendPtr host;
+  bool main_is_on_host = false;  ///< `main` takes host memory only: device tensors are copied for it
 
   c10d::Backend& for_tensor(const at::Tensor& tensor) {
     if (!make_host || (tensor.defined() && !tensor.is_cpu())) return *main;

@@ -92,10 +92,8 @@ class CollectiveRange {
   std::optional<at::RecordFunction> record_;
 };
 
-bool needs_host_copy(const c10d::Backend& backend, const at::Tensor& tensor) {
-  if (!tensor.defined() || !tensor.is_cuda()) return false;
-  const std::string name = backend.getBackendName();
-  return name == "gloo" || name == "host";
+bool needs_host_copy(const GroupBackends& backends, const at::Tensor& tensor) {
+  return backends.main_is_on_host && tensor.defined() && tensor.is_cuda();
 }
 
 at::Tensor pinned_like(const at::Tensor& tensor) {
@@ -262,6 +260,7 @@ Group::Group(Parts parts)
     if (ranks_[i] == parts.my_world_rank) rank_ = static_cast<int>(i);
   if (recorder_ && contains_me()) record_ = recorder_->add_group(name_, parts.purpose, ranks_);
   by_exchange_ = backend_name() == "gloo";
+  if (backends_) backends_->main_is_on_host = by_exchange_ || backend_name() == "host";
   if (by_exchange_) staging_ = std::make_shared<StagingPool>();
 }
 
@@ -317,7 +316,7 @@ Work Group::launch(CallRecord call, const at::Tensor& out, const at::Tensor& in,
   // A tensor that is sent may be needed unchanged: a stage's output by its own backward.
   const bool writes = call.op != CollectiveOp::Send;
   at::Tensor sent = in, received = out;
-  if (needs_host_copy(backend, out)) {
+  if (needs_host_copy(*backends_, out)) {
     sent = in.cpu();
     received = in.is_same(out) ? sent : pinned_like(out);
     if (writes) state->host_out = received;

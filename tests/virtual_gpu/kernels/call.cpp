@@ -1,6 +1,7 @@
 #include "kernels/call.h"
 
 #include <ATen/ATen.h>
+#include <ATen/record_function.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/cuda/CUDAStream.h>
 
@@ -90,8 +91,13 @@ void run_on_device(std::string name, const std::vector<at::Tensor>& reads,
   for (const at::Tensor& t : reads) add(t, false);
   for (const at::Tensor& t : writes) add(t, true);
   const bool is_run = computes() || largest <= small_bytes;
+  // Operations inside a kernel are none of the program's.
+  const auto run = [work = std::move(work)] {
+    const at::DisableRecordFunctionGuard no_records;
+    work();
+  };
   operation = computation(
-      operation.name, operation.ranges, is_run ? std::move(work) : [] {});
+      operation.name, operation.ranges, is_run ? std::function<void()>(run) : [] {});
   submit(c10::cuda::getCurrentCUDAStream().stream(), std::move(operation));
 }
 
