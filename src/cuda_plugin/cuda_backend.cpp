@@ -416,6 +416,7 @@ class CudaBackend final : public DeviceBackend {
   std::string memory_snapshot() override { return torch::cuda::_memory_snapshot_pickled(); }
 
  private:
+  // LibTorch has released its allocator's lock when it calls this.
   void tell_out_of_memory(int64_t device, int64_t requested) {
     const std::lock_guard lock(seen_mutex_);
     if (!out_of_memory_seen_) return;

@@ -86,6 +86,16 @@ TEST_F(FlightTable, MarksUnknownCalls) {
   EXPECT_THAT(text, HasSubstr("waits 2.0 s  failed         no record\n"));
 }
 
+// A device's call is found finished half a second later or so.
+TEST_F(FlightTable, ShowsTheTimeOnTheDevice) {
+  add_rank(0);
+  add_call(811, 530).device_ns = 7 * kMs;
+  add_call(812, kWaits);
+  add_rank(1);
+  add_call(811, 530);
+  EXPECT_THAT(calls(), HasSubstr("  7.0 ms  "));
+}
+
 TEST_F(FlightTable, ShowsACallThatDiffers) {
   for (const int rank : {0, 1, 2}) {
     add_rank(rank);

@@ -51,7 +51,8 @@ TEST_F(FlightFiles, ReadBackWhatIsWritten) {
   const GroupRecord* dp = recorder->add_group("dp_shard", "checkpoint", {0, 1});
   const GroupRecord* pp = recorder->add_group("pp", "", {1, 5});
   recorder->set_activity("data", 12);
-  recorder->finish(recorder->start(call_of(dp, CollectiveOp::AllGather)), CallState::Finished);
+  recorder->finish(recorder->start(call_of(dp, CollectiveOp::AllGather)), CallState::Finished,
+                   /*device_ns=*/1234);
   recorder->wait(recorder->start(call_of(pp, CollectiveOp::Receive, 1)));
   FlightDump dump(recorder, options(1));
   ASSERT_EQ(dump.write("a \"test\""), 0);
@@ -79,6 +80,7 @@ TEST_F(FlightFiles, ReadBackWhatIsWritten) {
   EXPECT_THAT(gather.dtypes, ElementsAre("BFloat16"));
   EXPECT_EQ(gather.state, FlightState::Finished);
   EXPECT_GE(gather.end_ns, gather.start_ns);
+  EXPECT_EQ(gather.device_ns, 1234);
   EXPECT_NEAR(static_cast<double>(file.time_ns - gather.start_ns), 0, 60e9);
   const FlightCall& receive = file.calls[1];
   EXPECT_EQ(receive.op, "receive");
