@@ -12,6 +12,7 @@
 #include <mutex>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/core/grad_mode.h>
@@ -33,6 +34,7 @@
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
 #include "core/process.h"
+#include "core/threads.h"
 #include "dist/device_backend.h"
 #include "dist/stream.h"
 #include "dist/stream_clock.h"
@@ -232,6 +234,41 @@ std::string why_not_reachable(const std::string& address) {
   return "";
 }
 
+/// Known to abort_all() as long as it lives.
+class NcclGroup final : public c10d::ProcessGroupNCCL {
+ public:
+  NcclGroup(const GroupSpec& spec, c10::intrusive_ptr<Options> options)
+      : ProcessGroupNCCL(spec.store, spec.rank, spec.size, std::move(options)) {
+    const std::lock_guard lock(living().mutex);
+    living().groups.push_back(this);
+  }
+  ~NcclGroup() override {
+    const std::lock_guard lock(living().mutex);
+    std::erase(living().groups, this);
+  }
+
+  // All at the same time: an abort waits for its group's kernels, which may wait for those of another one.
+  static void abort_all() {
+    constexpr std::chrono::seconds limit{3};
+    within(limit, [] {
+      const std::lock_guard lock(living().mutex);
+      const auto& groups = living().groups;
+      run_tasks(static_cast<int>(groups.size()), groups.size(), [&](size_t i) { groups[i]->abort(); });
+    });
+  }
+
+ private:
+  struct Living {
+    std::mutex mutex;
+    std::vector<NcclGroup*> groups;
+  };
+  // Never destroyed, because a thread that aborts may outlive main().
+  static Living& living() {
+    static auto& all = *new Living;
+    return all;
+  }
+};
+
 using Stats = c10::CachingDeviceAllocator::DeviceStats;
 
 constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
@@ -323,7 +360,7 @@ class CudaBackend final : public DeviceBackend {
     auto options = c10d::ProcessGroupNCCL::Options::create(/*is_high_priority_stream=*/true);
     options->timeout = spec.timeout;
     options->group_name = spec.name;
-    auto group = c10::make_intrusive<c10d::ProcessGroupNCCL>(spec.store, spec.rank, spec.size, options);
+    auto group = c10::make_intrusive<NcclGroup>(spec, options);
     const c10::Device device(c10::kCUDA, c10::cuda::current_device());
     group->setBoundDeviceId(device);
     group->enableCollectivesTiming();
@@ -332,6 +369,8 @@ class CudaBackend final : public DeviceBackend {
     group->eagerConnectSingleDevice(device);
     return group;
   }
+
+  void abort_groups() override { NcclGroup::abort_all(); }
 
   // Keeps only the events around NCCL's work, because the work itself would keep the call's tensors alive.
   std::function<DeviceCall()> completion_of(c10d::Work& work) override {

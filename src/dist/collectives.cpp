@@ -17,6 +17,7 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
 
+#include "core/threads.h"
 #include "dist/backends.h"
 #include "dist/device_backend.h"
 #include "dist/flight_record.h"
@@ -531,10 +532,13 @@ Work Group::barrier(Label label) {
 }
 
 void Group::close() {
-  // A device group has a second backend for host tensors, which no peer waits in.
-  if (!backends_ || backends_->make_host || backend_name() == "fake") return;
-  backends_.reset();
+  if (!backends_ || backend_name() == "fake") return;
   closed_ = true;
+  if (!backends_->make_host) return backends_.reset();
+  // The end of a device group would wait for the device, so it is left to the end of the process. The abort
+  // doesn't wait for other groups' kernels.
+  if (auto group = backends_.release()->main)
+    within(std::chrono::milliseconds(0), [group] { group->abort(); });
 }
 
 std::string Group::backend_name() const { return backends_ ? backends_->main->getBackendName() : "none"; }

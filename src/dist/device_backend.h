@@ -113,6 +113,10 @@ class DeviceBackend {
   /// group from make_group, and how long it took. It doesn't keep the call's tensors. Empty if a finished
   /// wait() already means that.
   virtual std::function<DeviceCall()> completion_of(c10d::Work& /*work*/) { return {}; }
+  /// Ends this rank's calls of all groups from make_group, also those that would wait forever for a rank that
+  /// is lost: the host and the streams continue, results are undefined, and later calls throw. From any thread;
+  /// takes at most a few seconds.
+  virtual void abort_groups() {}
   /// The current device as a text for why_no_symmetric_memory() in other processes of the job.
   virtual std::string device_address() const = 0;
   /// The reason why the current device can't share memory with that one; empty if it can.

@@ -102,6 +102,16 @@ std::vector<std::optional<Beat>> read_beats(c10d::Store& store, int num_ranks) {
   return beats;
 }
 
+std::optional<Beat> read_beat(c10d::Store& store, int rank) {
+  if (!store.check({beat_key(rank)})) return std::nullopt;
+  return parse_beat(rank, store.get_to_str(beat_key(rank)));
+}
+
+std::string host_of(c10d::Store& store) {
+  const auto* server = dynamic_cast<const c10d::TCPStore*>(&served_store(store));
+  return server ? server->getHost() : "";
+}
+
 void request_records(c10d::Store& store, const std::string& reason) {
   store.set(kReasonKey, reason);
   store.add(kRequestsKey, 1);

@@ -34,6 +34,12 @@ std::chrono::milliseconds slowest_beat(int num_ranks);
 /// parsed.
 std::vector<std::optional<Beat>> read_beats(c10d::Store& store, int num_ranks);
 
+/// A rank's last beat.
+std::optional<Beat> read_beat(c10d::Store& store, int rank);
+
+/// The host name or address of the server of `store`; "": it has none.
+std::string host_of(c10d::Store& store);
+
 /// Asks all ranks to write their flight records, for `reason`.
 void request_records(c10d::Store& store, const std::string& reason);
 

@@ -19,9 +19,11 @@
 
 #include "core/process.h"
 #include "core/threads.h"
+#include "dist/device_backend.h"
 #include "dist/flight_record.h"
 #include "guard/flight_dump.h"
 #include "guard/hang_report.h"
+#include "guard/life_lines.h"
 #include "guard/mail.h"
 #include "guard/progress.h"
 #include "titan/core/error.h"
@@ -39,6 +41,10 @@ constexpr auto kFilesWithin = 2s;
 constexpr auto kAllFilesWithin = 3s;
 
 constexpr auto kLookForRequests = 500ms;
+
+// Once a rank is lost, the others' calls fail, or are ended here, so they explain the failure. A rank that
+// doesn't get that far (its calls wait for a host that is gone) is ended after this time.
+constexpr auto kFailsWithin = 4s;
 
 // Longest time from a verdict until the other ranks learn of it.
 milliseconds verdict_interval(int size) { return milliseconds(std::clamp(size, 250, 1000)); }
@@ -182,6 +188,7 @@ class Watchdog::Impl {
         progress_(world.recorder(), options_.computing_is_progress),
         silences_(static_cast<size_t>(world.size())),
         last_numbers_(static_cast<size_t>(world.size()), -1),
+        lines_(connect_, world.rank(), world.size()),
         mail_(std::make_shared<Mail>(connect_, world.rank(), world.size())),
         store_thread_("titan-beats"),
         file_thread_("titan-records", request_finder(world, records_, desk_), kLookForRequests) {
@@ -229,11 +236,12 @@ class Watchdog::Impl {
   }
 
   Explanation explain(const std::string& failure) {
+    explains_ = true;
     const Mail::Inbox inbox = desk_->inbox();
     FailureScene scene{.rank = world_.rank(),
                        .size = world_.size(),
                        .failure = on_one_line(failure),
-                       .is_about_peer = is_error_of_call(failure, world_.recorder()),
+                       .is_about_peer = is_cut_off_ || is_error_of_call(failure, world_.recorder()),
                        .connect = connect_,
                        .records = records_ ? records_->folder() : "",
                        .record_request = inbox.record_request,
@@ -296,6 +304,7 @@ class Watchdog::Impl {
     const auto now = Clock::now();
     inbox_ = desk_->inbox();
     serve_record_requests();
+    look_for_losses(now);
     const bool beats = now >= next_beat_;
     if (beats) {
       next_beat_ = now + beat_interval();
@@ -304,6 +313,9 @@ class Watchdog::Impl {
     std::optional<Verdict> verdict;
     if (state_ != RunState::Left) verdict = inbox_.verdict;
     if (!verdict && beats && state_ == RunState::Runs) verdict = outbox_.verdict = find_verdict();
+    if (!verdict && state_ == RunState::Runs && lost_since_ && now - *lost_since_ > kFailsWithin &&
+        !explains_)
+      verdict = outbox_.verdict = verdict_on(*lines_.loss());
     exchange(beats || verdict);
     return verdict;
   }
@@ -344,17 +356,46 @@ class Watchdog::Impl {
   }
 
   void serve_record_requests() {
-    if (!records_) return;
-    if (desk_->take_record_request()) {
+    if (records_ && desk_->take_record_request()) {
       outbox_.record_request = "request";
       next_beat_ = {};
     }
     if (inbox_.num_record_requests == num_served_requests_) return;
     num_served_requests_ = inbox_.num_record_requests;
-    if (desk_->failure_is_recorded) return;
     const bool is_failure = inbox_.record_request.starts_with(kFailureOf);
-    desk_->failure_is_recorded = is_failure;
-    write_record(inbox_.record_request, is_failure ? FlightExtent::Last : FlightExtent::All);
+    if (records_ && !desk_->failure_is_recorded) {
+      desk_->failure_is_recorded = is_failure;
+      write_record(inbox_.record_request, is_failure ? FlightExtent::Last : FlightExtent::All);
+    }
+    if (!is_failure) return;
+    failure_is_known_ = true;
+    release_device_calls();
+  }
+
+  // The first rank to notice a loss tells the others.
+  void look_for_losses(Clock::time_point now) {
+    if (lost_since_ || state_ == RunState::Left) return;
+    const auto loss = lines_.loss();
+    if (!loss) return;
+    lost_since_ = now;
+    if (!failure_is_known_) outbox_.record_request = str(kFailureOf, "rank ", loss->rank, ": ", loss->how);
+    next_beat_ = {};
+    if (!inbox_.is_connected || loss->rank == 0) release_device_calls();  // the store may be gone, too
+  }
+
+  Verdict verdict_on(const LifeLines::Loss& loss) const {
+    return {str("rank ", loss.rank, " of ", world_.size(), " is lost: ", loss.how), {loss.rank}, {loss.rank}};
+  }
+
+  // NCCL never learns that a peer is lost: calls would wait for it forever. The host then continues with
+  // whatever is in its results, until its next call throws: so an error after a call that was cut off is about
+  // the peer.
+  void release_device_calls() {
+    DeviceBackend* const devices = device_backend();
+    if (!devices || std::exchange(is_released_, true)) return;
+    is_cut_off_ = !open_call(world_.recorder(), ProgressKind::Compute).empty();
+    file_thread_.wait(kRecordWithin);  // the record shows the calls as they were
+    within(0ms, [devices] { devices->abort_groups(); });
   }
 
   Beat beat_now() {
@@ -492,6 +533,11 @@ class Watchdog::Impl {
   Clock::time_point next_beat_{}, next_exchange_{};
 
   const std::shared_ptr<Desk> desk_ = std::make_shared<Desk>(world_.size());
+  LifeLines lines_;  // closed after the last beat is sent
+  std::optional<Clock::time_point> lost_since_;
+  std::atomic<bool> explains_{false};
+  bool failure_is_known_ = false, is_released_ = false;
+  std::atomic<bool> is_cut_off_{false};  // it was released from a call
   const std::shared_ptr<Mail> mail_;
   SideThread store_thread_, file_thread_;
   std::thread thread_;

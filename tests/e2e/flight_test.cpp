@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <fstream>
+#include <future>
 #include <sstream>
 #include <thread>
 
@@ -62,18 +63,35 @@ TEST_F(OddRank, IsNamedByFlightRecordsWithoutTheCheck) {
 /// A run of three ranks that continues until it is stopped; it is in its steps by now.
 class Flight : public ::testing::Test {
  protected:
+  Words words() const {
+    return train_words({source_file("docs/examples/custom_model/ngram.toml"), "--experimental.custom_import",
+                        std::string(TITAN_BINARY_DIR) + "/lib/libngram.so", "--training.steps", "1000000",
+                        "--training.seq_len", "16", "--job.dump_folder", folder_.string()});
+  }
   Command start(const Words& more = {}) {
-    const Words words = train_words(
-        {source_file("docs/examples/custom_model/ngram.toml"), "--experimental.custom_import",
-         std::string(TITAN_BINARY_DIR) + "/lib/libngram.so", "--nproc", "3", "--log-rank", "all",
-         "--training.steps", "1000000", "--training.seq_len", "16", "--job.dump_folder", folder_.string()});
-    Command job(words + more, {{"OMP_NUM_THREADS", "1"}});
+    Command job(words() + Words{"--nproc", "3", "--log-rank", "all"} + more, {{"OMP_NUM_THREADS", "1"}});
+    wait_for_steps();
+    return job;
+  }
+  // Each rank by itself, as on hosts of their own: no launcher ends the others when one is lost.
+  std::vector<Command> start_apart() {
+    const std::string port = some_port();
+    std::vector<Command> ranks;
+    for (const char* rank : {"0", "1", "2"})
+      ranks.emplace_back(words(), Command::Variables{{"OMP_NUM_THREADS", "1"},
+                                                     {"RANK", rank},
+                                                     {"WORLD_SIZE", "3"},
+                                                     {"MASTER_ADDR", "127.0.0.1"},
+                                                     {"MASTER_PORT", port}});
+    wait_for_steps();
+    return ranks;
+  }
+  void wait_for_steps() const {
     for (int i = 0; i < 1200 && read_logged() == 0; ++i)
       std::this_thread::sleep_for(std::chrono::milliseconds(50));
     EXPECT_GT(read_logged(), 0U) << "no step within a minute";
     // Past the first heartbeats.
     std::this_thread::sleep_for(std::chrono::milliseconds(1200));
-    return job;
   }
   size_t read_logged() const {
     return fs::exists(folder_ / "metrics.jsonl") ? contents(folder_ / "metrics.jsonl").size() : 0;
@@ -137,6 +155,24 @@ TEST_F(Flight, NamesAKilledRankZero) {
   EXPECT_THAT(result.err,
               ContainsRegex(str("the job's store is gone.*: rank 0 \\(host [^ ]+, pid ", ranks[0],
                                 "\\), last heard from at .* its last call being [a-z_]+ #[0-9]+")));
+}
+
+TEST_F(Flight, NamesAKilledRankWithoutALauncher) {
+  std::vector<Command> ranks = start_apart();
+  const MachineLag lag;
+  const auto killed = Clock::now();
+  const int pid = ranks[1].pid();
+  ranks[1].signal(SIGKILL);
+  std::vector<std::future<CommandResult>> ends;
+  for (Command& rank : ranks)
+    ends.push_back(std::async(std::launch::async, [&rank] { return rank.wait(60); }));
+  for (const size_t rank : {0, 2}) {
+    const CommandResult result = ends[rank].get();
+    EXPECT_LT(seconds_after(killed), 10 + lag.seconds()) << rank;
+    EXPECT_EQ(result.status, 1) << rank;
+    EXPECT_THAT(result.err, ContainsRegex(str("the job fails: lost: rank 1 \\(host [^ ]+, pid ", pid,
+                                              "\\), last heard from at ")));
+  }
 }
 
 TEST_F(Flight, WritesRecordsOnRequestWhileTheJobContinues) {
