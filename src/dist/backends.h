@@ -27,17 +27,27 @@ struct CallRecord;
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 
 struct GroupBackends {
+  /// Connects to the members within the time limit; 0: that of the group's spec.
+  using Make = std::function<BackendPtr(std::chrono::milliseconds limit)>;
+
   BackendPtr main;
-  /// If `main` takes device tensors only (NCCL): makes the backend for CPU tensors at their first use, which
-  /// is the same call on all members. Empty if `main` takes both.
-  std::function<BackendPtr()> make_host;
+  /// If device tensors have a backend of their own (NCCL): both are made at their first use, which is the same
+  /// call on all members, because many groups carry only one kind of tensors. Empty if `main` takes both.
+  Make make_main, make_host;
   BackendPtr host;
   bool main_is_on_host = false;  ///< `main` takes host memory only: device tensors are copied for it
+  std::chrono::milliseconds timeout{};  ///< for a backend that is made later; 0: none was set
 
   c10d::Backend& for_tensor(const at::Tensor& tensor) {
-    if (!make_host || (tensor.defined() && !tensor.is_cpu())) return *main;
-    if (!host) host = make_host();
-    return *host;
+    return on_host(tensor.defined() ? tensor.device() : c10::kCPU) ? made(host, make_host)
+                                                                   : made(main, make_main);
+  }
+  bool on_host(c10::Device device) const { return make_host && device.is_cpu(); }
+
+  /// `make`: may be empty if `backend` is there.
+  c10d::Backend& made(BackendPtr& backend, const Make& make) const {
+    if (!backend) backend = make(timeout);
+    return *backend;
   }
 };
 

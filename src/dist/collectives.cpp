@@ -310,18 +310,11 @@ template <class Start>
 Work Group::launch(CallRecord call, const at::Tensor& out, const at::Tensor& in, Start start) {
   TITAN_CHECK(backends_, name_of(call.op), " in group '", name_, "', which ",
               closed_ ? "was closed when a call failed" : "was made without a backend");
-  c10d::Backend& backend = backends_->for_tensor(out);
   auto state = std::make_unique<Work::State>();
   state->out = out;
   state->in = in;
   // A tensor that is sent may be needed unchanged: a stage's output by its own backward.
   const bool writes = call.op != CollectiveOp::Send;
-  at::Tensor sent = in, received = out;
-  if (needs_host_copy(*backends_, out)) {
-    sent = in.cpu();
-    received = in.is_same(out) ? sent : pinned_like(out);
-    if (writes) state->host_out = received;
-  }
   if (writes) bump_version(out);
   call.sequence = next_sequence(call);
   state->call = call;
@@ -330,11 +323,24 @@ Work Group::launch(CallRecord call, const at::Tensor& out, const at::Tensor& in,
   if (call.peer >= 0) state->peer_in_world = ranks_[static_cast<size_t>(call.peer)];
   state->recorder = recorder_;
   state->checker = checker_.get();
+  c10d::Backend* backend = nullptr;
+  try {
+    backend = &backends_->for_tensor(out);
+  } catch (const std::exception& error) {  // the members didn't connect
+    state->number = recorder_->start(call);
+    state->fail(error);
+  }
+  at::Tensor sent = in, received = out;
+  if (needs_host_copy(*backends_, out)) {
+    sent = in.cpu();
+    received = in.is_same(out) ? sent : pinned_like(out);
+    if (writes) state->host_out = received;
+  }
   state->number = recorder_->start(call);
   const CollectiveRange traced("", call, size());
   try {
     if (checker_) check(call);
-    state->work = start(backend, received, sent);
+    state->work = start(*backend, received, sent);
   } catch (const std::exception& error) {
     state->fail(error);
   }
@@ -456,7 +462,7 @@ Exchange Group::exchange(const at::Tensor& sent, int to, const at::Tensor& recei
     if (rank_ > to) both.sent = send(sent, to, label);
     return both;
   }
-  c10d::Backend& backend = *backends_->main;
+  c10d::Backend& backend = backends_->for_tensor(sent);
   backend.startCoalescing();
   try {
     both.sent = send(sent, to, label);
@@ -474,9 +480,8 @@ Exchange Group::exchange(const at::Tensor& sent, int to, const at::Tensor& recei
 }
 
 bool Group::has_batches(c10::Device device) const {
-  // Host tensors go through gloo if the group's main backend takes device tensors only.
-  const bool is_main = backends_ && !(device.is_cpu() && backends_->make_host);
-  return is_main && backends_->main->supportsCoalescing();
+  if (!backends_ || backends_->on_host(device)) return false;  // gloo has none
+  return !backends_->main || backends_->main->supportsCoalescing();
 }
 
 template <class Add>
@@ -541,13 +546,17 @@ void Group::close() {
     within(std::chrono::milliseconds(0), [group] { group->abort(); });
 }
 
-std::string Group::backend_name() const { return backends_ ? backends_->main->getBackendName() : "none"; }
+std::string Group::backend_name() const {
+  if (!backends_) return "none";
+  return backends_->main ? backends_->main->getBackendName() : "nccl";
+}
 
 void Group::set_timeout(std::chrono::milliseconds timeout) {
   if (!backends_) return;
   if (checker_) checker_->set_timeout(timeout);
-  backends_->main->setTimeout(timeout);
-  if (backends_->host) backends_->host->setTimeout(timeout);
+  backends_->timeout = timeout;
+  for (const BackendPtr& backend : {backends_->main, backends_->host})
+    if (backend) backend->setTimeout(timeout);
 }
 
 // ---- small host values

@@ -1,7 +1,8 @@
 // [Note: world]
 // dist::init detects the launcher, chooses device and backend, and meets the other ranks. A new group is
-// connected (gloo or NCCL), then checked by a known sum; after that sum no member needs the store for it any
-// more.
+// connected (gloo), then checked by a known sum; after that sum no member needs the store for it any more. Where
+// device tensors go over NCCL, a group connects at its first call instead, and checks NCCL's sum then: many
+// groups carry only tensors of one kind.
 
 #include "titan/dist/world.h"
 
@@ -24,6 +25,27 @@
 
 namespace titan::dist {
 
+namespace {
+
+at::Tensor first_summand(int group_rank, c10::Device device) {
+  return at::full({3}, group_rank + 1, at::TensorOptions(at::kFloat).device(device));
+}
+
+void check_sum(const at::Tensor& sum, const GroupSpec& spec) {
+  const double expected = spec.size * (spec.size + 1) / 2.0;
+  const double got = sum.sum().item<double>();
+  TITAN_CHECK(got == 3 * expected, "group '", spec.name, "': the sum of 1..", spec.size, " came out as ",
+              got / 3, " instead of ", expected,
+              ": the ranks run different builds, or the network damages data");
+}
+
+GroupSpec within_limit(GroupSpec spec, std::chrono::milliseconds limit) {
+  if (limit.count() > 0) spec.timeout = limit;
+  return spec;
+}
+
+}  // namespace
+
 std::unique_ptr<GroupBackends> World::Impl::make_backends(const std::vector<int>& ranks,
                                                           const std::string& name, const std::string& key,
                                                           int rank) {
@@ -36,15 +58,23 @@ std::unique_ptr<GroupBackends> World::Impl::make_backends(const std::vector<int>
   }
   const GroupSpec sockets = spec_of(name, key, "gloo", rank, size),
                   host = spec_of(name, key, "host", rank, size);
-  const auto make_host = [sockets, host, address = gloo, direct = direct_memory && on_one_host(ranks)] {
-    auto group = make_gloo_group(sockets, address);
-    auto faster = direct ? make_host_group(host, group) : nullptr;
+  const auto make_host = [sockets, host, address = gloo,
+                          direct = direct_memory && on_one_host(ranks)](std::chrono::milliseconds limit) {
+    auto group = make_gloo_group(within_limit(sockets, limit), address);
+    auto faster = direct ? make_host_group(within_limit(host, limit), group) : nullptr;
     return faster ? faster : group;
   };
   if (backend == "gloo") {
-    backends->main = make_host();
+    backends->main = make_host({});
   } else {
-    backends->main = devices->make_group(spec_of(name, key, "nccl", rank, size));
+    backends->make_main = [spec = spec_of(name, key, "nccl", rank, size), devices = devices,
+                           device = device](std::chrono::milliseconds limit) {
+      BackendPtr group = devices->make_group(within_limit(spec, limit));
+      std::vector<at::Tensor> sums = {first_summand(spec.rank, device)};
+      group->allreduce(sums)->wait();
+      check_sum(sums[0], spec);
+      return group;
+    };
     backends->make_host = make_host;
   }
   return backends;
@@ -89,18 +119,12 @@ std::shared_ptr<Group> World::Impl::make_group(const std::vector<int>& ranks, co
                                                     .backends = std::move(backends),
                                                     .recorder = recorder,
                                                     .checker = std::move(checker)});
-  if (group->contains_me() && group->size() > 1 && backend != "fake") check_sum(*group);
+  if (group->contains_me() && group->size() > 1 && backend == "gloo") {
+    const at::Tensor sum = first_summand(group->rank(), device);
+    group->all_reduce(sum, ReduceOp::Sum, {"dist::check_sum"}).wait();
+    check_sum(sum, spec_of(name, key, "gloo", group->rank(), group->size()));
+  }
   return group;
-}
-
-void World::Impl::check_sum(Group& group) const {
-  at::Tensor sum = at::full({3}, group.rank() + 1, at::TensorOptions(at::kFloat).device(device));
-  group.all_reduce(sum, ReduceOp::Sum, {"dist::check_sum"}).wait();
-  const double expected = group.size() * (group.size() + 1) / 2.0;
-  const double got = sum.sum().item<double>();
-  TITAN_CHECK(got == 3 * expected, "group '", group.name(), "': the ", backend, " sum of 1..", group.size(),
-              " came out as ", got / 3, " instead of ", expected,
-              ": the ranks run different builds, or the network damages data");
 }
 
 int World::rank() const { return impl_->launch.rank; }

@@ -61,7 +61,6 @@ struct World::Impl {
   bool on_one_host(const std::vector<int>& ranks) const;
   std::shared_ptr<Group> make_group(const std::vector<int>& ranks, const std::string& name,
                                     const std::string& purpose);
-  void check_sum(Group& group) const;
 };
 
 }  // namespace titan::dist

@@ -7,6 +7,7 @@
 #include <thread>
 
 #include <ATen/ATen.h>
+#include <dlfcn.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -199,6 +200,22 @@ TEST(Meshes, GroupsAlongAxesOfTheRealWorld) {
   EXPECT_EQ(mesh.group("tp")->sum(int64_t{rank}, kLabel), rank);
   EXPECT_EQ(mesh.flatten({"dp_replicate", "dp_shard"}, "dp").group()->sum(int64_t{rank}, kLabel), 6);
   EXPECT_EQ(mesh.group(), world().everyone());
+}
+
+// Counted by virtual GPUs. Many groups carry only numbers of the host.
+TEST(Communicators, AreMadeByTheFirstDeviceTensor) {
+  const auto count = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "virtual_gpu_num_communicators"));
+  if (!count || world().backend() != "nccl") GTEST_SKIP() << "runs on virtual GPUs, with --nccl";
+  const int before = count();
+  const auto group = world().group(world().everyone()->ranks(), "fresh", "communicators_test");
+  EXPECT_EQ(group->backend_name(), "nccl");
+  EXPECT_EQ(group->sum(int64_t{1}, {"test"}), world().size());
+  group->barrier({"test"}).wait();
+  EXPECT_EQ(count(), before);
+  const at::Tensor ones = at::ones({4}, options_of(at::kFloat));
+  for (int call = 0; call < 2; ++call) group->all_reduce(ones, dist::ReduceOp::Sum, {"test"}).wait();
+  EXPECT_EQ(ones.sum().item<float>(), 4 * world().size() * world().size());
+  EXPECT_EQ(count(), before + 1);
 }
 
 // Rank 0 waits for a call that the others never make.

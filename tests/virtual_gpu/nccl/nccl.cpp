@@ -142,6 +142,7 @@ Task move_all(Turn turn, std::vector<Transfer> transfers) {
 void connect_strictly(const std::vector<Transfer>& transfers) {
   for (const bool waits : {false, true}) {
     for (const Transfer& t : transfers) {
+      if (t.peer == t.communicator->rank()) continue;
       const int sender = t.is_send ? t.communicator->rank() : t.peer;
       const int receiver = t.is_send ? t.peer : t.communicator->rank();
       if (waits)
@@ -200,10 +201,13 @@ ncclResult_t transfer(Transfer t) {
 
 // ---- communicators
 
+std::atomic<int> num_communicators = 0;
+
 ncclResult_t make(ncclComm_t* handle, const std::string& name, int rank, int size,
                   const ncclConfig_t* config) {
   CommunicatorPtr c = Communicator::open(name, rank, size);
   if (!c) return ncclSystemError;
+  ++num_communicators;
   *handle = new ncclComm{c};
   count_call("communicator");
   if (config && config->blocking == 0) {
@@ -241,6 +245,9 @@ std::optional<Part> split(Communicator& c, int color, int key) {
 using namespace virtual_gpu;
 
 extern "C" {
+
+/// For tests.
+int virtual_gpu_num_communicators() { return num_communicators; }
 
 ncclResult_t ncclGetVersion(int* version) {
   *version = NCCL_VERSION_CODE;
