@@ -247,6 +247,13 @@ class NcclGroup final : public c10d::ProcessGroupNCCL {
     std::erase(living().groups, this);
   }
 
+  // LibTorch's watchdog would end the process over a call that is aborted; the caller reports the failure.
+  void abort() override {
+    if (is_aborted_.exchange(true)) return;
+    asyncErrorHandling_ = c10d::CleanUpOnly;
+    ProcessGroupNCCL::abort();
+  }
+
   // All at the same time: an abort waits for its group's kernels, which may wait for those of another one.
   static void abort_all() {
     constexpr std::chrono::seconds limit{3};
@@ -267,6 +274,8 @@ class NcclGroup final : public c10d::ProcessGroupNCCL {
     static auto& all = *new Living;
     return all;
   }
+
+  std::atomic<bool> is_aborted_{false};
 };
 
 using Stats = c10::CachingDeviceAllocator::DeviceStats;

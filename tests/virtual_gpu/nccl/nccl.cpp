@@ -312,6 +312,7 @@ ncclResult_t ncclCommDestroy(ncclComm_t handle) {
 }
 ncclResult_t ncclCommFinalize(ncclComm_t) { return ncclSuccess; }
 ncclResult_t ncclCommAbort(ncclComm_t handle) {
+  if (!handle) return ncclSuccess;
   handle->communicator->abort();
   delete handle;
   return ncclSuccess;
