@@ -171,11 +171,12 @@ Range find_allocation(const void* address) {
   const auto range = [](uintptr_t begin, size_t bytes) {
     return Range{reinterpret_cast<const void*>(begin), bytes};
   };
+  // A part may go over the ends of blocks, in an expandable segment.
+  if (const auto part = find_in(parts(), address); part != parts().end())
+    return range(part->first, part->second.bytes);
   const auto block = find_in(blocks(), address);
-  if (block == blocks().end()) return {};
-  if (!block->second.has_parts) return range(block->first, block->second.bytes);
-  const auto part = find_in(parts(), address);
-  return part == parts().end() ? Range{} : range(part->first, part->second.bytes);
+  if (block == blocks().end() || block->second.has_parts) return {};
+  return range(block->first, block->second.bytes);
 }
 
 void note_part(const void* address, size_t bytes, bool is_handed_out) {
