@@ -12,6 +12,7 @@
 #include <gtest/gtest.h>
 
 #include "dist/flight_record.h"
+#include "dist/stream_clock.h"
 #include "distributed/world.h"
 #include "titan/core/error.h"
 #include "titan/dist/device_mesh.h"
@@ -189,6 +190,37 @@ TEST(Overlap, RecordsHaveTheTimesOfTheDevice) {
   } else {
     EXPECT_GT(call.device_ns, most / 2);
   }
+}
+
+// Half of the step is work of another stream, which stands for other ranks.
+TEST(Overlap, AStreamIsTimedWithoutWaitingForIt) {
+  if (!device().is_cuda()) GTEST_SKIP() << "a CPU has no streams";
+  const dist::Stream current = dist::Stream::current(device()), side = dist::Stream::create(device());
+  const at::Tensor factor = at::ones({700, 700}, options_of(at::kFloat));
+  at::Tensor mine = at::mm(factor, factor), others = at::mm(factor, factor);
+  const auto multiply = [&](at::Tensor& product) {
+    for (int i = 0; i < 6; ++i) at::mm_out(product, factor, factor);
+  };
+  current.synchronize();
+  dist::StreamClock clock;
+  clock.start(device());
+  multiply(mine);
+  side.wait(current);
+  {
+    const dist::StreamGuard on_side(side);
+    multiply(others);
+  }
+  {
+    const dist::PeerWait waiting;
+    current.wait(side);
+  }
+  EXPECT_TRUE(clock.stop());
+  EXPECT_TRUE(clock.take().empty()) << "the host has waited for the device";
+  current.synchronize();
+  const auto steps = clock.take();
+  ASSERT_EQ(steps.size(), 1U);
+  EXPECT_GT(steps[0].waited_s, 0.2 * steps[0].span_s);
+  EXPECT_LT(steps[0].waited_s, 0.8 * steps[0].span_s);
 }
 
 TEST(Meshes, GroupsAlongAxesOfTheRealWorld) {
