@@ -341,6 +341,18 @@ void use_expandable_segments(int device) {
       str(settings, settings.empty() ? "" : ",", "expandable_segments:True"));
 }
 
+// NCCL waits without a limit for members that never connect, so that all meet in the store first.
+void meet(const GroupSpec& spec) {
+  const std::string count = "titan.members", all_here = "titan.all_here";
+  if (spec.store->add(count, 1) == spec.size) spec.store->set(all_here, {});
+  try {
+    spec.store->wait({all_here}, spec.timeout);
+  } catch (const std::exception&) {
+    throw Error(str(spec.store->add(count, 0), " of ", spec.size, " members came within ",
+                    static_cast<double>(spec.timeout.count()) / 1000, " s to connect"));
+  }
+}
+
 class CudaBackend final : public DeviceBackend {
  public:
   c10::DeviceType device_type() const override { return c10::kCUDA; }
@@ -371,6 +383,7 @@ class CudaBackend final : public DeviceBackend {
     options->group_name = spec.name;
     auto group = c10::make_intrusive<NcclGroup>(spec, options);
     const c10::Device device(c10::kCUDA, c10::cuda::current_device());
+    meet(spec);
     group->setBoundDeviceId(device);
     group->enableCollectivesTiming();
     // Connects now, not in the first step, so that a failure to connect falls within start-up and its time

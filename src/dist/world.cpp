@@ -60,7 +60,9 @@ std::unique_ptr<GroupBackends> World::Impl::make_backends(const std::vector<int>
                   host = spec_of(name, key, "host", rank, size);
   const auto make_host = [sockets, host, address = gloo,
                           direct = direct_memory && on_one_host(ranks)](std::chrono::milliseconds limit) {
-    auto group = make_gloo_group(within_limit(sockets, limit), address);
+    // gloo's sends keep the limit that their group was made with, whatever is set later.
+    auto group = make_gloo_group(sockets, address);
+    if (limit.count() > 0) group->setTimeout(limit);
     auto faster = direct ? make_host_group(within_limit(host, limit), group) : nullptr;
     return faster ? faster : group;
   };

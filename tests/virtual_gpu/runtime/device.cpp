@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstring>
 
+#include "runtime/memory.h"
 #include "runtime/stream.h"
 
 namespace virtual_gpu {
@@ -69,6 +70,7 @@ cudaError_t cudaGetDeviceCount(int* count) {
   return cudaSuccess;
 }
 cudaError_t cudaGetDevice(int* d) {
+  load_kernels();
   *d = device;
   return cudaSuccess;
 }

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 
 #include "runtime/counters.h"
 #include "runtime/device.h"
@@ -134,15 +135,18 @@ cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t stream, 
 }  // namespace
 
 // The kernels replace LibTorch's own, so they are loaded after LibTorch's are registered and before the first one
-// runs: at the first allocation.
+// runs: when it asks for its device. Their library's constructor does so, too.
 void load_kernels() {
   static std::once_flag once;
+  static thread_local bool is_loading = false;
+  if (std::exchange(is_loading, true)) return;
   std::call_once(once, [] {
     find_allocator();
     const char* path = std::getenv("VIRTUAL_GPU_KERNELS");
     if (path && !dlopen(path, RTLD_NOW | RTLD_LOCAL))
       not_supported(dlerror(), "VIRTUAL_GPU_KERNELS can't be loaded.");
   });
+  is_loading = false;
 }
 
 bool take_memory(const char* call, int device, size_t bytes) {
