@@ -14,10 +14,10 @@
 #include <cstring>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <new>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -90,7 +90,19 @@ struct Seen {
   std::vector<Memory> memory;  // not freed yet
 };
 std::atomic<Seen*> seen{nullptr};
-std::mutex seen_mutex;  // one call is looked at after the other
+/// Lets one call be looked at after the other. No std::mutex, because virtual GPUs look at those, under a lock of their own,
+/// and allocate memory then.
+class Turns {
+ public:
+  void lock() {
+    while (taken_.test_and_set(std::memory_order_acquire)) std::this_thread::yield();
+  }
+  void unlock() { taken_.clear(std::memory_order_release); }
+
+ private:
+  std::atomic_flag taken_;
+};
+Turns seen_turns;
 thread_local bool is_looking = false;
 
 /// This thread's calls aren't counted while this object exists. It is empty if nothing is being watched.
@@ -98,12 +110,12 @@ class Looking {
  public:
   Looking() : was_looking_(std::exchange(is_looking, true)) {
     if (was_looking_ || seen == nullptr) return;
-    seen_mutex.lock();
+    seen_turns.lock();
     seen_ = seen;
-    if (seen_ == nullptr) seen_mutex.unlock();
+    if (seen_ == nullptr) seen_turns.unlock();
   }
   ~Looking() {
-    if (seen_ != nullptr) seen_mutex.unlock();
+    if (seen_ != nullptr) seen_turns.unlock();
     is_looking = was_looking_;
   }
   Looking(const Looking&) = delete;
@@ -254,7 +266,7 @@ class Watching {
   Watching& operator=(const Watching&) = delete;
 
   const Seen& end() {
-    const std::lock_guard lock(seen_mutex);
+    const std::lock_guard lock(seen_turns);
     seen = nullptr;
     return seen_;
   }
