@@ -19,7 +19,7 @@ get_filename_component(cuda_root "${TITAN_NVCC}" DIRECTORY)
 get_filename_component(cuda_root "${cuda_root}" DIRECTORY)
 # Device code: kernels that don't use LibTorch, compiled by nvcc directly. (Enabling CUDA as a language of the project would add seconds
 # to each configuration, and CMake 3.25 doesn't know the flags of nvcc 13.)
-set(TITAN_CUDA_ARCHITECTURES 89 90 100 CACHE STRING "Compute capabilities that kernels are compiled for")
+set(TITAN_CUDA_ARCHITECTURES 80 89 90 100 CACHE STRING "Compute capabilities that kernels are compiled for")
 set(titan_cuda_objects)
 file(GLOB_RECURSE titan_cuda_kernels CONFIGURE_DEPENDS src/cuda_plugin/*.cu)
 set(titan_nvcc_targets)

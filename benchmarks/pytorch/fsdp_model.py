@@ -58,6 +58,7 @@ def build_model(args: ModelArgs, mesh: DeviceMesh, dtype: str, convert: Callable
     model.to_empty(device=mesh.device_type)
     model.init_weights()
     model.set_rope()
+    model.rope = model.rope.to(mesh.device_type)
     return model
 
 

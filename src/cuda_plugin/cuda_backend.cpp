@@ -344,7 +344,7 @@ void use_expandable_segments(int device) {
 // NCCL waits without a limit for members that never connect, so that all meet in the store first.
 void meet(const GroupSpec& spec) {
   const std::string count = "titan.members", all_here = "titan.all_here";
-  if (spec.store->add(count, 1) == spec.size) spec.store->set(all_here, {});
+  if (spec.store->add(count, 1) == spec.size) spec.store->set(all_here, std::string("1"));
   try {
     spec.store->wait({all_here}, spec.timeout);
   } catch (const std::exception&) {

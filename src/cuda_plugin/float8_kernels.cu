@@ -3,38 +3,30 @@
 
 #include "cuda_plugin/float8_kernels.h"
 
-#include <cuda_bf16.h>
 #include <cuda_fp8.h>
 
 #include <algorithm>
 
 #include "cuda_plugin/launch.h"
+#include "cuda_plugin/pack.h"
 
 namespace titan::float8::cuda {
 
 namespace {
 
+using namespace titan::cuda;
+
 constexpr int kThreads = 256;
-constexpr int kWarp = 32;
 constexpr int kMaxBlocks = 4096;
 constexpr int64_t kMaxGrid = 65535;  // in y and z
 constexpr int kBlock = 32;           // elements with one scale
 constexpr int kNotFinite = 255;      // an exponent
-
-__device__ float widen(float x) { return x; }
-__device__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
 
 // See [Note: magnitudes as integers] in src/float8/cpu/scales.cpp: a NaN is the largest.
 template <class T>
 __device__ unsigned magnitude(T x) {
   return __float_as_uint(widen(x)) & 0x7fffffffu;
 }
-
-template <class T>
-struct alignas(16) Pack {
-  static constexpr int kSize = 16 / sizeof(T);
-  T values[kSize];
-};
 
 __device__ unsigned largest_of_block(unsigned mine) {
   __shared__ unsigned of_warps[kThreads / kWarp];
@@ -235,17 +227,8 @@ __global__ void delayed_scale_kernel(float* out, DelayedScale delayed, ScaleOpti
   *out = scale_for(largest > 0 ? largest : amax, options);
 }
 
-int64_t parts_of(int64_t size, int64_t part) { return (size + part - 1) / part; }
 unsigned blocks_for(int64_t work, int64_t per_block) {
   return static_cast<unsigned>(std::clamp<int64_t>(parts_of(work, per_block), 1, kMaxBlocks));
-}
-
-template <class Launch>
-void with_source(Source source, Launch launch) {
-  if (source == Source::Float)
-    launch(float{});
-  else
-    launch(__nv_bfloat16{});
 }
 
 // Calls launch.operator()<format>(T{}).

@@ -7,9 +7,11 @@
 
 #include <cuda_runtime_api.h>
 
+#include "cuda_plugin/source.h"
+
 namespace titan::float8::cuda {
 
-enum class Source { Float, BFloat16 };
+using titan::cuda::Source;
 enum class Format { E4m3, E5m2 };
 
 /// A matrix [rows, columns], stored row by row without gaps.

@@ -35,7 +35,7 @@ struct GroupBackends {
   /// call on all members, because many groups carry only one kind of tensors. Empty if `main` takes both.
   Make make_main, make_host;
   BackendPtr host;
-  bool main_is_on_host = false;  ///< `main` takes host memory only: device tensors are copied for it
+  bool main_is_on_host = false;         ///< `main` takes host memory only: device tensors are copied for it
   std::chrono::milliseconds timeout{};  ///< for a backend that is made later; 0: none was set
 
   c10d::Backend& for_tensor(const at::Tensor& tensor) {
@@ -79,8 +79,8 @@ BackendPtr make_host_group(const GroupSpec& spec, BackendPtr sockets);
 /// A backend without peers: one process plays one rank of any world, for dry runs, layouts and cost
 /// estimates. Every call is done at once. Data that would come from other ranks is made from this rank's own,
 /// so that values stay finite: gathered parts are copies of its own part, reductions return its own part.
-/// Takes meta tensors, too.
-BackendPtr make_fake_group(int rank, int size);
+/// Takes meta tensors, too. `has_batches`: takes several calls at once, as NCCL does.
+BackendPtr make_fake_group(int rank, int size, bool has_batches = false);
 
 /// The calls that the ranks' main threads wait in, of all groups, in a store that all ranks read. One per
 /// World. Ranks write to it only after a while, so it costs nothing when calls agree.

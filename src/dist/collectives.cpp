@@ -529,6 +529,51 @@ Work Group::receive(const std::vector<at::Tensor>& tensors, int peer, Label labe
                       [peer](auto& backend, auto& one) { backend.recv(one, peer, /*tag=*/0); });
 }
 
+template <class Start>
+Work Group::launch_all(CollectiveOp op, const std::vector<at::Tensor>& outs,
+                       const std::vector<at::Tensor>& ins, Label label, Start start) {
+  TITAN_CHECK(!outs.empty() && outs.size() == ins.size() && (size() == 1 || has_batches(outs[0].device())),
+              name_of(op), " of ", outs.size(), " and ", ins.size(), " tensors in one call in group '", name_,
+              "', ", closed_ ? "which was closed when a call failed" : "whose backend is " + backend_name());
+  const bool gathers = op == CollectiveOp::AllGather;
+  CallRecord call = record_of(op, outs[0], ins[0], label);
+  call.bytes = 0;
+  int64_t received = 0, sent = 0;
+  for (size_t i = 0; i < outs.size(); ++i) {
+    check_call(*this, name_of(op), outs[i], ins[i], gathers ? Ratio{.out = size()} : Ratio{.in = size()});
+    if (i > 0) bump_version(outs[i]);  // launch() raises the first one's
+    call.bytes += static_cast<int64_t>(std::max(outs[i].nbytes(), ins[i].nbytes()));
+    received += outs[i].numel();
+    sent += ins[i].numel();
+  }
+  if (size() == 1) {
+    for (size_t i = 0; i < outs.size(); ++i) copy_into(outs[i], ins[i]);
+    return {};
+  }
+  call.out.set({received});
+  call.in.set({sent});
+  Work work = launch(call, outs[0], ins[0], [&](auto& backend, auto&, auto&) {
+    std::vector<at::Tensor> to = outs, from = ins;
+    return start(backend, to, from);
+  });
+  for (const auto* others : {&outs, &ins})
+    work.state_->others.insert(work.state_->others.end(), others->begin() + 1, others->end());
+  return work;
+}
+
+Work Group::all_gather(const std::vector<at::Tensor>& outs, const std::vector<at::Tensor>& ins, Label label) {
+  return launch_all(CollectiveOp::AllGather, outs, ins, label, [](auto& backend, auto& to, auto& from) {
+    return backend.allgather_into_tensor_coalesced(to, from);
+  });
+}
+
+Work Group::reduce_scatter(const std::vector<at::Tensor>& outs, const std::vector<at::Tensor>& ins,
+                           Label label) {
+  return launch_all(CollectiveOp::ReduceScatter, outs, ins, label, [](auto& backend, auto& to, auto& from) {
+    return backend.reduce_scatter_tensor_coalesced(to, from);
+  });
+}
+
 Work Group::barrier(Label label) {
   TITAN_CHECK(contains_me(), "barrier in group '", name_, "', but this rank isn't a member of it");
   if (size() == 1) return {};

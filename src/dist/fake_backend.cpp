@@ -20,7 +20,7 @@ WorkPtr done() { return c10::make_intrusive<DoneWork>(); }
 
 class FakeBackend final : public c10d::Backend {
  public:
-  FakeBackend(int rank, int size) : Backend(rank, size) {}
+  FakeBackend(int rank, int size, bool has_batches) : Backend(rank, size), has_batches_(has_batches) {}
 
   const std::string getBackendName() const override { return "fake"; }
   void setTimeout(std::chrono::milliseconds) override {}
@@ -31,6 +31,19 @@ class FakeBackend final : public c10d::Backend {
   }
   WorkPtr _reduce_scatter_base(at::Tensor& out, at::Tensor& in, const c10d::ReduceScatterOptions&) override {
     out.view(-1).copy_(in.view({getSize(), out.numel()}).select(0, getRank()));
+    return done();
+  }
+  bool supportsCoalescing() const override { return has_batches_; }
+  void startCoalescing() override {}
+  WorkPtr endCoalescing() override { return done(); }
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outs, Tensors& ins,
+                                          const c10d::AllgatherOptions& options) override {
+    for (size_t i = 0; i < outs.size(); ++i) _allgather_base(outs[i], ins[i], options);
+    return done();
+  }
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outs, Tensors& ins,
+                                          const c10d::ReduceScatterOptions& options) override {
+    for (size_t i = 0; i < outs.size(); ++i) _reduce_scatter_base(outs[i], ins[i], options);
     return done();
   }
   WorkPtr alltoall_base(at::Tensor& out, at::Tensor& in, std::vector<int64_t>&, std::vector<int64_t>&,
@@ -46,10 +59,15 @@ class FakeBackend final : public c10d::Backend {
   WorkPtr broadcast(Tensors&, const c10d::BroadcastOptions&) override { return done(); }
   WorkPtr send(Tensors&, int, int) override { return done(); }
   WorkPtr barrier(const c10d::BarrierOptions&) override { return done(); }
+
+ private:
+  bool has_batches_;
 };
 
 }  // namespace
 
-BackendPtr make_fake_group(int rank, int size) { return c10::make_intrusive<FakeBackend>(rank, size); }
+BackendPtr make_fake_group(int rank, int size, bool has_batches) {
+  return c10::make_intrusive<FakeBackend>(rank, size, has_batches);
+}
 
 }  // namespace titan::dist

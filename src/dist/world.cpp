@@ -53,7 +53,7 @@ std::unique_ptr<GroupBackends> World::Impl::make_backends(const std::vector<int>
   if (size == 1) return nullptr;
   auto backends = std::make_unique<GroupBackends>();
   if (backend == "fake") {
-    backends->main = make_fake_group(rank, size);
+    backends->main = make_fake_group(rank, size, /*has_batches=*/device.is_cuda());
     return backends;
   }
   const GroupSpec sockets = spec_of(name, key, "gloo", rank, size),

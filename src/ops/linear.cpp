@@ -2,6 +2,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/addmm.h>
 #include <ATen/ops/mm.h>
 
 #include "ops/cpu_features.h"
@@ -86,10 +87,28 @@ class PlainProducts : public Products {
     if (same_dtype && !uses_onednn(grad_NO.t(), x_NI.t(), onednn_grad_weight_)) {
       out_OI.addmm_(grad_NO.t(), x_NI);
     } else if (!same_dtype && grad_NO.is_cuda() && out_OI.scalar_type() == at::kFloat) {
-      out_OI.add_(at::mm(grad_NO.t(), x_NI, at::kFloat));
+      at::Tensor out = out_OI;
+      at::addmm_out(out, out_OI, grad_NO.t(), x_NI,
+                    at::kFloat);  // in place: LibTorch copies only other tensors
     } else {
       out_OI.add_(grad_weight(grad_NO, x_NI));
     }
+  }
+  // On CPUs a gradient in 16 bits is rounded before it is added, as PyTorch's is.
+  bool put_grad_weight(const at::Tensor& out_OI, const Operand& grad, const Operand& x,
+                       bool adds) const override {
+    const at::Tensor &grad_NO = grad.values, &x_NI = x.values;
+    const bool same_dtype = out_OI.scalar_type() == grad_NO.scalar_type();
+    if (!grad_NO.is_cuda() || !(same_dtype || out_OI.scalar_type() == at::kFloat)) return false;
+    at::Tensor out = out_OI;
+    if (adds) {
+      add_grad_weight(out_OI, grad, x);
+    } else if (same_dtype) {
+      at::mm_out(out, grad_NO.t(), x_NI);
+    } else {
+      at::mm_out(out, grad_NO.t(), x_NI, at::kFloat);
+    }
+    return true;
   }
 
  private:
@@ -127,6 +146,12 @@ void describe(config::Table<OpsSettings>& table) {
       "cpu_matmul", &OpsSettings::cpu_matmul,
       "library of fp32 products on CPUs; \"auto\" chooses by processor, so that reruns stay bit-equal",
       config::one_of({"auto", "mkl", "onednn"}));
+  table.field(
+      "kernels", &OpsSettings::kernels,
+      "\"reference\" computes norms, rotary positions, SwiGLU, attention, the loss and Float8's casts by "
+      "LibTorch's operations in place of LibTitan's kernels: slower, to find out whether a kernel is at "
+      "fault",
+      config::one_of({"auto", "reference"}));
 }
 
 CpuMatmul OpsSettings::cpu_matmul_policy() const {

@@ -80,13 +80,22 @@ struct ChunkLoop {
   bool with_grad() const { return grad_hidden_ND.defined() || !grad_weight.empty(); }
   int64_t padded_rows() const { return padded_chunk_length(part().size, part().parts->count()); }
 
+  // On a GPU, every chunk reads and writes the weight's gradient, so that small ones would move mostly that. Where no
+  // kernel takes the logits, chunks stay small, because LibTorch's operations make several wide copies of one.
+  int64_t fewest_rows(int64_t row_bytes) const {
+    const bool has_kernel = row_bytes % 16 == 0 && hidden_ND.scalar_type() != at::kDouble &&
+                            hidden_ND.scalar_type() != at::kHalf && !(part().parts && part().gather_logits);
+    return hidden_ND.is_cuda() && has_kernel ? 2048 : 1;
+  }
+
   // All ranks of a split vocabulary cut the same chunks.
   void run() {
     const int64_t columns = !part().parts          ? weight_VD.size(0)
                             : part().gather_logits ? part().size
                                                    : padded_rows();
     const int64_t row_bytes = columns * static_cast<int64_t>(hidden_ND.element_size());
-    const int64_t rows = std::max<int64_t>(1, options.chunk_bytes / std::max<int64_t>(row_bytes, 1));
+    const int64_t rows =
+        std::max(fewest_rows(row_bytes), options.chunk_bytes / std::max<int64_t>(row_bytes, 1));
     const int64_t count = hidden_ND.size(0);
     loss_sum = at::zeros({}, hidden_ND.options().dtype(at::kDouble));
     for (int64_t first = 0; first < count; first += rows) run_chunk(first, std::min(rows, count - first));

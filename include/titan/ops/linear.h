@@ -109,6 +109,12 @@ class Products {
   virtual void add_grad_weight(const at::Tensor& out_OI, const Operand& grad_NO, const Operand& x_NI) const {
     out_OI.add_(grad_weight(grad_NO, x_NI));
   }
+  /// out = g^T x, or with `adds` out += g^T x, by a product that writes to `out` itself. Returns false and does nothing
+  /// if there is none.
+  virtual bool put_grad_weight(const at::Tensor& /*out_OI*/, const Operand& /*grad_NO*/,
+                               const Operand& /*x_NI*/, bool /*adds*/) const {
+    return false;
+  }
 
   /// x with the scale that all its casts share, if they share one, as it must be known before the first
   /// product. `trains`: true in a training step even if this layer is frozen, false in validation.
@@ -151,6 +157,7 @@ SharedProducts default_products(CpuMatmul policy = CpuMatmul::Auto);
 /// [ops]: the choice of kernels.
 struct OpsSettings {
   std::string cpu_matmul = "auto";  ///< "auto", "mkl", "onednn"
+  std::string kernels = "auto";     ///< "auto", "reference"
 
   CpuMatmul cpu_matmul_policy() const;
 };

@@ -7,6 +7,7 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/split_with_sizes_copy.h>
 #include <torch/csrc/autograd/variable.h>
@@ -118,23 +119,21 @@ void ParamGroup::refresh_float8_scales(const dist::Stream& reader) {
   }
 }
 
-// Builds this rank's part when parameters are sent in different dtypes.
-at::Tensor ParamGroup::encode_part(const at::Tensor& place) const {
+// Casts this rank's chunks to the dtypes that they are sent in. `places`: where each slot's chunk goes.
+void ParamGroup::encode_chunks(const std::vector<at::Tensor>& places) const {
   for (size_t i = 0; i < params_.size(); ++i) {
     const Slot& slot = layout_.slots()[i];
     if (slot.chunk_numel() == 0) continue;
     const at::Tensor from = flat_shard_.narrow(0, slot.offset, slot.chunk_numel());
-    const at::Tensor to = place.narrow(0, wire_.offset(i), wire_.chunk(i));
     const int64_t narrow = float8_.find(i);
     if (narrow < 0) {
-      to.view(param_dtype_).copy_(from);
+      places[i].view(param_dtype_).copy_(from);
     } else {
       const at::Tensor data =
           float8::cast(from.unsqueeze(0), float8_.scales[narrow], float8_.how.dtype, /*transposed=*/false);
-      to.copy_(data.view(at::kByte).view(-1));
+      places[i].copy_(data.view(at::kByte).view(-1));
     }
   }
-  return place;
 }
 
 ops::Operand ParamGroup::float8_weight(size_t slot) const {
@@ -191,16 +190,56 @@ void ParamGroup::start_gather() {
   const int64_t numel = wire_.part() * layout_.num_ranks();
   const int64_t part = numel / gathering_parts_;
   if (!kept_part_.defined()) refresh_float8_scales(compute);
+  if (gathers_in_place()) return start_gather_in_place();
   packed_ = context_->pool.acquire(numel, wire_.dtype(), context_->gather_stream);
   const at::Tensor mine = part_for_gather(packed_.narrow(0, group ? group->rank() * part : 0, part));
   gather_work_ = group ? group->all_gather(packed_, mine, {"fsdp::all_gather", name_}) : dist::Work();
   state_ = State::Gathering;
 }
 
+// A backend that takes several calls at once gathers each parameter to its place: nothing is copied afterwards.
+bool ParamGroup::gathers_in_place() const {
+  return gather_group_ && !kept_part_.defined() && !options_.cpu_offload &&
+         gather_group_->has_batches(device_);
+}
+
+void ParamGroup::start_gather_in_place() {
+  at::Tensor full =
+      context_->pool.acquire(wire_.part() * layout_.num_ranks(), wire_.dtype(), context_->gather_stream);
+  std::vector<at::Tensor> wholes, places, chunks;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const int64_t chunk = wire_.chunk(i);
+    wholes.push_back(full.narrow(0, wire_.offset(i) * layout_.num_ranks(), chunk * layout_.num_ranks()));
+    places.push_back(wholes[i].narrow(0, gather_group_->rank() * chunk, chunk));
+    chunks.push_back(flat_shard_.narrow(0, layout_.slots()[i].offset, layout_.slots()[i].chunk_numel()));
+  }
+  if (!float8_.empty()) {
+    encode_chunks(places);
+  } else if (dtype_ != param_dtype_) {
+    at::_foreach_copy_(places, chunks);
+  }
+  const bool sends_shards = float8_.empty() && dtype_ == param_dtype_;
+  std::vector<at::Tensor> to, from;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (wholes[i].numel() == 0) continue;
+    to.push_back(wholes[i]);
+    from.push_back(sends_shards ? chunks[i] : places[i]);
+  }
+  if (!to.empty()) gather_work_ = gather_group_->all_gather(to, from, {"fsdp::all_gather", name_});
+  full_ = std::move(full);
+  state_ = State::Gathering;
+}
+
 // This rank's part, on the device and in the dtype that is sent. `place` is its place in the gathered buffer.
 at::Tensor ParamGroup::part_for_gather(const at::Tensor& place) {
   if (kept_part_.defined()) return kept_part_;
-  if (!float8_.empty()) return encode_part(place);
+  if (!float8_.empty()) {
+    std::vector<at::Tensor> places;
+    for (size_t i = 0; i < params_.size(); ++i)
+      places.push_back(place.narrow(0, wire_.offset(i), wire_.chunk(i)));
+    encode_chunks(places);
+    return place;
+  }
   if (!options_.cpu_offload) return dtype_ == param_dtype_ ? flat_shard_ : place.copy_(flat_shard_);
   if (dtype_ == param_dtype_) return place.copy_(flat_shard_, /*non_blocking=*/true);
   // Cast on the device: a copy that also casts would cast on the host and block.
@@ -219,7 +258,7 @@ void ParamGroup::wait_for_gather() {
 void ParamGroup::cancel_unshard() {
   if (state_ != State::Gathering) return;
   wait_for_gather();
-  context_->pool.release(std::exchange(packed_, {}), context_->gather_stream);
+  context_->pool.release(std::exchange(packed_.defined() ? packed_ : full_, {}), context_->gather_stream);
   state_ = State::Sharded;
 }
 
@@ -231,9 +270,9 @@ void ParamGroup::finish_unshard() {
     const dist::PeerWait waiting;
     compute_stream().wait(context_->gather_stream);
   }
-  if (layout_.num_ranks() == 1) {  // the part is the whole
+  if (packed_.defined() && layout_.num_ranks() == 1) {  // the part is the whole
     full_ = std::exchange(packed_, {});
-  } else {
+  } else if (packed_.defined()) {
     full_ = context_->pool.acquire(packed_.numel(), wire_.dtype(), compute_stream());
     unpack_gathered();
     context_->pool.release(std::exchange(packed_, {}), compute_stream());

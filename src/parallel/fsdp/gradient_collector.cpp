@@ -87,9 +87,23 @@ void GradientCollector::open_collected() {
   zero_padding();
 }
 
+// The slot's chunks of all ranks. The parameter comes first, then the padding of the last chunks.
+at::Tensor GradientCollector::place_by_parameter(size_t slot) const {
+  const Slot& place = layout_.slots()[slot];
+  return collected_.narrow(0, place.offset * layout_.num_ranks(), place.chunk_numel() * layout_.num_ranks());
+}
+
 // The padding is sent, too, so it must hold no NaN and no slow denormals.
 void GradientCollector::zero_padding() {
   if (!layout_.has_padding()) return;
+  if (by_parameter_) {
+    for (size_t i = 0; i < written_.size(); ++i) {
+      const at::Tensor place = place_by_parameter(i);
+      const int64_t used = layout_.slots()[i].rows() * layout_.slots()[i].row_numel;
+      if (used < place.numel()) place.narrow(0, used, place.numel() - used).zero_();
+    }
+    return;
+  }
   const int64_t stride = layout_.trainable_numel();
   const auto zero = [&](int64_t first_row, int64_t rows, int64_t column, int64_t columns) {
     if (rows <= 0 || columns <= 0) return;
@@ -112,16 +126,15 @@ void GradientCollector::zero_padding() {
   }
 }
 
-// `packed` is [N, S_trainable]. Each of its N rows has one chunk of the parameter's rows; the last chunk may
+// A packed tensor is [N, S_trainable]. Each of its N rows has one chunk of the parameter's rows; the last chunk may
 // be short.
-void GradientCollector::write(const at::Tensor& packed, const Slot& slot, const at::Tensor& grad,
+void GradientCollector::write(const at::Tensor& packed, size_t index, const at::Tensor& grad,
                               const at::Tensor& scale, bool first) const {
+  const Slot& slot = layout_.slots()[index];
   const int64_t stride = layout_.trainable_numel(), chunk = slot.chunk_numel();
   const int64_t whole_chunks = slot.chunk_rows == 0 ? 0 : slot.rows() / slot.chunk_rows;
   const at::Tensor source = grad.contiguous();
-  auto put = [&](at::IntArrayRef sizes, int64_t to, int64_t from) {
-    at::Tensor target = packed.as_strided(sizes, {stride, 1}, packed.storage_offset() + to);
-    const at::Tensor part = source.as_strided(sizes, {chunk, 1}, source.storage_offset() + from);
+  auto put_part = [&](at::Tensor target, const at::Tensor& part) {
     if (!scale.defined()) {
       first ? target.copy_(part) : target.add_(part);
     } else if (first) {
@@ -129,6 +142,11 @@ void GradientCollector::write(const at::Tensor& packed, const Slot& slot, const 
     } else {
       target.addcmul_(part, scale);
     }
+  };
+  if (by_parameter_) return put_part(place_by_parameter(index).narrow(0, 0, grad.numel()), source.view(-1));
+  auto put = [&](at::IntArrayRef sizes, int64_t to, int64_t from) {
+    put_part(packed.as_strided(sizes, {stride, 1}, packed.storage_offset() + to),
+             source.as_strided(sizes, {chunk, 1}, source.storage_offset() + from));
   };
   if (whole_chunks > 0) put({whole_chunks, chunk}, slot.offset, 0);
   const int64_t rest = slot.rows() * slot.row_numel - whole_chunks * chunk;
@@ -138,7 +156,8 @@ void GradientCollector::write(const at::Tensor& packed, const Slot& slot, const 
 bool GradientCollector::can_lend_place(size_t slot, at::ScalarType dtype) const {
   constexpr int few_ranks = 16;
   constexpr int64_t large_block = 1024;  // rows
-  if (layout_.num_ranks() > few_ranks && layout_.slots()[slot].chunk_rows < large_block) return false;
+  const bool in_blocks = !by_parameter_ && layout_.num_ranks() > few_ranks;
+  if (in_blocks && layout_.slots()[slot].chunk_rows < large_block) return false;
   if (!lent_.empty()) return false;
   if (local()) return config_.grad_dtype == dtype && !shards_[slot].grad().defined();
   return config_.reduce_dtype == dtype && !(collected_.defined() && written_[slot]);
@@ -155,6 +174,11 @@ std::vector<at::Tensor> GradientCollector::lend(size_t slot, at::ScalarType dtyp
     return {buffer.view(place.shape).zero_()};
   }
   local() ? make_flat_grad() : open_collected();
+  lent_slot_ = slot;
+  if (by_parameter_) {
+    const at::Tensor whole = place_by_parameter(slot).narrow(0, 0, place.rows() * place.row_numel);
+    return lent_ = {whole.view(place.shape).zero_()};
+  }
   const at::Tensor& packed = local() ? flat_grad_ : collected_;
   std::vector<int64_t> sizes = place.shape;
   int64_t offset = place.offset;
@@ -162,7 +186,6 @@ std::vector<at::Tensor> GradientCollector::lend(size_t slot, at::ScalarType dtyp
     sizes[0] = std::min(place.chunk_rows, place.rows() - row);
     lent_.push_back(part_of(packed, offset, sizes).zero_());
   }
-  lent_slot_ = slot;
   return lent_;
 }
 
@@ -199,22 +222,49 @@ void GradientCollector::move_loan() {
     if (block.use_count() > 1) block.set_data(copy(block));
 }
 
+// Whether the shard's gradient is in flat_grad_ already.
+bool GradientCollector::has_own_grad(size_t slot) const {
+  const at::Tensor& grad = shards_[slot].grad();
+  const bool ours = grad.is_same(grad_parts_[slot]);
+  TITAN_CHECK(
+      ours || !grad.defined(),
+      "the gradient of a sharded parameter was replaced by another tensor; zero it or set it to none");
+  return ours;
+}
+
+bool GradientCollector::put(size_t slot, const ops::WeightGrad& grad) {
+  if (!config_.device.is_cuda() || !(local() || by_parameter_)) return false;
+  at::NoGradGuard no_grad;
+  if (slot == lent_slot_) move_loan();
+  const auto put_in = [&](const at::Tensor& place, bool adds) {
+    return grad.products->put_grad_weight(place, grad.grad_output_NO, grad.input_NI, adds);
+  };
+  if (local()) {
+    make_flat_grad();
+    if (!put_in(grad_parts_[slot], has_own_grad(slot))) return false;
+    shards_[slot].mutable_grad() = grad_parts_[slot];
+    return true;
+  }
+  open_collected();
+  const Slot& layout = layout_.slots()[slot];
+  const at::Tensor whole = place_by_parameter(slot).narrow(0, 0, layout.rows() * layout.row_numel);
+  if (!put_in(whole.view(layout.shape), written_[slot])) return false;
+  written_[slot] = true;
+  return true;
+}
+
 void GradientCollector::add(size_t slot, const at::Tensor& grad, const at::Tensor& scale) {
   at::NoGradGuard no_grad;
   if (slot == lent_slot_) move_loan();
   if (local()) {
     make_flat_grad();
-    const at::Tensor& shard = shards_[slot];
-    const bool ours = shard.grad().is_same(grad_parts_[slot]);
-    TITAN_CHECK(
-        ours || !shard.grad().defined(),
-        "the gradient of a sharded parameter was replaced by another tensor; zero it or set it to none");
-    write(flat_grad_, layout_.slots()[slot], grad, scale, !ours);
-    if (!ours) shard.mutable_grad() = grad_parts_[slot];
+    const bool ours = has_own_grad(slot);
+    write(flat_grad_, slot, grad, scale, !ours);
+    if (!ours) shards_[slot].mutable_grad() = grad_parts_[slot];
     return;
   }
   open_collected();
-  write(collected_, layout_.slots()[slot], grad, scale, !written_[slot]);
+  write(collected_, slot, grad, scale, !written_[slot]);
   written_[slot] = true;
 }
 
@@ -222,12 +272,16 @@ void GradientCollector::add(size_t slot, const at::Tensor& grad, const at::Tenso
 void GradientCollector::zero_missing() {
   for (size_t i = 0; i < written_.size(); ++i) {
     if (written_[i]) continue;
+    written_[i] = true;
+    if (by_parameter_) {
+      place_by_parameter(i).zero_();
+      continue;
+    }
     const Slot& slot = layout_.slots()[i];
     collected_
         .as_strided({layout_.num_ranks(), slot.chunk_numel()}, {layout_.trainable_numel(), 1},
                     collected_.storage_offset() + slot.offset)
         .zero_();
-    written_[i] = true;
   }
 }
 
@@ -269,10 +323,32 @@ bool GradientCollector::start_reduce(bool last_micro_batch) {
       !config_.replicate_group && flat_grad_serves()
           ? flat_grad_
           : context_->pool.acquire(layout_.trainable_numel(), config_.reduce_dtype, context_->reduce_stream);
-  scattering_ = std::exchange(collected_, {});
-  work_ = config_.shard_group->reduce_scatter(reduced_, scattering_, {"fsdp::reduce_scatter", module_});
+  start_scatter();
   phase_ = Phase::Scattering;
   return true;
+}
+
+void GradientCollector::start_scatter() {
+  const dist::Label label{"fsdp::reduce_scatter", module_};
+  if (!by_parameter_) {
+    scattering_ = std::exchange(collected_, {});
+    work_ = config_.shard_group->reduce_scatter(reduced_, scattering_, label);
+    return;
+  }
+  std::vector<at::Tensor> to, from;
+  for (size_t i = 0; i < layout_.num_trainable(); ++i) {
+    const Slot& slot = layout_.slots()[i];
+    if (slot.chunk_numel() == 0) continue;
+    to.push_back(reduced_.narrow(0, slot.offset, slot.chunk_numel()));
+    from.push_back(place_by_parameter(i));
+    // No call writes what is between the slots, which later sums read.
+    const int64_t end = slot.offset + slot.chunk_numel();
+    const int64_t next =
+        i + 1 < layout_.num_trainable() ? layout_.slots()[i + 1].offset : layout_.trainable_numel();
+    if (end < next) reduced_.narrow(0, end, next - end).zero_();
+  }
+  work_ = config_.shard_group->reduce_scatter(to, from, label);
+  scattering_ = std::exchange(collected_, {});
 }
 
 void GradientCollector::release(at::Tensor& buffer) {

@@ -14,6 +14,7 @@
 #include "parallel/fsdp/shard_layout.h"
 #include "titan/dist/collectives.h"
 #include "titan/nn/hooks.h"
+#include "titan/ops/linear.h"
 #include "titan/parallel/fsdp.h"
 
 namespace titan::fsdp {
@@ -40,19 +41,20 @@ void fully_shard_beside_any_device(std::initializer_list<nn::AnyRef> modules, co
 // the shards' gradients.
 
 /// [Note: gradient path]
-/// collected [N, S_trainable] (reduce dtype)  --reduce-scatter over the shard axis-->  [S_trainable]
+/// collected [N * S_trainable] (reduce dtype)  --reduce-scatter over the shard axis-->  [S_trainable]
 ///   --all-reduce over the replicate axis, last micro-batch only-->
 ///   --all-reduce of summands over tensor-parallel ranks (norms' gradients with sequence parallelism)-->
 ///   += flat gradient [S_trainable] (the shards' dtype)
-/// With one rank on the shard axis nothing is scattered; with one rank in total the gradients are collected
+/// Over NCCL, `collected` has the parameters' whole gradients one after another, and one call scatters them all; else it
+/// is packed ([Note: FSDP tensors]). With one rank on the shard axis nothing is scattered; with one rank in total the gradients are collected
 /// in the flat gradient. If that is in host memory ([Note: host shards]), the last step is a copy, or a copy
 /// and a sum on the host.
 ///
 /// [Note: lent gradients]
 /// The loss head sums its weight's gradient in the forward, and only the backward adds it. So that a gradient
 /// of the vocabulary's size exists only once, the head sums in the gradient's place in the collected (or
-/// flat) gradient, which begins in the forward then. In `collected` the place is one block of rows for each
-/// rank of the shard axis. The place isn't lent where it holds a gradient already, where it has another dtype,
+/// flat) gradient, which begins in the forward then. In a packed `collected` the place is one block of rows for
+/// each rank of the shard axis. The place isn't lent where it holds a gradient already, where it has another dtype,
 /// while it is lent (GPipe runs all forwards first), and where many ranks make small blocks, whose products
 /// would be slow; then the head gets a buffer of the pool. If the place is needed before the loan ends, the
 /// lent values move to buffers of the pool.
@@ -77,11 +79,15 @@ class GradientCollector {
   void join(CommContext& context, const char* module) {
     context_ = &context;
     module_ = module;
+    by_parameter_ = config_.shard_group && config_.shard_group->has_batches(config_.device);
   }
   void leave();
 
   /// Adds grad * scale; `scale` is a scalar tensor, or undefined for 1.
   void add(size_t slot, const at::Tensor& grad, const at::Tensor& scale);
+  /// Adds a product that writes to the collected gradients itself. Returns false, and leaves the gradient to add(), if it
+  /// can't, if they aren't on a GPU, or where they are in blocks.
+  bool put(size_t slot, const ops::WeightGrad& grad);
   /// ops::GradSink's lend() and accept_lent() for a slot ([Note: lent gradients]).
   std::vector<at::Tensor> lend(size_t slot, at::ScalarType dtype);
   void add_lent(size_t slot, const std::vector<at::Tensor>& blocks, const at::Tensor& scale);
@@ -109,6 +115,8 @@ class GradientCollector {
     return config_.reduce_dtype == config_.grad_dtype && !config_.to_host && phase_ == Phase::Idle &&
            no_grad_yet();
   }
+  at::Tensor place_by_parameter(size_t slot) const;
+  bool has_own_grad(size_t slot) const;
   void make_flat_grad();
   bool no_grad_yet() const;
   bool all_grads_ours() const;
@@ -116,8 +124,9 @@ class GradientCollector {
   void set_grads();
   void open_collected();
   void zero_padding();
-  void write(const at::Tensor& packed, const Slot& slot, const at::Tensor& grad, const at::Tensor& scale,
+  void write(const at::Tensor& packed, size_t slot, const at::Tensor& grad, const at::Tensor& scale,
              bool first) const;
+  void start_scatter();
   void zero_missing();
   bool can_lend_place(size_t slot, at::ScalarType dtype) const;
   void move_loan();
@@ -131,11 +140,14 @@ class GradientCollector {
   Config config_;
   CommContext* context_ = nullptr;
   const char* module_ = "";
+  /// Whether collected_ has each parameter's gradient whole, for a reduce-scatter of its own: all of them are one call
+  /// where the backend takes several.
+  bool by_parameter_ = false;
 
   at::Tensor flat_grad_;                // [S_trainable], grad_dtype; made at the first backward, kept
   std::vector<at::Tensor> grad_parts_;  // each shard's part of flat_grad_
-  at::Tensor
-      collected_;  // [N * S_trainable], reduce_dtype; flat_grad_ itself where nothing is scattered or cast
+  // [N * S_trainable], reduce_dtype, packed, or by_parameter_; flat_grad_ itself where nothing is scattered or cast
+  at::Tensor collected_;
   std::vector<bool> written_;     // per slot: collected_ holds a gradient
   std::vector<at::Tensor> lent_;  // blocks of a slot's place, until they are taken back or moved
   size_t lent_slot_ = 0;

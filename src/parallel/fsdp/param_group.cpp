@@ -191,7 +191,7 @@ class GroupSink final : public ops::GradSink {
     const auto group = group_.lock();
     if (!group) return;
     if (DelayedGradients* later = group->delayed()) return later->add(group, slot_, std::move(grad));
-    group->take_grad(slot_, grad.compute(), {});
+    group->take_grad(slot_, grad);
   }
 
   std::weak_ptr<ParamGroup> group_;
@@ -345,6 +345,7 @@ void ParamGroup::join(CommContext& context, const std::string& name) {
   context.add_group(this);
   if (options_.cpu_offload) context.expect_host_shards();
   gradients_.join(context, name_);
+  takes_batches_ = gather_group_ && gather_group_->has_batches(device_);
 }
 
 DTensor ParamGroup::shard(size_t slot) const {
@@ -384,6 +385,14 @@ dist::StreamGuard ParamGroup::on_forward_stream(at::TensorList read) const {
 void ParamGroup::take_grad(size_t slot, const at::Tensor& grad, const at::Tensor& scale) {
   const dist::StreamGuard guard = on_forward_stream({grad, scale});
   gradients_.add(slot, grad, scale);
+}
+
+void ParamGroup::take_grad(size_t slot, const ops::WeightGrad& grad) {
+  {
+    const dist::StreamGuard guard = on_forward_stream({grad.grad_output_NO.values, grad.input_NI.values});
+    if (gradients_.put(slot, grad)) return;
+  }
+  take_grad(slot, grad.compute(), {});
 }
 
 void ParamGroup::take_lent_grad(size_t slot, const std::vector<at::Tensor>& blocks, const at::Tensor& scale) {

@@ -18,6 +18,7 @@
 #include "tensor/memory.h"
 #include "titan/dist/collectives.h"
 #include "titan/nn/hooks.h"
+#include "titan/ops/linear.h"
 #include "titan/parallel/fsdp.h"
 #include "titan/tensor/dtensor.h"
 
@@ -71,6 +72,9 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   /// Adds scale * grad to the gradient that this backward has collected for a slot. `grad` has the whole
   /// parameter's shape; `scale` is a scalar tensor, or undefined for 1.
   void take_grad(size_t slot, const at::Tensor& grad, const at::Tensor& scale);
+  /// The same for a product, which writes to the collected gradients itself if it can.
+  void take_grad(size_t slot, const ops::WeightGrad& grad);
+  void take_grad(size_t slot, const ops::DueGradient& grad) { take_grad(slot, grad.compute(), {}); }
   /// Lends memory for a slot's gradient, and takes it back with scale * its values added ([Note: lent
   /// gradients]).
   std::vector<at::Tensor> lend_grad(size_t slot, at::ScalarType dtype) {
@@ -132,7 +136,9 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   void bump_compute_versions();
   void start_gather();
   at::Tensor part_for_gather(const at::Tensor& place);
-  at::Tensor encode_part(const at::Tensor& place) const;
+  void encode_chunks(const std::vector<at::Tensor>& places) const;
+  bool gathers_in_place() const;
+  void start_gather_in_place();
   void refresh_float8_scales(const dist::Stream& reader);
   bool lacks_float8_scales() const;
   const ops::RankParts* ranks_of_parts() const;
@@ -166,10 +172,11 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   State state_ = State::Sharded;
   uint32_t gathered_version_ = 0;   // flat_shard_'s version when it was gathered last
   uint32_t announced_version_ = 0;  // flat_shard_'s version that the compute parameters' versions stand for
-  at::Tensor packed_;               // [parts, n]: result of the running gather
+  at::Tensor packed_;               // [parts, n]: result of the running gather, unless that is full_
   at::Tensor full_;                 // gathered memory of all compute parameters
   at::Tensor kept_part_;            // to_size: this rank's part between forward and backward
   int gathering_parts_ = 1;
+  bool takes_batches_ = false;  // whether gather_group_ takes several calls at once
   dist::Work gather_work_;
   dist::Stream forward_stream_;
   CommContext* context_ = nullptr;

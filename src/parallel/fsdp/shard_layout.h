@@ -6,7 +6,10 @@
 //   flat shard  [S]     this rank's chunks of all parameters in a row; the optimizer's memory
 //   shard (leaf)        one parameter's part of the flat shard, as titan::parameters() returns it
 //   full buffer [N*S]   the gathered parameters: p has the region [N*offset_p, N*(offset_p + chunk_p))
-//   packed      [N, S]  the data of a collective: row r is rank r's flat shard (or the gradient for it)
+//   packed      [N, S]  the data of a collective: row r is rank r's flat shard (or the gradient for it). Where the
+//                       backend takes several collectives in one call (NCCL), parameters have calls of their own, from
+//                       and to the full buffer, and nothing is packed, except with cpu_offload and for the second
+//                       gather of ReshardAfterForward::to_size
 // Each parameter is cut along dim 0 by torch.chunk's rule into chunks of ceil(rows/N) rows. A shorter chunk
 // is padded in the flat shard, so that S is the same on every rank. Trainable parameters come first:
 // gradients use the prefix S_trainable.

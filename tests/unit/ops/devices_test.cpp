@@ -1,7 +1,13 @@
 // Every operation gives the same results on a GPU as on the CPU, forward and backward.
 
+#include <dlfcn.h>
+
+#include <cmath>
+#include <limits>
+
 #include "dist/device_backend.h"
 #include "ops/attention.h"
+#include "ops/operators.h"
 #include "titan/ops/functional.h"
 #include "titan/ops/linear.h"
 #include "titan/ops/loss.h"
@@ -21,10 +27,29 @@ struct DeviceCase {
 
 void PrintTo(const DeviceCase& value, std::ostream* out) { *out << value.name; }
 
+// Depends on all statistics of a token.
+struct MixedLoss final : TokenLoss {
+  bool needs_mean() const override { return true; }
+  TokenLosses evaluate(const TokenStatistics& tokens) const override {
+    const at::Tensor one = at::ones_like(tokens.target);
+    return {tokens.log_sum_exp.square() - 0.5 * tokens.target - tokens.mean, 2 * tokens.log_sum_exp,
+            -0.5 * one, -one};
+  }
+};
+
 const std::vector<DeviceCase>& cases() {
   static const std::vector<DeviceCase> all = {
       {"rms_norm",
        {{4, 6, 32}, {32}},
+       {},
+       [](const Tensors& x, const Tensors&) { return rms_norm(x[0], x[1], 1e-5); }},
+      // More rows than thread blocks, whose sums of the weight's gradient are added.
+      {"rms_norm_of_many_rows",
+       {{300, 4096}, {4096}},
+       {},
+       [](const Tensors& x, const Tensors&) { return rms_norm(x[0], x[1], 1e-5); }},
+      {"rms_norm_of_odd_rows",
+       {{4, 33}, {33}},
        {},
        [](const Tensors& x, const Tensors&) { return rms_norm(x[0], x[1], 1e-5); }},
       {"rotary",
@@ -33,6 +58,24 @@ const std::vector<DeviceCase>& cases() {
        [](const Tensors& x, const Tensors&) {
          return rotary(x[0], at::linspace(-1, 1, 48, x[0].options().dtype(at::kFloat)).view({6, 8}));
        }},
+      {"rotary_at_positions",
+       {{2, 6, 3, 128}},
+       {{2, 6}},
+       [](const Tensors& x, const Tensors& positions) {
+         return rotary(x[0], at::linspace(-1, 1, 7 * 128, x[0].options().dtype(at::kFloat)).view({7, 128}),
+                       positions[0]);
+       }},
+      {"rotary_at_positions_of_all_rows",
+       {{2, 6, 3, 8}},
+       {{6}},
+       [](const Tensors& x, const Tensors& positions) {
+         return rotary(x[0], at::linspace(-1, 1, 7 * 8, x[0].options().dtype(at::kFloat)).view({7, 8}),
+                       positions[0]);
+       }},
+      {"swiglu_of_many_blocks",
+       {{100, 1024}, {100, 1024}},
+       {},
+       [](const Tensors& x, const Tensors&) { return swiglu(x[0], x[1]); }},
       {"swiglu", {{3, 40}, {3, 40}}, {}, [](const Tensors& x, const Tensors&) { return swiglu(x[0], x[1]); }},
       {"linear",
        {{5, 16}, {24, 16}, {24}},
@@ -64,6 +107,23 @@ const std::vector<DeviceCase>& cases() {
        [](const Tensors& x, const Tensors& indices) {
          return linear_cross_entropy(x[0], x[1], indices[0],
                                      {.global_valid_tokens = 60, .products = default_products()});
+       }},
+      {"linear_cross_entropy_with_ignored_labels",
+       {{3, 20, 12}, {4104, 12}},
+       {{3, 20}},
+       [](const Tensors& x, const Tensors& indices) {
+         const at::Tensor labels = indices[0].masked_fill(indices[0].eq(3), kIgnoredLabel);
+         return linear_cross_entropy(x[0] * 8, x[1], labels,
+                                     {.global_valid_tokens = 60, .products = default_products()});
+       }},
+      {"smoothed_cross_entropy",
+       {{3, 20, 12}, {64, 12}},
+       {{3, 20}},
+       [](const Tensors& x, const Tensors& indices) {
+         return linear_cross_entropy(x[0], x[1], indices[0],
+                                     {.global_valid_tokens = 60,
+                                      .products = default_products(),
+                                      .loss = std::make_shared<MixedLoss>()});
        }}};
   return all;
 }
@@ -108,6 +168,70 @@ INSTANTIATE_TEST_SUITE_P(Operations, OnGpu,
                            return std::string(std::get<0>(info.param).name) +
                                   c10::toString(std::get<1>(info.param));
                          });
+
+// Bytes that a kernel has read and written, each once: virtual GPUs count them in the run. At most 1.1 times the least possible,
+// its inputs and outputs.
+TEST(KernelsOnGpu, ReadAndWriteEveryByteOnce) {
+  if (!dist::open_cuda_plugin()) GTEST_SKIP() << "no GPU is visible";
+  const auto start = reinterpret_cast<void (*)()>(dlsym(RTLD_DEFAULT, "virtual_gpu_start_counting"));
+  const auto count = reinterpret_cast<uint64_t (*)(const char*, const char*, const char*)>(
+      dlsym(RTLD_DEFAULT, "virtual_gpu_count"));
+  if (!start) GTEST_SKIP() << "only virtual GPUs count bytes";
+  const auto bf16 = at::TensorOptions().device(at::kCUDA).dtype(at::kBFloat16);
+  const at::Tensor x = at::ones({4096, 512}, bf16), weight = at::ones({512}, bf16);
+  const at::Tensor table = at::ones({4096, 64}, bf16.dtype(at::kFloat));
+  at::Tensor logits = at::ones({256, 4096}, bf16);
+  const at::Tensor labels = at::ones({256}, bf16.dtype(at::kLong));
+
+  start();
+  const auto [y, rstd] =
+      find_operator<decltype(composite::rms_norm)>("titan::rms_norm").call(x, weight, 1e-5);
+  find_operator<decltype(composite::rms_norm_backward)>("titan::rms_norm_backward").call(y, x, weight, rstd);
+  const auto rotate = find_operator<decltype(composite::rotary)>("titan::rotary");
+  rotate.call(x.view({1, 4096, 8, 64}), table, std::nullopt, false);
+  find_operator<decltype(composite::swiglu)>("titan::swiglu").call(x, y);
+  find_operator<decltype(composite::swiglu_backward)>("titan::swiglu_backward").call(x, y, x);
+  find_operator<decltype(composite::cross_entropy_)>("titan::cross_entropy_").call(logits, labels, true);
+  const at::Tensor stats =
+      find_operator<decltype(composite::vocabulary_stats)>("titan::vocabulary_stats").call(logits, labels, 0);
+  find_operator<decltype(composite::vocabulary_grad_)>("titan::vocabulary_grad_")
+      .call(logits, labels, 0, stats[0], std::nullopt);
+
+  const auto bytes = [](const at::Tensor& t) { return static_cast<double>(t.nbytes()); };
+  struct Least {
+    const char* kernel;
+    double bytes;
+  };
+  for (const Least& least :
+       {Least{"rms_norm_kernel", 2 * bytes(x) + bytes(weight) + bytes(rstd)},
+        {"rms_norm_backward_kernel", 3 * bytes(x) + bytes(weight) + bytes(rstd)},
+        {"rotary_kernel", 2 * bytes(x) + bytes(table)},
+        {"swiglu_kernel", 3 * bytes(x)},
+        {"swiglu_backward_kernel", 4 * bytes(x)},
+        {"cross_entropy_kernel", 2 * bytes(logits) + bytes(labels)},
+        {"vocabulary_stats_kernel", bytes(logits) + bytes(labels) + bytes(stats)},
+        {"vocabulary_grad_kernel", 2 * bytes(logits) + bytes(labels) + bytes(stats[0])}}) {
+    const auto got = static_cast<double>(count("bytes_read", nullptr, least.kernel) +
+                                         count("bytes_written", nullptr, least.kernel));
+    EXPECT_GE(got, least.bytes) << least.kernel;
+    EXPECT_LE(got, 1.1 * least.bytes) << least.kernel;
+  }
+}
+
+TEST(KernelsOnGpu, NaNsInOnePackOfLogitsStayInTheLoss) {
+  if (!dist::open_cuda_plugin()) GTEST_SKIP() << "no GPU is visible";
+  at::Tensor logits = at::zeros({2, 4096}, at::TensorOptions().device(at::kCUDA).dtype(at::kBFloat16));
+  logits.select(0, 1).narrow(0, 64, 8).fill_(std::numeric_limits<float>::quiet_NaN());
+  const at::Tensor labels = at::ones({2}, logits.options().dtype(at::kLong));
+  const at::Tensor stats = find_operator<decltype(composite::vocabulary_stats)>("titan::vocabulary_stats")
+                               .call(logits, labels, 0)
+                               .cpu();
+  EXPECT_NEAR(stats[0][0].item<double>(), std::log(4096.0), 1e-5);
+  EXPECT_TRUE(std::isnan(stats[0][1].item<double>()));
+  const at::Tensor loss =
+      find_operator<decltype(composite::cross_entropy_)>("titan::cross_entropy_").call(logits, labels, true);
+  EXPECT_TRUE(std::isnan(loss.item<double>()));
+}
 
 // The cases themselves, also without a GPU: fp32 against float64 on the CPU.
 class InFp32 : public ::testing::TestWithParam<DeviceCase> {};

@@ -1,4 +1,4 @@
-// Compares the meta kernels that PyTorch implements in Python with the CPU's: sizes, dtypes and strides.
+// Which kernels run. The meta kernels that PyTorch implements in Python equal the CPU's: sizes, dtypes and strides.
 
 #include <gtest/gtest.h>
 #include <vector>
@@ -15,6 +15,10 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
+#include "ops/operators.h"
+#include "ops/reference_kernels.h"
+#include "titan/ops/functional.h"
+
 namespace titan::ops {
 namespace {
 
@@ -27,6 +31,17 @@ void expect_alike(const at::Tensor& meta, const at::Tensor& cpu) {
   EXPECT_EQ(meta.sizes(), cpu.sizes());
   EXPECT_EQ(meta.strides(), cpu.strides());
   EXPECT_EQ(meta.scalar_type(), cpu.scalar_type());
+}
+
+TEST(ReferenceKernels, AreTheCompositesWhileTheObjectLives) {
+  const at::Tensor x = at::randn({3, 40}), up = at::randn({3, 40});
+  const at::Tensor composite = composite::swiglu(x, up), kernel = swiglu(x, up);
+  ASSERT_FALSE(kernel.equal(composite)) << "the kernel's bits tell which one ran";
+  {
+    const ReferenceKernels reference;
+    EXPECT_TRUE(swiglu(x, up).equal(composite));
+  }
+  EXPECT_TRUE(swiglu(x, up).equal(kernel));
 }
 
 TEST(MetaKernels, EqualTheCpusForEmbeddings) {

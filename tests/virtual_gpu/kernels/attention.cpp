@@ -1,5 +1,7 @@
-// Operations that only CUDA has: its three attention kernels, all computed by the CPU's flash attention, and products of 16-bit
-// matrices with a 32-bit result.
+// Operations that only CUDA has: its three attention kernels, all computed by the CPU's flash attention, products of 16-bit
+// matrices with a 32-bit result, and the fused RMS norm.
+
+#include <limits>
 
 #include <ATen/ATen.h>
 #include <torch/library.h>
@@ -134,6 +136,18 @@ Tensor& multiply(const char* name, const Tensor& a, const Tensor& b, at::ScalarT
       });
   return out;
 }
+// out may be `sum`.
+Tensor& addmm_out(const Tensor& sum, const Tensor& a, const Tensor& b, at::ScalarType dtype,
+                  const at::Scalar& beta, const at::Scalar& alpha, Tensor& out) {
+  StandIns memory(StandIns::Kind::cpu);
+  run_on_device("aten::addmm.dtype", {sum, a, b}, {out},
+                [sum = memory.stand_in(sum), a = memory.stand_in(a), b = memory.stand_in(b),
+                 out = memory.stand_in(out), dtype, beta, alpha]() mutable {
+                  const at::AutoDispatchBelowADInplaceOrView below;
+                  out.copy_(at::addmm(sum.to(dtype), a.to(dtype), b.to(dtype), beta, alpha));
+                });
+  return out;
+}
 Tensor& mm_out(const Tensor& a, const Tensor& b, at::ScalarType dtype, Tensor& out) {
   return multiply("aten::mm.dtype", a, b, dtype, out);
 }
@@ -144,6 +158,47 @@ Tensor mm(const Tensor& a, const Tensor& b, at::ScalarType dtype) {
 Tensor bmm(const Tensor& a, const Tensor& b, at::ScalarType dtype) {
   Tensor out = at::empty({a.size(0), a.size(1), b.size(2)}, a.options().dtype(dtype));
   return multiply("aten::bmm.dtype", a, b, dtype, out);
+}
+
+// PyTorch's own models call it; LibTitan has a kernel of its own.
+std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, at::IntArrayRef shape, const OptionalTensor& weight,
+                                    optional<double> eps) {
+  std::vector<int64_t> row_sizes = x.sizes().vec();
+  for (size_t i = 0; i < shape.size(); ++i) row_sizes[row_sizes.size() - 1 - i] = 1;
+  Tensor y = at::empty_like(x), rstd = at::empty(row_sizes, x.options().dtype(at::kFloat));
+  StandIns memory(StandIns::Kind::cpu);
+  const auto cpu = [&](const Tensor& t) { return memory.stand_in(t); };
+  run_on_device("aten::_fused_rms_norm", {x, weight.value_or(Tensor())}, {y, rstd},
+                [x = cpu(x), w = weight ? cpu(*weight) : Tensor(), rows = row_sizes, eps, y = cpu(y),
+                 rstd = cpu(rstd)]() mutable {
+                  const at::AutoDispatchBelowADInplaceOrView below;
+                  const Tensor wide = x.to(at::kFloat).reshape({rstd.numel(), -1});
+                  const double epsilon = eps.value_or(std::numeric_limits<float>::epsilon());
+                  rstd.copy_(at::rsqrt(wide.square().mean(-1) + epsilon).view(rows));
+                  Tensor out = (wide * rstd.view({-1, 1})).view(x.sizes());
+                  y.copy_(w.defined() ? out * w : out);
+                });
+  return {y, rstd};
+}
+std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad, const Tensor& x, at::IntArrayRef shape,
+                                             const Tensor& rstd, const OptionalTensor& weight,
+                                             std::array<bool, 2>) {
+  const bool weighs = weight && weight->defined();
+  Tensor grad_x = at::empty_like(x), grad_weight = weighs ? at::empty_like(*weight) : Tensor();
+  StandIns memory(StandIns::Kind::cpu);
+  const auto cpu = [&](const Tensor& t) { return memory.stand_in(t); };
+  run_on_device(
+      "aten::_fused_rms_norm_backward", {grad, x, rstd, weight.value_or(Tensor())}, {grad_x, grad_weight},
+      [grad = cpu(grad), x = cpu(x), rstd = cpu(rstd), w = weighs ? cpu(*weight) : Tensor(),
+       size = c10::multiply_integers(shape), grad_x = cpu(grad_x), grad_weight = cpu(grad_weight)]() mutable {
+        const at::AutoDispatchBelowADInplaceOrView below;
+        const Tensor scale = rstd.view({-1, 1}), g = grad.to(at::kFloat).reshape({-1, size}),
+                     n = x.to(at::kFloat).reshape({-1, size}) * scale;
+        const Tensor h = w.defined() ? g * w.view(-1) : g;
+        grad_x.copy_((scale * (h - n * (h * n).mean(-1, true))).view(x.sizes()));
+        if (w.defined()) grad_weight.copy_((g * n).sum(0).view(w.sizes()));
+      });
+  return {grad_x, grad_weight};
 }
 
 }  // namespace
@@ -157,8 +212,11 @@ void install_cuda_only_kernels() {
   library->impl("_scaled_dot_product_cudnn_attention_backward", TORCH_FN(cudnn_backward));
   library->impl("_scaled_dot_product_efficient_attention", TORCH_FN(efficient));
   library->impl("_scaled_dot_product_efficient_attention_backward", TORCH_FN(efficient_backward));
+  library->impl("_fused_rms_norm", TORCH_FN(rms_norm));
+  library->impl("_fused_rms_norm_backward", TORCH_FN(rms_norm_backward));
   library->impl("mm.dtype", TORCH_FN(mm));
   library->impl("mm.dtype_out", TORCH_FN(mm_out));
+  library->impl("addmm.dtype_out", TORCH_FN(addmm_out));
   library->impl("bmm.dtype", TORCH_FN(bmm));
 }
 

@@ -26,7 +26,8 @@ Range range_of(const at::Tensor& t, bool is_written) {
 at::Tensor StandIns::stand_in(const at::Tensor& t) {
   if (!t.defined() || !t.is_cuda()) {
     if (!t.defined() || !t.device().is_cpu()) return t;
-    if (kind_ == Kind::meta && t.dim() > 0) return t.to(at::kMeta);
+    TORCH_CHECK(t.dim() == 0,
+                "Expected all tensors to be on the same device, but one is on the CPU: ", t.sizes());
     at::Tensor copy = t.clone();
     // Numbers promote types less than tensors do.
     copy.unsafeGetTensorImpl()->set_wrapped_number(t.unsafeGetTensorImpl()->is_wrapped_number());

@@ -417,7 +417,6 @@ struct Install {
     install_random_kernels();
     watch_host_accesses();
     if (counts()) watch_modules();
-    c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker(poison);
   }
 
   void install(const c10::OperatorName& name, c10::KernelFunction function) {
@@ -428,4 +427,10 @@ struct Install {
 [[maybe_unused]] const Install* const install = new Install;
 
 }  // namespace
+
+/// Called at the first allocation: LibTorch's allocator has its devices then.
+extern "C" void virtual_gpu_watch_allocator() {
+  c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker(poison);
+}
+
 }  // namespace virtual_gpu

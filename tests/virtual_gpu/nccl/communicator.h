@@ -14,12 +14,13 @@ namespace virtual_gpu {
 
 constexpr int max_ranks = 16;
 constexpr size_t slot_bytes = size_t{1} << 20;
-constexpr size_t mailbox_bytes = size_t{1} << 18;
+constexpr uint32_t num_steps = 8;  // as in NCCL: so many short messages are sent before one is received
+constexpr size_t step_bytes = size_t{1} << 15;
 
-/// One message from one rank to another, or a part of a long one.
+/// Messages from one rank to another, or parts of long ones.
 struct Mailbox {
-  std::atomic<uint32_t> is_full;
-  char data[mailbox_bytes];
+  std::atomic<uint32_t> num_sent, num_received;
+  char steps[num_steps][step_bytes];
 };
 
 /// Memory that the ranks of a communicator share: zeroed at first, and mapped by every process.

@@ -37,19 +37,24 @@ Turn turn_of(const CommunicatorPtr& c, cudaStream_t stream) {
   return {c, c->take_ticket()};
 }
 
-// Calls `visit(offset, bytes)` for each part, when all ranks' parts are in their slots.
+// Called for each part of a round, when all ranks' parts are in their slots.
 using Visit = std::function<void(size_t offset, size_t bytes)>;
-Task exchange(Turn turn, std::vector<const char*> sources, size_t bytes, std::vector<Visit> visits) {
+struct Round {
+  const char* source = nullptr;  ///< this rank's bytes; null if it has none
+  size_t bytes = 0;
+  Visit visit;  ///< may be empty
+};
+Task exchange(Turn turn, std::vector<Round> rounds) {
   Communicator& c = *turn.communicator;
   const uint64_t ticket = turn.ticket ? *turn.ticket : c.take_ticket();
   co_await until([&c, ticket] { return c.is_turn(ticket); });
-  for (size_t i = 0; i < sources.size(); ++i) {
-    for (size_t offset = 0; offset < bytes; offset += slot_bytes) {
-      const size_t part = std::min(slot_bytes, bytes - offset);
-      if (sources[i]) copy_bytes(c.shared().slots[c.rank()], sources[i] + offset, part);
+  for (const Round& round : rounds) {
+    for (size_t offset = 0; offset < round.bytes; offset += slot_bytes) {
+      const size_t part = std::min(slot_bytes, round.bytes - offset);
+      if (round.source) copy_bytes(c.shared().slots[c.rank()], round.source + offset, part);
       co_await until(c.arrive());
       if (c.is_aborted()) break;
-      if (visits[i]) visits[i](offset, part);
+      if (round.visit) round.visit(offset, part);
       co_await until(c.arrive());
       if (c.is_aborted()) break;
     }
@@ -58,18 +63,53 @@ Task exchange(Turn turn, std::vector<const char*> sources, size_t bytes, std::ve
   c.finish(ticket);
 }
 
-ncclResult_t submit_exchange(const CommunicatorPtr& c, cudaStream_t stream, Operation operation,
-                             std::vector<const char*> sources, size_t bytes, std::vector<Visit> visits) {
+thread_local int group_depth = 0;
+
+struct Collective {
+  CommunicatorPtr communicator;
+  cudaStream_t stream = nullptr;
+  Operation operation;
+  std::vector<Round> rounds;
+};
+thread_local std::vector<Collective> grouped_collectives;
+
+ncclResult_t submit_now(Collective collective) {
+  const auto& [c, stream, operation, rounds] = collective;
   if (c->is_aborted()) return ncclRemoteError;
   size_t largest = 0;
   for (const Range& range : operation.ranges) largest = std::max(largest, range.bytes);
   if (is_left_out(largest)) {
-    operation.begin = computation("", {}, [] {}).begin;
+    collective.operation.begin = computation("", {}, [] {}).begin;
   } else {
-    const Turn turn = turn_of(c, stream);
-    operation.begin = begin_task([=] { return exchange(turn, sources, bytes, visits); });
+    collective.operation.begin =
+        begin_task([turn = turn_of(c, stream), rounds = rounds] { return exchange(turn, rounds); });
   }
-  submit(stream, std::move(operation));
+  submit(stream, std::move(collective.operation));
+  return ncclSuccess;
+}
+
+// A group's collectives of one communicator and stream are one launch.
+ncclResult_t submit_grouped_collectives() {
+  std::vector<Collective> merged;
+  for (Collective& next : std::exchange(grouped_collectives, {})) {
+    if (merged.empty() || merged.back().communicator != next.communicator ||
+        merged.back().stream != next.stream) {
+      merged.push_back(std::move(next));
+      continue;
+    }
+    auto& ranges = merged.back().operation.ranges;
+    ranges.insert(ranges.end(), next.operation.ranges.begin(), next.operation.ranges.end());
+    merged.back().rounds.insert(merged.back().rounds.end(), next.rounds.begin(), next.rounds.end());
+  }
+  ncclResult_t result = ncclSuccess;
+  for (Collective& collective : merged)
+    if (result == ncclSuccess) result = submit_now(std::move(collective));
+  return result;
+}
+
+ncclResult_t submit_exchange(Collective collective) {
+  if (group_depth == 0) return submit_now(std::move(collective));
+  grouped_collectives.push_back(std::move(collective));
   return ncclSuccess;
 }
 
@@ -102,7 +142,6 @@ struct Transfer {
   }
 };
 
-thread_local int group_depth = 0;
 thread_local std::vector<Transfer> grouped;
 
 // Moves what can be moved now. Transfers with the same peer and direction follow one another.
@@ -117,13 +156,17 @@ bool move_parts(const std::vector<Transfer>& transfers, std::vector<size_t>& num
     if (std::ranges::find(busy, direction) != busy.end()) continue;
     busy.push_back(direction);
     Mailbox& mailbox = t.mailbox();
-    if (mailbox.is_full != (t.is_send ? 0u : 1u)) continue;
-    const size_t part = std::min(mailbox_bytes, t.bytes - num_moved[i]);
-    if (t.is_send)
-      std::memcpy(mailbox.data, t.data + num_moved[i], part);
-    else
-      std::memcpy(t.data + num_moved[i], mailbox.data, part);
-    mailbox.is_full = t.is_send ? 1 : 0;
+    const uint32_t in_transit = mailbox.num_sent - mailbox.num_received;
+    if (in_transit == (t.is_send ? num_steps : 0)) continue;
+    const size_t part = std::min(step_bytes, t.bytes - num_moved[i]);
+    char* data = t.data + num_moved[i];
+    if (t.is_send) {
+      std::memcpy(mailbox.steps[mailbox.num_sent % num_steps], data, part);
+      ++mailbox.num_sent;
+    } else {
+      std::memcpy(data, mailbox.steps[mailbox.num_received % num_steps], part);
+      ++mailbox.num_received;
+    }
     num_moved[i] += part;
   }
   return all_done;
@@ -156,6 +199,7 @@ void connect_strictly(const std::vector<Transfer>& transfers) {
 // One operation per communicator moves all its transfers, on the first one's stream; other streams wait for it.
 ncclResult_t submit_group() {
   std::vector<Transfer> waiting = std::exchange(grouped, {});
+  if (const ncclResult_t result = submit_grouped_collectives(); result != ncclSuccess) return result;
   if (is_strict()) connect_strictly(waiting);
   while (!waiting.empty()) {
     const CommunicatorPtr c = waiting.front().communicator;
@@ -379,9 +423,11 @@ ncclResult_t ncclAllReduce(const void* from, void* to, size_t count, ncclDataTyp
                            ncclComm_t handle, cudaStream_t stream) {
   const CommunicatorPtr& c = handle->communicator;
   const size_t bytes = count * bytes_of(type);
-  return submit_exchange(c, stream, {"ncclAllReduce", {{from, bytes, false}, {to, bytes, true}}, {}},
-                         {static_cast<const char*>(from)}, bytes,
-                         {reduce_into(c, static_cast<char*>(to), type, reduction_of(c, op))});
+  return submit_exchange({c,
+                          stream,
+                          {"ncclAllReduce", {{from, bytes, false}, {to, bytes, true}}, {}},
+                          {{static_cast<const char*>(from), bytes,
+                            reduce_into(c, static_cast<char*>(to), type, reduction_of(c, op))}}});
 }
 ncclResult_t ncclReduce(const void* from, void* to, size_t count, ncclDataType_t type, ncclRedOp_t op,
                         int root, ncclComm_t handle, cudaStream_t stream) {
@@ -392,7 +438,7 @@ ncclResult_t ncclReduce(const void* from, void* to, size_t count, ncclDataType_t
   if (is_root) operation.ranges.push_back({to, bytes, true});
   Visit visit;
   if (is_root) visit = reduce_into(c, static_cast<char*>(to), type, reduction_of(c, op));
-  return submit_exchange(c, stream, operation, {static_cast<const char*>(from)}, bytes, {visit});
+  return submit_exchange({c, stream, operation, {{static_cast<const char*>(from), bytes, visit}}});
 }
 ncclResult_t ncclBroadcast(const void* from, void* to, size_t count, ncclDataType_t type, int root,
                            ncclComm_t handle, cudaStream_t stream) {
@@ -403,8 +449,8 @@ ncclResult_t ncclBroadcast(const void* from, void* to, size_t count, ncclDataTyp
   const Visit take = [c, root, to](size_t offset, size_t part) {
     copy_bytes(static_cast<char*>(to) + offset, c->shared().slots[root], part);
   };
-  return submit_exchange(c, stream, operation, {c->rank() == root ? static_cast<const char*>(from) : nullptr},
-                         bytes, {take});
+  const char* source = c->rank() == root ? static_cast<const char*>(from) : nullptr;
+  return submit_exchange({c, stream, operation, {{source, bytes, take}}});
 }
 ncclResult_t ncclBcast(void* data, size_t count, ncclDataType_t type, int root, ncclComm_t handle,
                        cudaStream_t stream) {
@@ -420,24 +466,26 @@ ncclResult_t ncclAllGather(const void* from, void* to, size_t count, ncclDataTyp
                  part);
   };
   const size_t all_bytes = bytes * static_cast<size_t>(c->size());
-  return submit_exchange(c, stream, {"ncclAllGather", {{from, bytes, false}, {to, all_bytes, true}}, {}},
-                         {static_cast<const char*>(from)}, bytes, {take});
+  return submit_exchange({c,
+                          stream,
+                          {"ncclAllGather", {{from, bytes, false}, {to, all_bytes, true}}, {}},
+                          {{static_cast<const char*>(from), bytes, take}}});
 }
 ncclResult_t ncclReduceScatter(const void* from, void* to, size_t count, ncclDataType_t type, ncclRedOp_t op,
                                ncclComm_t handle, cudaStream_t stream) {
   const CommunicatorPtr& c = handle->communicator;
   const size_t bytes = count * bytes_of(type);
-  std::vector<const char*> sources;
-  std::vector<Visit> visits;
+  std::vector<Round> rounds;
   for (int rank = 0; rank < c->size(); ++rank) {
-    sources.push_back(static_cast<const char*>(from) + static_cast<size_t>(rank) * bytes);
-    Visit visit;
-    if (rank == c->rank()) visit = reduce_into(c, static_cast<char*>(to), type, reduction_of(c, op));
-    visits.push_back(std::move(visit));
+    Round round{static_cast<const char*>(from) + static_cast<size_t>(rank) * bytes, bytes, {}};
+    if (rank == c->rank()) round.visit = reduce_into(c, static_cast<char*>(to), type, reduction_of(c, op));
+    rounds.push_back(std::move(round));
   }
   const size_t all_bytes = bytes * static_cast<size_t>(c->size());
-  return submit_exchange(c, stream, {"ncclReduceScatter", {{from, all_bytes, false}, {to, bytes, true}}, {}},
-                         std::move(sources), bytes, std::move(visits));
+  return submit_exchange({c,
+                          stream,
+                          {"ncclReduceScatter", {{from, all_bytes, false}, {to, bytes, true}}, {}},
+                          std::move(rounds)});
 }
 ncclResult_t ncclSend(const void* data, size_t count, ncclDataType_t type, int peer, ncclComm_t handle,
                       cudaStream_t stream) {

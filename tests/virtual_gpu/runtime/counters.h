@@ -15,7 +15,7 @@ struct Count {
   uint64_t bytes = 0;          ///< allocated by these
 };
 
-/// Counts the operation's launch and ranges, and remembers where ranges that it adds belong. The state's mutex is held, here and below.
+/// Counts the operation's launch and ranges, and remembers where ranges that it adds belong.
 void count_operation(Operation& operation);
 void count_ranges(const Operation& operation, const std::vector<Range>& ranges);
 void count_host_wait(const std::string& call);

@@ -92,7 +92,7 @@ Physicals& physicals() {
 // unnamed file.
 CUresult memory_create(CUmemGenericAllocationHandle* handle, size_t bytes,
                        const CUmemAllocationProp* properties, unsigned long long) {
-  load_kernels();
+  begin_allocating();
   const int file = memfd_create("virtual_gpu", MFD_CLOEXEC);
   if (file < 0) return CUDA_ERROR_OUT_OF_MEMORY;
   Lock lock(state().mutex);

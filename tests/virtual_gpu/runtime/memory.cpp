@@ -132,6 +132,11 @@ cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t stream, 
   return cudaSuccess;
 }
 
+void*& kernels() {
+  static void* library = nullptr;
+  return library;
+}
+
 }  // namespace
 
 // The kernels replace LibTorch's own, so they are loaded after LibTorch's are registered and before the first one
@@ -143,10 +148,20 @@ void load_kernels() {
   std::call_once(once, [] {
     find_allocator();
     const char* path = std::getenv("VIRTUAL_GPU_KERNELS");
-    if (path && !dlopen(path, RTLD_NOW | RTLD_LOCAL))
-      not_supported(dlerror(), "VIRTUAL_GPU_KERNELS can't be loaded.");
+    if (!path) return;
+    kernels() = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    if (!kernels()) not_supported(dlerror(), "VIRTUAL_GPU_KERNELS can't be loaded.");
   });
   is_loading = false;
+}
+
+void begin_allocating() {
+  load_kernels();
+  static std::once_flag once;
+  std::call_once(once, [] {
+    if (!kernels()) return;
+    reinterpret_cast<void (*)()>(dlsym(kernels(), "virtual_gpu_watch_allocator"))();
+  });
 }
 
 bool take_memory(const char* call, int device, size_t bytes) {
@@ -208,7 +223,7 @@ using namespace virtual_gpu;
 extern "C" {
 
 cudaError_t cudaMalloc(void** address, size_t bytes) {
-  load_kernels();
+  begin_allocating();
   return allocate(address, bytes, false);
 }
 cudaError_t cudaFree(void* address) { return give_back(address, false); }

@@ -18,8 +18,10 @@ const Block* find_block(const void* address);
 void add_block(const void* address, Block block);
 void remove_block(const void* address);
 
-/// LibTorch's kernels are replaced before the first allocation.
+/// Replaces LibTorch's kernels.
 void load_kernels();
+/// Does that, and watches LibTorch's allocator from its first allocation on.
+void begin_allocating();
 /// Takes a part of the device's memory; false if there isn't as much left. The state's mutex is held.
 bool take_memory(const char* call, int device, size_t bytes);
 void return_memory(int device, size_t bytes);

@@ -1,5 +1,7 @@
 #include "runtime/stream.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -80,6 +82,7 @@ std::condition_variable& work_available() {
 }
 
 void schedule() {
+  pthread_setname_np(pthread_self(), "virtual_gpu");
   State& s = state();
   Lock lock(s.mutex);
   size_t first = 0;

@@ -4,6 +4,7 @@
 #include <array>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -103,15 +104,20 @@ class Accesses {
       Range open;
       for (const uintptr_t number : numbers) {
         const Page& page = *pages_[number];
-        for (size_t i = 0; i < page.bytes.size(); ++i) {
-          if ((is_written ? page.bytes[i].writer : page.bytes[i].reader) == 0) continue;
-          const uintptr_t at = (number << page_bits) + i;
+        const Visit Byte::*visit = is_written ? &Byte::writer : &Byte::reader;
+        for (size_t i = 0; i < page.bytes.size();) {
+          const size_t begin = i;
+          const bool is_accessed = page.bytes[i].*visit != 0;
+          while (++i < page.bytes.size() && (page.bytes[i].*visit != 0) == is_accessed) {
+          }
+          if (!is_accessed) continue;
+          const uintptr_t at = (number << page_bits) + begin;
           if (open.bytes > 0 && at == number_of(open.data) + open.bytes) {
-            ++open.bytes;
+            open.bytes += i - begin;
             continue;
           }
           if (open.bytes > 0) ranges.push_back(open);
-          open = {reinterpret_cast<const void*>(at), 1, is_written};
+          open = {reinterpret_cast<const void*>(at), i - begin, is_written};
         }
       }
       if (open.bytes > 0) ranges.push_back(open);
@@ -153,19 +159,28 @@ class Accesses {
     return is_of_earlier_block(before) || (stretch_of(before) == stretch_ && thread_of(before) != thread);
   }
 
+  // The bytes of an element have mostly been accessed together.
   void visit(std::span<Byte> bytes, uintptr_t at, Kind kind) {
+    const bool alike =
+        std::memcmp(&bytes.front(), &bytes.front() + 1, (bytes.size() - 1) * sizeof(Byte)) == 0;
+    if (!alike) {
+      for (Byte& b : bytes) visit(b, at, bytes.size(), kind);
+      return;
+    }
+    visit(bytes.front(), at, bytes.size(), kind);
+    std::ranges::fill(bytes.subspan(1), bytes.front());
+  }
+  void visit(Byte& b, uintptr_t at, size_t num_bytes, Kind kind) {
     const uint32_t thread = kind == Kind::atomic ? atomically : watched.thread;
     const Visit now = stretch_ << thread_bits | thread;
-    for (Byte& b : bytes) {
-      if (conflicts(b.writer, thread) || (kind != Kind::read && conflicts(b.reader, thread)))
-        report(kind, at, bytes.size(), conflicts(b.writer, thread));
-      // If several don't conflict with each other, the one stays that conflicts with more of the following accesses.
-      if (kind != Kind::write && !is_of_earlier_block(b.reader)) {
-        const bool is_second = stretch_of(b.reader) == stretch_ && thread_of(b.reader) != thread;
-        b.reader = is_second ? stretch_ << thread_bits | several_threads : now;
-      }
-      if (kind == Kind::write || (kind == Kind::atomic && !is_of_earlier_block(b.writer))) b.writer = now;
+    if (conflicts(b.writer, thread) || (kind != Kind::read && conflicts(b.reader, thread)))
+      report(kind, at, num_bytes, conflicts(b.writer, thread));
+    // If several don't conflict with each other, the one stays that conflicts with more of the following accesses.
+    if (kind != Kind::write && !is_of_earlier_block(b.reader)) {
+      const bool is_second = stretch_of(b.reader) == stretch_ && thread_of(b.reader) != thread;
+      b.reader = is_second ? stretch_ << thread_bits | several_threads : now;
     }
+    if (kind == Kind::write || (kind == Kind::atomic && !is_of_earlier_block(b.writer))) b.writer = now;
   }
 
   void print(const char* problem, Kind kind, uintptr_t at, size_t bytes) const {

@@ -72,6 +72,8 @@ T reduce(unsigned mask, T value, Combine combine) {
 #undef __shared__
 #define __shared__ [[gnu::section("simt_shared")]] static
 
+#undef __launch_bounds__
+#define __launch_bounds__(...)
 #define threadIdx (::virtual_gpu::simt::place.thread)
 #define blockIdx (::virtual_gpu::simt::place.block)
 #define blockDim (::virtual_gpu::simt::place.block_size)

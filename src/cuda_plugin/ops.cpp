@@ -1,0 +1,225 @@
+// titan::rms_norm and the other operations on a GPU: takes LibTorch's tensors and launches the kernels in ops_kernels.cu.
+// What the kernels don't take, such as float64, rows that aren't a multiple of 16 bytes long, or GPUs before compute
+// capability 8.0, runs as a composite of LibTorch's operations.
+
+#include "cuda_plugin/ops_kernels.h"
+
+#include <algorithm>
+
+#include <ATen/cuda/CUDAContextLight.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/sum.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/library.h>
+
+#include "ops/operators.h"
+#include "titan/ops/loss.h"
+
+namespace titan::ops {
+
+namespace {
+
+using at::Tensor;
+
+constexpr size_t kPackBytes = 16;
+
+const cudaDeviceProp& properties_of(const Tensor& x) {
+  return *at::cuda::getDeviceProperties(x.device().index());
+}
+
+bool begins_at_pack(const Tensor& x) {
+  return reinterpret_cast<uintptr_t>(x.const_data_ptr()) % kPackBytes == 0;
+}
+
+// Whether kernels take rows of this tensor.
+bool has_rows(const Tensor& x) {
+  const bool known = x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16;
+  return known && x.dim() > 0 && x.numel() > 0 && properties_of(x).major >= 8 &&
+         static_cast<size_t>(x.size(-1)) * x.element_size() % kPackBytes == 0;
+}
+
+int64_t row_bytes(const Tensor& x) { return x.size(-1) * static_cast<int64_t>(x.element_size()); }
+
+bool has_norm_rows(const Tensor& x, const Tensor& weight) {
+  return has_rows(x) && weight.scalar_type() == x.scalar_type() && row_bytes(x) <= cuda::kMaxNormBytes;
+}
+
+// Contiguous, and at a place where packs begin.
+Tensor packed(const Tensor& x) {
+  const Tensor rows = x.contiguous();
+  return begins_at_pack(rows) ? rows : rows.clone();
+}
+
+cuda::Source source_of(const Tensor& x) {
+  return x.scalar_type() == at::kFloat ? cuda::Source::Float : cuda::Source::BFloat16;
+}
+
+Tensor fp32_like(const Tensor& x, at::IntArrayRef sizes) {
+  return at::empty(sizes, x.options().dtype(at::kFloat));
+}
+
+cuda::NormRows norm_rows(const Tensor& x, const Tensor& weight) {
+  return {.x = x.const_data_ptr(),
+          .weight = weight.const_data_ptr(),
+          .source = source_of(x),
+          .rows = x.numel() / x.size(-1),
+          .size = x.size(-1)};
+}
+
+std::tuple<Tensor, Tensor> rms_norm_cuda(const Tensor& x, const Tensor& weight, double eps) {
+  if (!has_norm_rows(x, weight)) return composite::rms_norm(x, weight, eps);
+  const c10::cuda::CUDAGuard guard(x.device());
+  const Tensor from = packed(x), scales = packed(weight);
+  Tensor y = at::empty(x.sizes(), x.options());
+  Tensor rstd = fp32_like(x, x.sizes().slice(0, static_cast<size_t>(x.dim()) - 1));
+  cuda::launch_rms_norm(y.mutable_data_ptr(), rstd.mutable_data_ptr<float>(), norm_rows(from, scales),
+                        static_cast<float>(eps), c10::cuda::getCurrentCUDAStream());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  return {y, rstd};
+}
+
+// Each thread block sums the weight's gradient over some of the rows. Two blocks per multiprocessor write few sums beside
+// some thousands of rows.
+std::tuple<Tensor, Tensor> rms_norm_backward_cuda(const Tensor& grad, const Tensor& x, const Tensor& weight,
+                                                  const Tensor& rstd) {
+  if (!has_norm_rows(x, weight) || grad.scalar_type() != x.scalar_type())
+    return composite::rms_norm_backward(grad, x, weight, rstd);
+  const c10::cuda::CUDAGuard guard(x.device());
+  const Tensor g = packed(grad), from = packed(x), scales = packed(weight), r = rstd.contiguous();
+  const cuda::NormRows rows = norm_rows(from, scales);
+  const int64_t parts = std::min<int64_t>(rows.rows, 2 * properties_of(x).multiProcessorCount);
+  Tensor grad_x = at::empty(x.sizes(), x.options()), grad_weight = fp32_like(x, weight.sizes());
+  const Tensor sums = fp32_like(x, {parts, rows.size});
+  cuda::launch_rms_norm_backward({.grad_x = grad_x.mutable_data_ptr(),
+                                  .grad_weight = grad_weight.mutable_data_ptr<float>(),
+                                  .parts = sums.mutable_data_ptr<float>(),
+                                  .num_parts = parts},
+                                 g.const_data_ptr(), rows, r.const_data_ptr<float>(),
+                                 c10::cuda::getCurrentCUDAStream());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  return {grad_x, grad_weight};
+}
+
+Tensor rotary_cuda(const Tensor& x, const Tensor& table, const std::optional<Tensor>& positions,
+                   bool inverse) {
+  if (!has_rows(x) || row_bytes(x) > cuda::kMaxRotatedBytes)
+    return composite::rotary(x, table, positions, inverse);
+  const c10::cuda::CUDAGuard guard(x.device());
+  const Tensor from = packed(x), angles = packed(table.to(at::kFloat));
+  const Tensor places = positions ? positions->contiguous() : Tensor();
+  Tensor out = at::empty(x.sizes(), x.options());
+  cuda::launch_rotary(out.mutable_data_ptr(),
+                      {.x = from.const_data_ptr(),
+                       .source = source_of(x),
+                       .tokens = x.size(0) * x.size(1),
+                       .heads = x.size(2),
+                       .size = x.size(3),
+                       .table = angles.const_data_ptr<float>(),
+                       .table_rows = table.size(0),
+                       .positions = positions ? places.const_data_ptr<int64_t>() : nullptr,
+                       .num_positions = positions ? places.numel() : x.size(1),
+                       .inverse = inverse},
+                      c10::cuda::getCurrentCUDAStream());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  return out;
+}
+
+cuda::GateAndUp gate_and_up(const Tensor& gate, const Tensor& up) {
+  return {.gate = gate.const_data_ptr(),
+          .up = up.const_data_ptr(),
+          .source = source_of(gate),
+          .count = gate.numel()};
+}
+
+Tensor swiglu_cuda(const Tensor& gate, const Tensor& up) {
+  if (!has_rows(gate)) return composite::swiglu(gate, up);
+  const c10::cuda::CUDAGuard guard(gate.device());
+  const Tensor a = packed(gate), b = packed(up);
+  Tensor out = at::empty(gate.sizes(), gate.options());
+  cuda::launch_swiglu(out.mutable_data_ptr(), gate_and_up(a, b), c10::cuda::getCurrentCUDAStream());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  return out;
+}
+
+std::tuple<Tensor, Tensor> swiglu_backward_cuda(const Tensor& grad, const Tensor& gate, const Tensor& up) {
+  if (!has_rows(gate) || grad.scalar_type() != gate.scalar_type())
+    return composite::swiglu_backward(grad, gate, up);
+  const c10::cuda::CUDAGuard guard(gate.device());
+  const Tensor g = packed(grad), a = packed(gate), b = packed(up);
+  Tensor grad_gate = at::empty(gate.sizes(), gate.options()), grad_up = at::empty(up.sizes(), up.options());
+  cuda::launch_swiglu_backward(grad_gate.mutable_data_ptr(), grad_up.mutable_data_ptr(), g.const_data_ptr(),
+                               gate_and_up(a, b), c10::cuda::getCurrentCUDAStream());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  return {grad_gate, grad_up};
+}
+
+// Logits are written in place, so they must be where kernels take them.
+bool has_logit_rows(const Tensor& logits) {
+  return has_rows(logits) && logits.is_contiguous() && begins_at_pack(logits);
+}
+
+cuda::LogitRows logit_rows(const Tensor& logits, const Tensor& labels, int64_t first) {
+  return {.logits = const_cast<void*>(logits.const_data_ptr()),
+          .source = source_of(logits),
+          .labels = labels.const_data_ptr<int64_t>(),
+          .rows = logits.size(0),
+          .columns = logits.size(1),
+          .first = first,
+          .ignored_label = kIgnoredLabel};
+}
+
+Tensor cross_entropy_cuda(Tensor& logits, const Tensor& labels, bool with_grad) {
+  if (!has_logit_rows(logits)) return composite::cross_entropy_(logits, labels, with_grad);
+  const c10::cuda::CUDAGuard guard(logits.device());
+  const Tensor targets = labels.contiguous();
+  Tensor losses = at::empty({logits.size(0)}, logits.options().dtype(at::kDouble));
+  cuda::launch_cross_entropy(losses.mutable_data_ptr<double>(), logit_rows(logits, targets, 0), with_grad,
+                             properties_of(logits).multiProcessorCount, c10::cuda::getCurrentCUDAStream());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  return losses.sum();
+}
+
+Tensor vocabulary_stats_cuda(const Tensor& logits, const Tensor& labels, int64_t first) {
+  if (!has_logit_rows(logits)) return composite::vocabulary_stats(logits, labels, first);
+  const c10::cuda::CUDAGuard guard(logits.device());
+  const Tensor targets = labels.contiguous();
+  Tensor stats = at::empty({2, logits.size(0)}, logits.options().dtype(at::kDouble));
+  auto* out = stats.mutable_data_ptr<double>();
+  cuda::launch_vocabulary_stats(out, out + logits.size(0), logit_rows(logits, targets, first),
+                                c10::cuda::getCurrentCUDAStream());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  return stats;
+}
+
+void vocabulary_grad_cuda(Tensor& logits, const Tensor& labels, int64_t first, const Tensor& log_sum,
+                          const std::optional<Tensor>& factors) {
+  if (!has_logit_rows(logits)) return composite::vocabulary_grad_(logits, labels, first, log_sum, factors);
+  const c10::cuda::CUDAGuard guard(logits.device());
+  const Tensor targets = labels.contiguous(), sums = log_sum.contiguous(),
+               factors_3N = factors ? factors->contiguous() : Tensor();
+  const int64_t count = logits.size(0);
+  cuda::GradientFactors of_rows;
+  if (factors) {
+    const auto* data = factors_3N.const_data_ptr<double>();
+    of_rows = {.by_softmax = data, .by_target = data + count, .by_any = data + 2 * count};
+  }
+  cuda::launch_vocabulary_grad(logit_rows(logits, targets, first), sums.const_data_ptr<double>(), of_rows,
+                               c10::cuda::getCurrentCUDAStream());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+TORCH_LIBRARY_IMPL(titan, CUDA, m) {
+  m.impl("rms_norm", rms_norm_cuda);
+  m.impl("rms_norm_backward", rms_norm_backward_cuda);
+  m.impl("rotary", rotary_cuda);
+  m.impl("swiglu", swiglu_cuda);
+  m.impl("swiglu_backward", swiglu_backward_cuda);
+  m.impl("cross_entropy_", cross_entropy_cuda);
+  m.impl("vocabulary_stats", vocabulary_stats_cuda);
+  m.impl("vocabulary_grad_", vocabulary_grad_cuda);
+}
+
+}  // namespace
+}  // namespace titan::ops

@@ -1,0 +1,426 @@
+// So far these have run on virtual GPUs only (docs/verified_on.md). All are memory-bound: each reads and writes every byte once, 16 at a
+// time. Rows of logits, which are too long for registers, are read again for their gradient while the L2 cache has them.
+
+#include "cuda_plugin/ops_kernels.h"
+
+#include <cassert>
+#include <cfloat>
+#include <cmath>
+
+#include <algorithm>
+
+#include "cuda_plugin/launch.h"
+#include "cuda_plugin/pack.h"
+
+namespace titan::ops::cuda {
+
+namespace {
+
+using namespace titan::cuda;
+
+constexpr int kThreads = 256;
+constexpr int kMaxThreads = 1024;
+constexpr int64_t kMaxGrid = 0x7fffffff;
+
+// ---- sums of a thread block, the same in all its threads and in all runs
+
+template <class Combine>
+__device__ float over_warp(float value, Combine combine) {
+  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2)
+    value = combine(value, __shfl_xor_sync(kAllLanes, value, lanes));
+  return value;
+}
+
+template <class Combine>
+__device__ float over_block(float value, Combine combine) {
+  __shared__ float of_warps[kMaxThreads / kWarp];
+  value = over_warp(value, combine);
+  __syncthreads();  // all have read the values of the call before
+  if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = value;
+  __syncthreads();
+  value = of_warps[0];
+  for (unsigned warp = 1; warp < blockDim.x / kWarp; ++warp) value = combine(value, of_warps[warp]);
+  return value;
+}
+
+__device__ float sum_of_block(float value) {
+  return over_block(value, [](float a, float b) { return a + b; });
+}
+__device__ float largest_of_block(float value) {
+  return over_block(value, [](float a, float b) { return fmaxf(a, b); });
+}
+
+// ---- RMS norm
+
+// Packs of a row in one thread. The backward holds two tensors and the sums, for which 1,024 threads have too few registers.
+constexpr int kPacks = 2, kBackwardPacks = 4, kMaxBackwardThreads = 512;
+static_assert(kMaxNormBytes == kMaxThreads * kPacks * sizeof(Pack<float>));
+static_assert(kMaxNormBytes == kMaxBackwardThreads * kBackwardPacks * sizeof(Pack<float>));
+
+template <class T>
+__global__ void __launch_bounds__(kMaxThreads)
+    rms_norm_kernel(T* y, float* rstd, const T* x, const T* weight, int64_t rows, int size, float eps) {
+  const int packs = size / Pack<T>::kSize;
+  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    const auto* from = reinterpret_cast<const Pack<T>*>(x) + row * packs;
+    Pack<T> held[kPacks];
+    float squares = 0;
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) {
+      const int i = threadIdx.x + k * blockDim.x;
+      if (i >= packs) continue;
+      held[k] = from[i];
+      for (const T value : held[k].values) squares += widen(value) * widen(value);
+    }
+    const float scale = 1 / sqrtf(sum_of_block(squares) / static_cast<float>(size) + eps);
+    if (threadIdx.x == 0) rstd[row] = scale;
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) {
+      const int i = threadIdx.x + k * blockDim.x;
+      if (i >= packs) continue;
+      const Pack<T> factors = reinterpret_cast<const Pack<T>*>(weight)[i];
+      Pack<T> out;
+      for (int e = 0; e < Pack<T>::kSize; ++e)
+        out.values[e] = narrow<T>(widen(held[k].values[e]) * scale * widen(factors.values[e]));
+      reinterpret_cast<Pack<T>*>(y)[row * packs + i] = out;
+    }
+  }
+}
+
+// With n = x * rstd and h = grad * weight: grad_x = rstd * (h - n * mean(h * n)). Each block sums grad * n, the weight's gradient, over
+// its rows, in registers.
+template <class T>
+__global__ void __launch_bounds__(kMaxBackwardThreads)
+    rms_norm_backward_kernel(T* grad_x, float* parts, const T* grad, const T* x, const T* weight,
+                             const float* rstd, int64_t rows, int size) {
+  constexpr int kSize = Pack<T>::kSize;
+  const int packs = size / kSize;
+  float sums[kBackwardPacks * kSize] = {};
+  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    const float scale = rstd[row];
+    Pack<T> g[kBackwardPacks], n[kBackwardPacks];
+    float dot = 0;
+#pragma unroll
+    for (int k = 0; k < kBackwardPacks; ++k) {
+      const int i = threadIdx.x + k * blockDim.x;
+      if (i >= packs) continue;
+      g[k] = reinterpret_cast<const Pack<T>*>(grad)[row * packs + i];
+      n[k] = reinterpret_cast<const Pack<T>*>(x)[row * packs + i];
+      const Pack<T> factors = reinterpret_cast<const Pack<T>*>(weight)[i];
+      for (int e = 0; e < kSize; ++e) {
+        const float product = widen(g[k].values[e]) * (widen(n[k].values[e]) * scale);
+        sums[k * kSize + e] += product;
+        dot += product * widen(factors.values[e]);
+      }
+    }
+    const float mean = sum_of_block(dot) / static_cast<float>(size);
+#pragma unroll
+    for (int k = 0; k < kBackwardPacks; ++k) {
+      const int i = threadIdx.x + k * blockDim.x;
+      if (i >= packs) continue;
+      const Pack<T> factors = reinterpret_cast<const Pack<T>*>(weight)[i];
+      Pack<T> out;
+      for (int e = 0; e < kSize; ++e) {
+        const float h = widen(g[k].values[e]) * widen(factors.values[e]);
+        out.values[e] = narrow<T>((h - widen(n[k].values[e]) * scale * mean) * scale);
+      }
+      reinterpret_cast<Pack<T>*>(grad_x)[row * packs + i] = out;
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < kBackwardPacks; ++k) {
+    const int i = threadIdx.x + k * blockDim.x;
+    if (i >= packs) continue;
+    for (int e = 0; e < kSize; e += Pack<float>::kSize) {
+      Pack<float> out;
+      for (int j = 0; j < Pack<float>::kSize; ++j) out.values[j] = sums[k * kSize + e + j];
+      reinterpret_cast<Pack<float>*>(
+          parts)[(int64_t{blockIdx.x} * size + i * kSize + e) / Pack<float>::kSize] = out;
+    }
+  }
+}
+
+constexpr int kSumColumns = 32, kSumRows = 8;  // in a thread block
+__global__ void sum_of_rows_kernel(float* out, const float* x, int64_t rows, int64_t columns) {
+  __shared__ float sums[kSumRows][kSumColumns];
+  const int64_t column = int64_t{blockIdx.x} * kSumColumns + threadIdx.x;
+  float sum = 0;
+  if (column < columns)
+    for (int64_t row = threadIdx.y; row < rows; row += kSumRows) sum += x[row * columns + column];
+  sums[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y != 0 || column >= columns) return;
+  for (int i = 1; i < kSumRows; ++i) sum += sums[i][threadIdx.x];
+  out[column] = sum;
+}
+
+// ---- rotary positions
+
+// A thread has one pack of a head's features, reads their angles once, and turns the pack of every head.
+template <class T>
+__global__ void rotary_kernel(T* out, Rotation in) {
+  constexpr int kSize = Pack<T>::kSize;
+  const int lanes = in.size / kSize, lane = threadIdx.x % lanes;
+  for (int64_t token = blockIdx.x; token < in.tokens; token += gridDim.x) {
+    const int64_t place = token % in.num_positions;
+    const int64_t position = in.positions ? in.positions[place] : place;
+    assert(position >= 0 && position < in.table_rows);
+    float cos_sin[kSize];
+#pragma unroll
+    for (int e = 0; e < kSize; e += Pack<float>::kSize) {
+      const Pack<float> angles = reinterpret_cast<const Pack<float>*>(
+          in.table)[(position * in.size + lane * kSize + e) / Pack<float>::kSize];
+#pragma unroll
+      for (int j = 0; j < Pack<float>::kSize; j += 2) {
+        cos_sin[e + j] = angles.values[j];
+        cos_sin[e + j + 1] = in.inverse ? -angles.values[j + 1] : angles.values[j + 1];
+      }
+    }
+    for (int64_t head = threadIdx.x / lanes; head < in.heads; head += blockDim.x / lanes) {
+      const int64_t i = (token * in.heads + head) * lanes + lane;
+      Pack<T> pack = static_cast<const Pack<T>*>(in.x)[i];
+#pragma unroll
+      for (int e = 0; e < kSize; e += 2) {
+        const float even = widen(pack.values[e]), odd = widen(pack.values[e + 1]);
+        const float c = cos_sin[e], s = cos_sin[e + 1];
+        pack.values[e] = narrow<T>(even * c - odd * s);
+        pack.values[e + 1] = narrow<T>(even * s + odd * c);
+      }
+      reinterpret_cast<Pack<T>*>(out)[i] = pack;
+    }
+  }
+}
+
+// ---- SwiGLU
+
+__device__ float sigmoid(float x) { return 1 / (1 + expf(-x)); }
+
+template <class T>
+__global__ void swiglu_kernel(T* out, const T* gate, const T* up, int64_t packs) {
+  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < packs;
+       i += int64_t{gridDim.x} * kThreads) {
+    const Pack<T> a = reinterpret_cast<const Pack<T>*>(gate)[i], b = reinterpret_cast<const Pack<T>*>(up)[i];
+    Pack<T> y;
+    for (int e = 0; e < Pack<T>::kSize; ++e) {
+      const float x = widen(a.values[e]);
+      y.values[e] = narrow<T>(x * sigmoid(x) * widen(b.values[e]));
+    }
+    reinterpret_cast<Pack<T>*>(out)[i] = y;
+  }
+}
+
+template <class T>
+__global__ void swiglu_backward_kernel(T* grad_gate, T* grad_up, const T* grad, const T* gate, const T* up,
+                                       int64_t packs) {
+  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < packs;
+       i += int64_t{gridDim.x} * kThreads) {
+    const Pack<T> g = reinterpret_cast<const Pack<T>*>(grad)[i],
+                  a = reinterpret_cast<const Pack<T>*>(gate)[i], b = reinterpret_cast<const Pack<T>*>(up)[i];
+    Pack<T> by_gate, by_up;
+    for (int e = 0; e < Pack<T>::kSize; ++e) {
+      const float x = widen(a.values[e]), y = widen(g.values[e]), s = sigmoid(x);
+      by_gate.values[e] = narrow<T>(y * widen(b.values[e]) * s * (1 + x * (1 - s)));
+      by_up.values[e] = narrow<T>(y * x * s);
+    }
+    reinterpret_cast<Pack<T>*>(grad_gate)[i] = by_gate;
+    reinterpret_cast<Pack<T>*>(grad_up)[i] = by_up;
+  }
+}
+
+// ---- the loss: a thread block per row of logits
+
+constexpr int kMaxRowThreads = kMaxThreads;
+
+// log(sum(exp(x))) in one pass: a thread's sum is relative to the largest value that it has seen.
+template <class T>
+__device__ double log_sum_exp_of_row(const T* row, int64_t columns) {
+  float top = -FLT_MAX, sum = 0;
+  for (int64_t i = threadIdx.x; i < columns / Pack<T>::kSize; i += blockDim.x) {
+    const Pack<T> pack = reinterpret_cast<const Pack<T>*>(row)[i];
+    float largest = top;
+    for (const T value : pack.values) largest = fmaxf(largest, widen(value));
+    if (largest > top) sum *= expf(top - largest);
+    top = largest;
+    for (const T value : pack.values) sum += expf(widen(value) - top);
+  }
+  const float top_of_row = largest_of_block(top);
+  const float total = sum_of_block(sum * expf(top - top_of_row));
+  return double{top_of_row} + log(double{total});
+}
+
+struct RowFactors {
+  float by_softmax = 1, by_target = -1, by_any = 0;
+};
+
+/// target: the label's column, or a negative number if another part has it.
+template <class T>
+__device__ void write_gradient_of_row(T* row, int64_t columns, int64_t target, double log_sum,
+                                      RowFactors factors) {
+  constexpr int kSize = Pack<T>::kSize;
+  const auto shift = static_cast<float>(log_sum);
+  for (int64_t i = threadIdx.x; i < columns / kSize; i += blockDim.x) {
+    Pack<T> pack = reinterpret_cast<Pack<T>*>(row)[i];
+    for (int e = 0; e < kSize; ++e) {
+      const float at_label = i * kSize + e == target ? factors.by_target : 0;
+      pack.values[e] =
+          narrow<T>(expf(widen(pack.values[e]) - shift) * factors.by_softmax + factors.by_any + at_label);
+    }
+    reinterpret_cast<Pack<T>*>(row)[i] = pack;
+  }
+}
+
+template <class T>
+__device__ void write_zeros_to_row(T* row, int64_t columns) {
+  Pack<T> zeros;
+  for (T& value : zeros.values) value = narrow<T>(0);
+  for (int64_t i = threadIdx.x; i < columns / Pack<T>::kSize; i += blockDim.x)
+    reinterpret_cast<Pack<T>*>(row)[i] = zeros;
+}
+
+/// The column of a row's label; -1 if another part has it.
+__device__ int64_t target_of(const LogitRows& in, int64_t row) {
+  const int64_t column = in.labels[row] - in.first;
+  return column >= 0 && column < in.columns ? column : -1;
+}
+
+template <class T>
+__global__ void __launch_bounds__(kMaxRowThreads)
+    cross_entropy_kernel(double* losses, LogitRows in, bool with_grad) {
+  for (int64_t row = blockIdx.x; row < in.rows; row += gridDim.x) {
+    T* logits = static_cast<T*>(in.logits) + row * in.columns;
+    if (in.labels[row] == in.ignored_label) {
+      if (threadIdx.x == 0) losses[row] = 0;
+      if (with_grad) write_zeros_to_row(logits, in.columns);
+      continue;
+    }
+    const int64_t target = target_of(in, row);
+    assert(target >= 0);
+    const double target_logit = widen(logits[target]);
+    const double log_sum = log_sum_exp_of_row(logits, in.columns);  // its barriers come before the writes
+    if (threadIdx.x == 0) losses[row] = log_sum - target_logit;
+    if (with_grad) write_gradient_of_row(logits, in.columns, target, log_sum, {});
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kMaxRowThreads)
+    vocabulary_stats_kernel(double* log_sums, double* targets, LogitRows in) {
+  for (int64_t row = blockIdx.x; row < in.rows; row += gridDim.x) {
+    const T* logits = static_cast<const T*>(in.logits) + row * in.columns;
+    const double log_sum = log_sum_exp_of_row(logits, in.columns);
+    if (threadIdx.x != 0) continue;
+    const int64_t target = target_of(in, row);
+    log_sums[row] = log_sum;
+    targets[row] = target >= 0 ? double{widen(logits[target])} : 0;
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kMaxRowThreads)
+    vocabulary_grad_kernel(LogitRows in, const double* log_sums, GradientFactors factors) {
+  for (int64_t row = blockIdx.x; row < in.rows; row += gridDim.x) {
+    T* logits = static_cast<T*>(in.logits) + row * in.columns;
+    if (in.labels[row] == in.ignored_label) {
+      write_zeros_to_row(logits, in.columns);
+      continue;
+    }
+    RowFactors mine;
+    if (factors.by_softmax)
+      mine = {static_cast<float>(factors.by_softmax[row]), static_cast<float>(factors.by_target[row]),
+              static_cast<float>(factors.by_any[row])};
+    write_gradient_of_row(logits, in.columns, target_of(in, row), log_sums[row], mine);
+  }
+}
+
+// ---- sizes of launches
+
+dim3 grid_of(int64_t blocks) { return dim3(static_cast<unsigned>(std::clamp<int64_t>(blocks, 1, kMaxGrid))); }
+
+// Whole warps, because sums of a block take whole ones.
+dim3 threads_for_row(int64_t packs, int packs_per_thread) {
+  return dim3(static_cast<unsigned>(parts_of(packs, int64_t{packs_per_thread} * kWarp) * kWarp));
+}
+
+// So many that each thread has a few packs of a row.
+dim3 threads_for_logits(int64_t packs) {
+  constexpr int64_t packs_per_thread = 4;
+  return dim3(static_cast<unsigned>(
+      std::min<int64_t>(parts_of(packs, packs_per_thread * kWarp) * kWarp, kMaxRowThreads)));
+}
+
+}  // namespace
+
+void launch_rms_norm(void* y, float* rstd, const NormRows& in, float eps, cudaStream_t stream) {
+  with_source(in.source, [&]<class T>(T) {
+    launch_kernel(rms_norm_kernel<T>, grid_of(in.rows), threads_for_row(in.size / Pack<T>::kSize, kPacks),
+                  stream, static_cast<T*>(y), rstd, static_cast<const T*>(in.x),
+                  static_cast<const T*>(in.weight), in.rows, static_cast<int>(in.size), eps);
+  });
+}
+
+void launch_rms_norm_backward(const NormGradients& out, const void* grad, const NormRows& in,
+                              const float* rstd, cudaStream_t stream) {
+  with_source(in.source, [&]<class T>(T) {
+    launch_kernel(rms_norm_backward_kernel<T>, grid_of(out.num_parts),
+                  threads_for_row(in.size / Pack<T>::kSize, kBackwardPacks), stream,
+                  static_cast<T*>(out.grad_x), out.parts, static_cast<const T*>(grad),
+                  static_cast<const T*>(in.x), static_cast<const T*>(in.weight), rstd, in.rows,
+                  static_cast<int>(in.size));
+  });
+  launch_kernel(sum_of_rows_kernel, grid_of(parts_of(in.size, kSumColumns)), dim3(kSumColumns, kSumRows),
+                stream, out.grad_weight, out.parts, out.num_parts, in.size);
+}
+
+void launch_rotary(void* out, const Rotation& in, cudaStream_t stream) {
+  with_source(in.source, [&]<class T>(T) {
+    const int64_t lanes = in.size / Pack<T>::kSize;
+    launch_kernel(rotary_kernel<T>, grid_of(in.tokens), dim3(static_cast<unsigned>(kThreads / lanes * lanes)),
+                  stream, static_cast<T*>(out), in);
+  });
+}
+
+// So many packs that each thread has a few.
+constexpr int64_t kPacksPerBlock = kThreads * 4;
+
+void launch_swiglu(void* out, const GateAndUp& in, cudaStream_t stream) {
+  with_source(in.source, [&]<class T>(T) {
+    const int64_t packs = in.count / Pack<T>::kSize;
+    launch_kernel(swiglu_kernel<T>, grid_of(parts_of(packs, kPacksPerBlock)), dim3(kThreads), stream,
+                  static_cast<T*>(out), static_cast<const T*>(in.gate), static_cast<const T*>(in.up), packs);
+  });
+}
+
+void launch_swiglu_backward(void* grad_gate, void* grad_up, const void* grad, const GateAndUp& in,
+                            cudaStream_t stream) {
+  with_source(in.source, [&]<class T>(T) {
+    const int64_t packs = in.count / Pack<T>::kSize;
+    launch_kernel(swiglu_backward_kernel<T>, grid_of(parts_of(packs, kPacksPerBlock)), dim3(kThreads), stream,
+                  static_cast<T*>(grad_gate), static_cast<T*>(grad_up), static_cast<const T*>(grad),
+                  static_cast<const T*>(in.gate), static_cast<const T*>(in.up), packs);
+  });
+}
+
+void launch_cross_entropy(double* losses, const LogitRows& in, bool with_grad, int64_t max_blocks,
+                          cudaStream_t stream) {
+  with_source(in.source, [&]<class T>(T) {
+    launch_kernel(cross_entropy_kernel<T>, grid_of(std::min(in.rows, max_blocks)),
+                  threads_for_logits(in.columns / Pack<T>::kSize), stream, losses, in, with_grad);
+  });
+}
+
+void launch_vocabulary_stats(double* log_sums, double* targets, const LogitRows& in, cudaStream_t stream) {
+  with_source(in.source, [&]<class T>(T) {
+    launch_kernel(vocabulary_stats_kernel<T>, grid_of(in.rows),
+                  threads_for_logits(in.columns / Pack<T>::kSize), stream, log_sums, targets, in);
+  });
+}
+
+void launch_vocabulary_grad(const LogitRows& in, const double* log_sums, const GradientFactors& factors,
+                            cudaStream_t stream) {
+  with_source(in.source, [&]<class T>(T) {
+    launch_kernel(vocabulary_grad_kernel<T>, grid_of(in.rows),
+                  threads_for_logits(in.columns / Pack<T>::kSize), stream, in, log_sums, factors);
+  });
+}
+
+}  // namespace titan::ops::cuda

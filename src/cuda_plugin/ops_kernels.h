@@ -1,0 +1,92 @@
+#pragma once
+
+// The operations of src/ops/operators.cpp on a GPU: functions that launch the kernels in ops_kernels.cu, which doesn't
+// use LibTorch. They return at once; device memory must stay valid until the stream has run the kernel.
+//
+// Tensors are contiguous, begin at a multiple of 16 bytes, and a row is a multiple of 16 bytes long. Kernels compute
+// in fp32 and round once. None uses atomics, so two runs have equal bits.
+
+#include <cstdint>
+
+#include <cuda_runtime_api.h>
+
+#include "cuda_plugin/source.h"
+
+namespace titan::ops::cuda {
+
+using titan::cuda::Source;
+
+/// Rows x [rows, size] and a weight [size], all of one dtype. A row has at most kMaxNormBytes, because it is read once:
+/// the threads of a block hold it.
+constexpr int64_t kMaxNormBytes = 32768;
+struct NormRows {
+  const void *x = nullptr, *weight = nullptr;
+  Source source = Source::Float;
+  int64_t rows = 0, size = 0;
+};
+/// y: [rows, size], in x's dtype; rstd: fp32 [rows].
+void launch_rms_norm(void* y, float* rstd, const NormRows& in, float eps, cudaStream_t stream);
+
+/// grad_x: [rows, size], in x's dtype; grad_weight: fp32 [size]; parts: memory for fp32 [num_parts, size].
+struct NormGradients {
+  void* grad_x = nullptr;
+  float *grad_weight = nullptr, *parts = nullptr;
+  int64_t num_parts = 0;  ///< thread blocks that sum the weight's gradient over their rows
+};
+void launch_rms_norm_backward(const NormGradients& out, const void* grad, const NormRows& in,
+                              const float* rstd, cudaStream_t stream);
+
+/// x: [tokens, heads, size]; table: fp32 [table_rows, size] of (cos, sin). Token t is at position
+/// positions[t % num_positions], or without positions at t % num_positions. A position outside the table ends the
+/// kernel with an assertion.
+struct Rotation {
+  const void* x = nullptr;
+  Source source = Source::Float;
+  int64_t tokens = 0, heads = 0, size = 0;
+  const float* table = nullptr;
+  int64_t table_rows = 0;
+  const int64_t* positions = nullptr;
+  int64_t num_positions = 0;
+  bool inverse = false;
+};
+constexpr int64_t kMaxRotatedBytes = 4096;  ///< a head has no more
+void launch_rotary(void* out, const Rotation& in, cudaStream_t stream);
+
+/// silu(gate) * up for `count` elements.
+struct GateAndUp {
+  const void *gate = nullptr, *up = nullptr;
+  Source source = Source::Float;
+  int64_t count = 0;
+};
+void launch_swiglu(void* out, const GateAndUp& in, cudaStream_t stream);
+void launch_swiglu_backward(void* grad_gate, void* grad_up, const void* grad, const GateAndUp& in,
+                            cudaStream_t stream);
+
+/// Logits [rows, columns], of the columns `first`.. of a vocabulary, and the rows' labels. A row whose label is
+/// kIgnoredLabel has no loss, and its gradient is zero.
+struct LogitRows {
+  void* logits = nullptr;
+  Source source = Source::Float;
+  const int64_t* labels = nullptr;
+  int64_t rows = 0, columns = 0, first = 0;
+  int64_t ignored_label = 0;
+};
+/// losses: [rows]. If with_grad, replaces the logits by their gradient. The columns are the whole vocabulary; a label
+/// outside it ends the kernel with an assertion. Each of at most max_blocks thread blocks reads a row twice, so as many
+/// rows should fit into the L2 cache.
+void launch_cross_entropy(double* losses, const LogitRows& in, bool with_grad, int64_t max_blocks,
+                          cudaStream_t stream);
+
+/// log_sums: log(sum(exp(logit))) of each row; targets: the label's logit, 0 if it isn't in these columns.
+void launch_vocabulary_stats(double* log_sums, double* targets, const LogitRows& in, cudaStream_t stream);
+
+/// A row's gradient is by_softmax * softmax, plus by_target at the label, plus by_any everywhere; if the pointers are
+/// null: 1, -1 and 0.
+struct GradientFactors {
+  const double *by_softmax = nullptr, *by_target = nullptr, *by_any = nullptr;
+};
+/// Replaces the logits by their gradient; log_sums are over the whole vocabulary.
+void launch_vocabulary_grad(const LogitRows& in, const double* log_sums, const GradientFactors& factors,
+                            cudaStream_t stream);
+
+}  // namespace titan::ops::cuda

@@ -1,0 +1,44 @@
+#pragma once
+
+// Elements of fp32 or bf16 tensors in kernels, which read and write 16 bytes of them at a time.
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "cuda_plugin/source.h"
+
+namespace titan::cuda {
+
+constexpr int kWarp = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+__device__ inline float widen(float x) { return x; }
+__device__ inline float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+template <class T>
+__device__ T narrow(float x) {
+  if constexpr (sizeof(T) == sizeof(float))
+    return x;
+  else
+    return __float2bfloat16(x);
+}
+
+template <class T>
+struct alignas(16) Pack {
+  static constexpr int kSize = 16 / sizeof(T);
+  T values[kSize];
+};
+
+inline int64_t parts_of(int64_t size, int64_t part) { return (size + part - 1) / part; }
+
+/// Calls launch(T{}).
+template <class Launch>
+void with_source(Source source, Launch launch) {
+  if (source == Source::Float)
+    launch(float{});
+  else
+    launch(__nv_bfloat16{});
+}
+
+}  // namespace titan::cuda
