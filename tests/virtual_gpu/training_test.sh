@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# training_test.sh TITAN FOLDER: three steps in float32 have the same losses and gradient norms on two virtual GPUs over NCCL as on two
-# CPU ranks over gloo, digit for digit, with FSDP, tensor, context and pipeline parallelism. A race ends the program.
+# training_test.sh TITAN FOLDER [LAYOUT...]: three steps in float32 have the same losses and gradient norms on two virtual GPUs over NCCL as
+# on two CPU ranks over gloo, digit for digit, with FSDP and with each LAYOUT, which is an argument of the program. A race ends the program.
 set -euo pipefail
 titan=$1 folder=$2
+shift 2
 source_folder=$(cd "$(dirname "$0")/../.." && pwd)
 export VIRTUAL_GPU_RACES=fatal
 numbers() { sed -n 's/.*\(step: .*grad_norm: *[0-9.]*\).*/\1/p' "$1"; }
 failed=0
 cd "$source_folder"  # paths in the config are relative to the working directory
-for layout in "" "--parallelism.tensor_parallel_degree=2" "--parallelism.context_parallel_degree=2" \
-  "--parallelism.pipeline_parallel_degree=2" "--activation_checkpoint.mode=full"; do
+for layout in "" "$@"; do
   train=("$titan" train "$source_folder/configs/llama3_debug.toml" --nproc 2 --job.dump_folder="$folder/run" --training.steps=3
     --training.mixed_precision_param=float32 $layout)
   for device in cpu gpu; do
