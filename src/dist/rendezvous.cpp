@@ -316,6 +316,8 @@ void leave(c10d::Store& store, const Launch& launch) {
 // one host a name server is asked, and if it doesn't answer, a connection takes 5 or 10 s
 // (github.com/pytorch/pytorch/issues/159007). There is no setting for it. So this function replaces libc's
 // getnameinfo: LibTorch gets addresses instead of names; all other calls reach libc unchanged.
+// The linker takes the first one that it finds. libtitan has one, too, because libc comes before libtitan_train in a
+// program that links only libtitan.
 
 int name_flags(const void* code, int flags) {
   Dl_info library{};
@@ -324,15 +326,21 @@ int name_flags(const void* code, int flags) {
   return path.substr(path.rfind('/') + 1).starts_with("libtorch") ? flags | NI_NUMERICHOST : flags;
 }
 
+int name_of_peer(const void* caller, const NameQuery& query) {
+  using Call = decltype(&getnameinfo);
+  static const auto libc =
+      reinterpret_cast<Call>(::dlsym(::dlopen("libc.so.6", RTLD_LAZY | RTLD_NOLOAD), "getnameinfo"));
+  if (!libc) return EAI_SYSTEM;
+  return libc(query.address, query.address_bytes, query.host, query.host_bytes, query.service,
+              query.service_bytes, name_flags(caller, query.flags));
+}
+
 }  // namespace titan::dist
 
 extern "C" __attribute__((visibility("default"))) int getnameinfo(const sockaddr* address,
                                                                   socklen_t address_bytes, char* host,
                                                                   socklen_t host_bytes, char* service,
                                                                   socklen_t service_bytes, int flags) {
-  using Call = decltype(&getnameinfo);
-  static const auto libc = reinterpret_cast<Call>(::dlsym(RTLD_NEXT, "getnameinfo"));
-  if (!libc) return EAI_SYSTEM;
-  return libc(address, address_bytes, host, host_bytes, service, service_bytes,
-              titan::dist::name_flags(__builtin_return_address(0), flags));
+  return titan::dist::name_of_peer(__builtin_return_address(0),
+                                   {address, address_bytes, host, host_bytes, service, service_bytes, flags});
 }

@@ -2,6 +2,8 @@
 
 // Meeting the other ranks at the job's store.
 
+#include <sys/socket.h>
+
 #include <chrono>
 #include <string>
 #include <vector>
@@ -45,5 +47,18 @@ bool accepts_connections(const std::string& host, int port);
 /// getnameinfo's flags for a call from the code at `code`: LibTorch's libraries get no names ([Note: names of
 /// peers] in rendezvous.cpp).
 int name_flags(const void* code, int flags);
+
+/// The arguments of getnameinfo.
+struct NameQuery {
+  const sockaddr* address = nullptr;
+  socklen_t address_bytes = 0;
+  char* host = nullptr;
+  socklen_t host_bytes = 0;
+  char* service = nullptr;
+  socklen_t service_bytes = 0;
+  int flags = 0;
+};
+/// libc's getnameinfo; for callers in LibTorch without a name server. See [Note: names of peers].
+int name_of_peer(const void* caller, const NameQuery& query);
 
 }  // namespace titan::dist
