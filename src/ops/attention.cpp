@@ -1,6 +1,9 @@
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cmath>
 #include <limits>
+#include <string>
 
 #include <ATen/SDPBackend.h>
 #include <ATen/TensorOperators.h>
@@ -21,7 +24,6 @@
 #include <ATen/ops/logsumexp.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/ones.h>
-#include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
@@ -30,6 +32,7 @@
 #include "ops/attention.h"
 #include "ops/autograd_node.h"
 #include "ops/operators.h"
+#include "titan/core/log.h"
 
 namespace titan::ops {
 
@@ -41,6 +44,22 @@ using at::Tensor;
 using Qkv = QueriesKeysValues;
 
 constexpr double kNoDropout = 0.0;
+
+// Tells of each kernel once, because a job's speed depends on it.
+void tell(SDPBackend choice, const Tensor& q) {
+  static std::array<std::atomic<bool>, at::num_sdp_backends> told{};
+  if (told[static_cast<size_t>(choice)].exchange(true)) return;
+  const std::string heads =
+      str("attention of ", c10::toString(q.scalar_type()), " heads of ", q.size(3), " features");
+  if (choice == SDPBackend::cudnn_attention) return log::info_rank0(heads + " uses cuDNN's kernel");
+  if (choice == SDPBackend::flash_attention)
+    return log::info_rank0(heads + " uses LibTorch's FlashAttention");
+  if (choice == SDPBackend::efficient_attention)
+    return log::info_rank0(heads + " uses LibTorch's memory-efficient kernel");
+  log::warning_rank0(
+      heads +
+      " uses matrix products, a tile of keys at a time, which is slow: LibTorch has no fused kernel for it");
+}
 
 // Chooses as scaled_dot_product_attention does, except that SDPBackend::math means tiles of the matrix of
 // scores here, not the whole matrix.
@@ -58,10 +77,10 @@ SDPBackend choose(const Qkv& in, bool causal) {
                                                                    : SDPBackend::math;
 }
 
-// The unused dropout state.
-Tensor no_seed(const Tensor& like) { return at::zeros({}, like.options().dtype(at::kLong)); }
+// The unused dropout state, whose numbers no kernel reads.
+Tensor no_seed(const Tensor& like) { return at::empty({}, like.options().dtype(at::kLong)); }
 // One-tensor form of the unused dropout state.
-Tensor no_state(const Tensor& like) { return at::zeros({2}, like.options().dtype(at::kUInt64)); }
+Tensor no_state(const Tensor& like) { return at::empty({2}, like.options().dtype(at::kUInt64)); }
 
 // ---- LibTorch's flash kernel on a CPU
 
@@ -237,7 +256,9 @@ void for_each_tile(const Qkv& in, bool causal, Visit visit) {
 KernelResult run_attention_kernel(const Qkv& given, bool causal) {
   const Qkv in = with_adjacent_features(given);
   if (in.q.is_cpu()) return flash_on_cpu(in, causal);
-  switch (choose(in, causal)) {
+  const SDPBackend choice = choose(in, causal);
+  tell(choice, in.q);
+  switch (choice) {
     case SDPBackend::flash_attention:
       return flash(in, causal);
     case SDPBackend::cudnn_attention:
@@ -362,13 +383,6 @@ struct CausalAttentionBackward final : BackwardNode {
   std::string name() const override { return "titan::causal_attention backward"; }
 };
 
-at::Tensor libtorchs_attention(const QueriesKeysValues& in) {
-  const bool grouped = in.q.size(2) != in.k.size(2);
-  return heads_first(at::scaled_dot_product_attention(heads_first(in.q), heads_first(in.k), heads_first(in.v),
-                                                      /*attn_mask=*/{}, /*dropout_p=*/0.0,
-                                                      /*is_causal=*/true, /*scale=*/std::nullopt, grouped));
-}
-
 void check_shapes(const char* op, const QueriesKeysValues& in, const char* keys) {
   const auto& [q, k, v] = in;
   TITAN_CHECK(q.dim() == 4 && k.dim() == 4 && k.sizes() == v.sizes() && q.size(0) == k.size(0) &&
@@ -387,7 +401,11 @@ void check_part(const char* op, const QueriesKeysValues& in, int64_t first_query
 }  // namespace
 
 // A checkpoint may keep both results ([Note: kept outputs]).
-at::Tensor kernel_attention(const QueriesKeysValues& in) {
+at::Tensor causal_attention(const at::Tensor& q_BSHD, const at::Tensor& k_BSKD, const at::Tensor& v_BSKD) {
+  const QueriesKeysValues in{q_BSHD, k_BSKD, v_BSKD};
+  check_shapes("causal_attention", in, "[B, S, K, D]");
+  TITAN_CHECK(q_BSHD.size(1) == k_BSKD.size(1), "causal_attention: ", q_BSHD.size(1), " queries and ",
+              k_BSKD.size(1), " keys; expected as many");
   using Signature = decltype(causal_attention_by_libtorch);
   static const auto op = find_operator<Signature>("titan::causal_attention");
   std::shared_ptr<CausalAttentionBackward> node;
@@ -403,17 +421,6 @@ at::Tensor kernel_attention(const QueriesKeysValues& in) {
   node->out = SavedVariable(out, /*is_output=*/true);
   node->log_sum_exp = save_input(log_sum_exp);
   return out;
-}
-
-at::Tensor causal_attention(const at::Tensor& q_BSHD, const at::Tensor& k_BSKD, const at::Tensor& v_BSKD) {
-  const QueriesKeysValues in{q_BSHD, k_BSKD, v_BSKD};
-  check_shapes("causal_attention", in, "[B, S, K, D]");
-  TITAN_CHECK(q_BSHD.size(1) == k_BSKD.size(1), "causal_attention: ", q_BSHD.size(1), " queries and ",
-              k_BSKD.size(1), " keys; expected as many");
-  const bool is_16bit = q_BSHD.scalar_type() == at::kBFloat16 || q_BSHD.scalar_type() == at::kHalf;
-  const bool kept_by_kernel = SavedOutputs::current() && is_16bit;
-  if (q_BSHD.is_cpu() || q_BSHD.is_meta() || kept_by_kernel) return kernel_attention(in);
-  return libtorchs_attention(in);
 }
 
 AttentionSum AttentionSum::of_no_keys(const at::Tensor& q_BSHD) {

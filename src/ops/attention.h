@@ -59,7 +59,4 @@ void attend_backward_by_libtorch(at::Tensor& grad_q, at::Tensor& grad_k, at::Ten
                                  const at::Tensor& v, const at::Tensor& out, const at::Tensor& log_sum_exp,
                                  int64_t first_query);
 
-/// Causal attention by titan::causal_attention, as a node whose results activation checkpointing may keep.
-at::Tensor kernel_attention(const QueriesKeysValues& in);
-
 }  // namespace titan::ops

@@ -26,7 +26,20 @@ struct Agreement {
 };
 
 /// `batches`: this rank's batches of the step, in whole rows. Collective over the world.
-Agreement agree(const std::vector<data::Batch>& batches, Vote mine, const Meshes& meshes);
+Agreement agree(const std::vector<data::Batch>& batches, Vote mine, const Meshes& meshes,
+                const dist::World& world);
+
+/// What all ranks know of a step together.
+struct StepSums {
+  double loss = 0;  ///< of the step
+  double max_loss =
+      0;  ///< the highest mean over the valid tokens of one rank's rows; `loss` if no rank has any
+  int64_t tokens_seen = 0;
+};
+
+/// `tokens_seen`: by this rank's rows. Collective over the world.
+StepSums sum_over_ranks(const StepValues& values, const TokenCounts& tokens, int64_t tokens_seen,
+                        const Meshes& meshes, const dist::World& world);
 
 /// A model that this rank runs. It must outlive the runner.
 struct ModelPart {

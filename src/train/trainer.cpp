@@ -129,7 +129,7 @@ std::optional<TokenCounts> Trainer::agree(const std::vector<data::Batch>& batche
   if (parts_.checkpoints) parts_.checkpoints->check();
   for (const auto& [name, policy] : parts_.policies) mine = std::max(mine, policy->vote());
   if (parts_.checkpoints && parts_.checkpoints->failed()) mine = Vote::Fail;
-  const Agreement agreed = train::agree(batches, mine, parts_.meshes);
+  const Agreement agreed = train::agree(batches, mine, parts_.meshes, parts_.world);
   if (agreed.vote == Vote::Fail) fail_with_save();
   stopping_ = stopping_ || agreed.vote == Vote::Stop;
   return stopping_ ? std::nullopt : std::optional(agreed.tokens);
@@ -206,17 +206,8 @@ double Trainer::loss_of_all(const StepValues& values) const {
 
 void Trainer::log_step(const StepValues& values, const TokenCounts& tokens) {
   const PhaseScope log = phase(Phase::Log);
-  const auto group = parts_.meshes.loss.group();
   StepMetrics metrics;
   metrics.step = progress_.step;
-  metrics.loss = group->sum(values.local_loss, {"metrics::loss"});
-  // Each of the ranks that share rows has a part of the rows' loss.
-  const double rows_loss = parts_.meshes.rows.group()->sum(values.local_loss, {"metrics::rows_loss"});
-  const double local_mean =
-      tokens.local > 0 ? rows_loss * static_cast<double>(tokens.global) / static_cast<double>(tokens.local)
-                       : 0;
-  metrics.max_loss = group->max(local_mean, {"metrics::max_loss"});
-  if (tokens.global == 0) metrics.max_loss = metrics.loss;  // also NaN
   metrics.grad_norm = values.grad_norm.norm;
   metrics.local_valid_tokens = tokens.local;
   metrics.global_valid_tokens = tokens.global;
@@ -227,8 +218,10 @@ void Trainer::log_step(const StepValues& values, const TokenCounts& tokens) {
     parts_.window.leave_out(*metrics.checkpoint_s);
   }
   parts_.window.close(metrics);
-  metrics.n_tokens_seen =
-      progress_.tokens_before + parts_.meshes.batch.group()->sum(metrics.n_tokens_seen, {"metrics::tokens"});
+  const StepSums sums = sum_over_ranks(values, tokens, metrics.n_tokens_seen, parts_.meshes, parts_.world);
+  metrics.loss = sums.loss;
+  metrics.max_loss = sums.max_loss;
+  metrics.n_tokens_seen = progress_.tokens_before + sums.tokens_seen;
   for (const auto& observer : parts_.observers) observer->logged(metrics);
 }
 

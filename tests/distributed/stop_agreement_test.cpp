@@ -86,7 +86,7 @@ data::DataLoader slow_loader() {
 
 // Counts tokens as the trainer does at the beginning of a step.
 Agreement count(StopOnSignal& stop, const Meshes& meshes, const std::vector<data::Batch>& batches = {}) {
-  return agree(batches, stop.vote(), meshes);
+  return agree(batches, stop.vote(), meshes, world());
 }
 
 TEST(StopAgreement, AnyRankStopsAll) {
@@ -122,7 +122,7 @@ TEST(StopAgreement, AllRanksLearnOfAFailure) {
       EXPECT_EQ(count(stop, meshes).vote, Vote::Go);
       if (world().rank() == 0) send_to_myself(SIGUSR1);
       const Vote mine = world().rank() == fails ? Vote::Fail : stop.vote();
-      EXPECT_EQ(agree({batch_of(1)}, mine, meshes).vote, Vote::Fail)
+      EXPECT_EQ(agree({batch_of(1)}, mine, meshes, world()).vote, Vote::Fail)
           << name_of(dims) << ", of rank " << fails;
     }
   }

@@ -57,6 +57,8 @@ struct Meshes {
 
   int dp_rank() const { return batch.rank(); }  ///< selects this rank's lanes of the batch
   int dp_degree() const { return batch.size(); }
+  /// Of the ranks that have the same rows, one is the first.
+  bool is_first_of_its_rows() const { return pp.rank() == 0 && rows.rank() == 0 && tp.rank() == 0; }
 };
 
 /// Collective over the world.

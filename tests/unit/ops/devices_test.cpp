@@ -4,6 +4,10 @@
 
 #include <cmath>
 #include <limits>
+#include <set>
+#include <string>
+
+#include <ATen/record_function.h>
 
 #include "dist/device_backend.h"
 #include "ops/attention.h"
@@ -85,18 +89,10 @@ const std::vector<DeviceCase>& cases() {
        {{2, 33, 4, 16}, {2, 33, 2, 16}, {2, 33, 2, 16}},
        {},
        [](const Tensors& x, const Tensors&) { return causal_attention(x[0], x[1], x[2]); }},
-      {"kernel_attention",
-       {{2, 33, 4, 16}, {2, 33, 2, 16}, {2, 33, 2, 16}},
-       {},
-       [](const Tensors& x, const Tensors&) {
-         return kernel_attention({x[0], x[1], x[2]});
-       }},
-      {"kernel_attention_of_odd_heads",
+      {"causal_attention_of_odd_heads",
        {{2, 33, 4, 20}, {2, 33, 2, 20}, {2, 33, 2, 20}},
        {},
-       [](const Tensors& x, const Tensors&) {
-         return kernel_attention({x[0], x[1], x[2]});
-       }},
+       [](const Tensors& x, const Tensors&) { return causal_attention(x[0], x[1], x[2]); }},
       {"embedding",
        {{7, 12}},
        {{3, 20}},
@@ -168,6 +164,48 @@ INSTANTIATE_TEST_SUITE_P(Operations, OnGpu,
                            return std::string(std::get<0>(info.param).name) +
                                   c10::toString(std::get<1>(info.param));
                          });
+
+// The entry of LibTorch that attention calls, forward and backward, for each GPU, type and head size.
+TEST(AttentionOnGpu, TakesTheFastestKernel) {
+  dist::DeviceBackend* gpus = dist::open_cuda_plugin();
+  if (!gpus) GTEST_SKIP() << "no GPU is visible";
+  static std::set<std::string> called;
+  const int capability = gpus->compute_capability(0) / 10;
+  const bool has_cudnn = capability == 9 || capability == 10;
+  const auto expected = [&](at::ScalarType dtype, int64_t features, bool grouped) -> std::string {
+    const bool is_16bit = dtype == at::kBFloat16 || dtype == at::kHalf;
+    if (is_16bit && features % 8 == 0 && features <= 128 && has_cudnn) return "cudnn";
+    if (is_16bit && features % 8 == 0 && features <= 256) return "flash";
+    if ((is_16bit && features % 8 == 0 && !grouped) || (dtype == at::kFloat && features % 4 == 0))
+      return "efficient";
+    return "tiles";
+  };
+  for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf, at::kFloat, at::kDouble})
+    for (const int64_t features : {20, 36, 64, 96, 128, 192, 256, 512})
+      for (const bool grouped : {false, true})
+        for (const bool causal : {false, true}) {
+          const auto options = at::TensorOptions().device(at::kCUDA).dtype(dtype);
+          const auto heads = [&](int64_t count) {
+            return at::ones({1, 40, count, features}, options).transpose(1, 2);
+          };
+          const QueriesKeysValues in{heads(4), heads(grouped ? 2 : 4), heads(grouped ? 2 : 4)};
+          called.clear();
+          const auto handle = at::addThreadLocalCallback(at::RecordFunctionCallback(
+              [](const at::RecordFunction& call) -> std::unique_ptr<at::ObserverContext> {
+                called.insert(call.name());
+                return nullptr;
+              }));
+          const KernelResult result = run_attention_kernel(in, causal);
+          run_attention_kernel_backward(result.out, in, result, causal);
+          at::removeCallback(handle);
+          for (const char* kernel : {"cudnn", "flash", "efficient"})
+            for (const char* backward : {"", "_backward"})
+              EXPECT_EQ(called.contains(str("aten::_scaled_dot_product_", kernel, "_attention", backward)),
+                        expected(dtype, features, grouped) == kernel)
+                  << kernel << backward << " for " << dtype << " heads of " << features
+                  << (grouped ? ", grouped" : "") << (causal ? ", causal" : "");
+        }
+}
 
 // Bytes that a kernel has read and written, each once: virtual GPUs count them in the run. At most 1.1 times the least possible,
 // its inputs and outputs.

@@ -77,7 +77,8 @@ TEST(SplitRows, KeepsOrderAndCountsLabels) {
 }
 
 TokenCounts counted(const std::vector<data::Batch>& batches) {
-  return agree(batches, Vote::Go, build_meshes(dist::init({.backend = "fake"}), {})).tokens;
+  const dist::World world = dist::init({.backend = "fake"});
+  return agree(batches, Vote::Go, build_meshes(world, {}), world).tokens;
 }
 
 TEST(TokenCounts, AddUpOverMicroBatches) {
