@@ -177,22 +177,32 @@ TEST(StopAgreement, DoesNotCarryOverToTheNextTrainer) {
   EXPECT_EQ(count(next, meshes).vote, Vote::Go);
 }
 
-// Over data-parallel ranks it needs only what a step exchanges anyway, otherwise one call along each further
-// axis.
-TEST(StopAgreement, CostsOneCallPerAxis) {
+// Of the hosts, on any layout: the tokens, and whether a rank asks to stop.
+TEST(StopAgreement, CostsOneCall) {
   for (const ParallelDims& dims : layouts()) {
     const Meshes meshes = build_meshes(world(), dims);
     StopOnSignal stop(world());
-    const std::vector<data::Batch> batches = {batch_of(5)};
-    const auto calls_of = [&](const std::function<void()>& part) {
-      const uint64_t before = world().recorder().num_calls();
-      part();
-      return world().recorder().num_calls() - before;
-    };
-    const uint64_t plain = calls_of([&] { meshes.batch.group()->sum(int64_t{1}, {"test::count"}); });
-    const uint64_t agreed = calls_of([&] { count(stop, meshes, batches); });
-    const int axes = (dims.row_degree() > 1) + (dims.tp > 1) + (dims.pp > 1);
-    EXPECT_EQ(agreed, plain + static_cast<uint64_t>(axes)) << name_of(dims);
+    const uint64_t before = world().recorder().num_calls();
+    count(stop, meshes, {batch_of(5)});
+    EXPECT_EQ(world().recorder().num_calls() - before, world().size() > 1 ? 1u : 0u) << name_of(dims);
+  }
+}
+
+TEST(SumOverRanks, CountsEachLossAndTokenOnce) {
+  for (const ParallelDims& dims : layouts()) {
+    const Meshes meshes = build_meshes(world(), dims);
+    const int rows = meshes.batch.rank(), num_rows = meshes.batch.size();
+    // The last stage's ranks have the loss, each that of its part of the rows: 1, 2, ... for the rows.
+    const bool has_loss = meshes.pp.rank() + 1 == meshes.pp.size();
+    StepValues values;
+    values.local_loss = has_loss ? (1.0 + rows) / meshes.rows.size() : 0;
+    const TokenCounts tokens{.local = 10 + rows, .global = 10 * num_rows + num_rows * (num_rows - 1) / 2};
+    const StepSums sums = sum_over_ranks(values, tokens, 100 + rows, meshes, world());
+    EXPECT_DOUBLE_EQ(sums.loss, num_rows * (num_rows + 1) / 2.0) << name_of(dims);
+    EXPECT_EQ(sums.tokens_seen, 100 * num_rows + num_rows * (num_rows - 1) / 2) << name_of(dims);
+    const double highest = static_cast<double>(num_rows) / (10 + num_rows - 1);
+    EXPECT_DOUBLE_EQ(sums.max_loss, highest * static_cast<double>(tokens.global)) << name_of(dims);
+    EXPECT_EQ(sum_over_ranks(values, {}, 0, meshes, world()).max_loss, sums.loss) << name_of(dims);
   }
 }
 
