@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <exception>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -242,15 +243,25 @@ class NcclGroup final : public c10d::ProcessGroupNCCL {
     const std::lock_guard lock(living().mutex);
     living().groups.push_back(this);
   }
+  // LibTorch's destructor would abort as well, but not in this way.
   ~NcclGroup() override {
-    const std::lock_guard lock(living().mutex);
-    std::erase(living().groups, this);
+    {
+      const std::lock_guard lock(living().mutex);
+      std::erase(living().groups, this);
+    }
+    NcclGroup::abort();
   }
 
-  // LibTorch's watchdog would end the process over a call that is aborted; the caller reports the failure.
+  // LibTorch's watchdog would report each call that is aborted, or that it hasn't yet seen finished, and end the
+  // process, so it forgets them; whoever waits for an aborted call reports the failure.
   void abort() override {
     if (is_aborted_.exchange(true)) return;
     asyncErrorHandling_ = c10d::CleanUpOnly;
+    std::list<WorkNCCL> calls;  // have tensors that their kernels use
+    {
+      const std::lock_guard lock(workMetaListMutex_);
+      calls.swap(workMetaList_);
+    }
     ProcessGroupNCCL::abort();
   }
 

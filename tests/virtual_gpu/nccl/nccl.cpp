@@ -9,6 +9,7 @@
 #include <optional>
 #include <random>
 #include <thread>
+#include <utility>
 
 #include "nccl/communicator.h"
 #include "nccl/reduce.h"
@@ -247,6 +248,17 @@ ncclResult_t transfer(Transfer t) {
 
 std::atomic<int> num_communicators = 0;
 
+const CommunicatorPtr& communicator_of(ncclComm_t handle) {
+  if (!handle->communicator)
+    not_supported("a call with a communicator that was destroyed or aborted", "Mend the caller.");
+  return handle->communicator;
+}
+// A handle's memory isn't freed, so that a later use of it is found.
+CommunicatorPtr end(ncclComm_t handle) {
+  communicator_of(handle);
+  return std::exchange(handle->communicator, nullptr);
+}
+
 ncclResult_t make(ncclComm_t* handle, const std::string& name, int rank, int size,
                   const ncclConfig_t* config) {
   CommunicatorPtr c = Communicator::open(name, rank, size);
@@ -315,7 +327,7 @@ ncclResult_t ncclCommInitRankScalable(ncclComm_t* handle, int size, int rank, in
   return make(handle, ids[0].internal, rank, size, config);
 }
 ncclResult_t ncclCommSplit(ncclComm_t handle, int color, int key, ncclComm_t* out, ncclConfig_t* config) {
-  Communicator& c = *handle->communicator;
+  Communicator& c = *communicator_of(handle);
   const std::optional<Part> part = split(c, color, key);
   if (!part) return ncclRemoteError;
   const int number = c.num_splits++;
@@ -327,7 +339,7 @@ ncclResult_t ncclCommSplit(ncclComm_t handle, int color, int key, ncclComm_t* ou
 // Called by the ranks that stay, which needn't hear of the others.
 ncclResult_t ncclCommShrink(ncclComm_t handle, int* excluded, int num_excluded, ncclComm_t* out,
                             ncclConfig_t* config, int flags) {
-  Communicator& c = *handle->communicator;
+  Communicator& c = *communicator_of(handle);
   const auto is_excluded = [&](int rank) { return std::count(excluded, excluded + num_excluded, rank) > 0; };
   if (num_excluded <= 0 || is_excluded(c.rank())) return ncclInvalidArgument;
   if (flags & NCCL_SHRINK_ABORT) c.abort();
@@ -351,27 +363,25 @@ ncclResult_t ncclCommInitAll(ncclComm_t* handles, int size, const int*) {
 }
 // Queued operations keep what they need, and end without the handle.
 ncclResult_t ncclCommDestroy(ncclComm_t handle) {
-  delete handle;
+  end(handle);
   return ncclSuccess;
 }
 ncclResult_t ncclCommFinalize(ncclComm_t) { return ncclSuccess; }
 ncclResult_t ncclCommAbort(ncclComm_t handle) {
-  if (!handle) return ncclSuccess;
-  handle->communicator->abort();
-  delete handle;
+  if (handle) end(handle)->abort();
   return ncclSuccess;
 }
 ncclResult_t ncclCommGetAsyncError(ncclComm_t handle, ncclResult_t* error) {
-  const Communicator& c = *handle->communicator;
+  const Communicator& c = *communicator_of(handle);
   *error = c.is_aborted() ? ncclRemoteError : c.state;
   return ncclSuccess;
 }
 ncclResult_t ncclCommCount(const ncclComm_t handle, int* count) {
-  *count = handle->communicator->size();
+  *count = communicator_of(handle)->size();
   return ncclSuccess;
 }
 ncclResult_t ncclCommUserRank(const ncclComm_t handle, int* rank) {
-  *rank = handle->communicator->rank();
+  *rank = communicator_of(handle)->rank();
   return ncclSuccess;
 }
 ncclResult_t ncclCommRegister(const ncclComm_t, void*, size_t, void** handle) {
@@ -412,7 +422,7 @@ ncclResult_t ncclGroupEnd() { return --group_depth == 0 ? submit_group() : ncclS
 
 ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* op, void* factor, ncclDataType_t type,
                                       ncclScalarResidence_t, ncclComm_t handle) {
-  std::vector<double>& factors = handle->communicator->factors;
+  std::vector<double>& factors = communicator_of(handle)->factors;
   factors.push_back(scalar_from(type, factor));
   *op = static_cast<ncclRedOp_t>(ncclNumOps + factors.size() - 1);
   return ncclSuccess;
@@ -421,7 +431,7 @@ ncclResult_t ncclRedOpDestroy(ncclRedOp_t, ncclComm_t) { return ncclSuccess; }
 
 ncclResult_t ncclAllReduce(const void* from, void* to, size_t count, ncclDataType_t type, ncclRedOp_t op,
                            ncclComm_t handle, cudaStream_t stream) {
-  const CommunicatorPtr& c = handle->communicator;
+  const CommunicatorPtr& c = communicator_of(handle);
   const size_t bytes = count * bytes_of(type);
   return submit_exchange({c,
                           stream,
@@ -431,7 +441,7 @@ ncclResult_t ncclAllReduce(const void* from, void* to, size_t count, ncclDataTyp
 }
 ncclResult_t ncclReduce(const void* from, void* to, size_t count, ncclDataType_t type, ncclRedOp_t op,
                         int root, ncclComm_t handle, cudaStream_t stream) {
-  const CommunicatorPtr& c = handle->communicator;
+  const CommunicatorPtr& c = communicator_of(handle);
   const size_t bytes = count * bytes_of(type);
   const bool is_root = c->rank() == root;
   Operation operation{"ncclReduce", {{from, bytes, false}}, {}};
@@ -442,7 +452,7 @@ ncclResult_t ncclReduce(const void* from, void* to, size_t count, ncclDataType_t
 }
 ncclResult_t ncclBroadcast(const void* from, void* to, size_t count, ncclDataType_t type, int root,
                            ncclComm_t handle, cudaStream_t stream) {
-  const CommunicatorPtr& c = handle->communicator;
+  const CommunicatorPtr& c = communicator_of(handle);
   const size_t bytes = count * bytes_of(type);
   Operation operation{"ncclBroadcast", {{to, bytes, true}}, {}};
   if (c->rank() == root) operation.ranges.push_back({from, bytes, false});
@@ -458,7 +468,7 @@ ncclResult_t ncclBcast(void* data, size_t count, ncclDataType_t type, int root, 
 }
 ncclResult_t ncclAllGather(const void* from, void* to, size_t count, ncclDataType_t type, ncclComm_t handle,
                            cudaStream_t stream) {
-  const CommunicatorPtr& c = handle->communicator;
+  const CommunicatorPtr& c = communicator_of(handle);
   const size_t bytes = count * bytes_of(type);
   const Visit take = [c, to, bytes](size_t offset, size_t part) {
     for (int rank = 0; rank < c->size(); ++rank)
@@ -473,7 +483,7 @@ ncclResult_t ncclAllGather(const void* from, void* to, size_t count, ncclDataTyp
 }
 ncclResult_t ncclReduceScatter(const void* from, void* to, size_t count, ncclDataType_t type, ncclRedOp_t op,
                                ncclComm_t handle, cudaStream_t stream) {
-  const CommunicatorPtr& c = handle->communicator;
+  const CommunicatorPtr& c = communicator_of(handle);
   const size_t bytes = count * bytes_of(type);
   std::vector<Round> rounds;
   for (int rank = 0; rank < c->size(); ++rank) {
@@ -490,18 +500,18 @@ ncclResult_t ncclReduceScatter(const void* from, void* to, size_t count, ncclDat
 ncclResult_t ncclSend(const void* data, size_t count, ncclDataType_t type, int peer, ncclComm_t handle,
                       cudaStream_t stream) {
   auto* bytes = static_cast<char*>(const_cast<void*>(data));
-  return transfer({handle->communicator, peer, bytes, count * bytes_of(type), true, stream});
+  return transfer({communicator_of(handle), peer, bytes, count * bytes_of(type), true, stream});
 }
 ncclResult_t ncclRecv(void* data, size_t count, ncclDataType_t type, int peer, ncclComm_t handle,
                       cudaStream_t stream) {
   return transfer(
-      {handle->communicator, peer, static_cast<char*>(data), count * bytes_of(type), false, stream});
+      {communicator_of(handle), peer, static_cast<char*>(data), count * bytes_of(type), false, stream});
 }
 ncclResult_t ncclAlltoAll(const void* from, void* to, size_t count, ncclDataType_t type, ncclComm_t handle,
                           cudaStream_t stream) {
   const size_t bytes = count * bytes_of(type);
   ncclGroupStart();
-  for (int rank = 0; rank < handle->communicator->size(); ++rank) {
+  for (int rank = 0; rank < communicator_of(handle)->size(); ++rank) {
     const size_t offset = static_cast<size_t>(rank) * bytes;
     ncclSend(static_cast<const char*>(from) + offset, bytes, ncclInt8, rank, handle, stream);
     ncclRecv(static_cast<char*>(to) + offset, bytes, ncclInt8, rank, handle, stream);
