@@ -18,10 +18,11 @@ failed() {
 
 # Three ranks train over NCCL, and the operations of one are late. Though no host waits for a collective, the run and `titan top` name that
 # rank, by the times of its device.
-slow_rank='[ "$RANK" != 1 ] || export VIRTUAL_GPU_DELAY_US=1000
+slow_rank='[ "$RANK" != 1 ] || export VIRTUAL_GPU_DELAY_US=5000
 exec "$0" "$@"'
 "$gpus" 3 -- "$titan" launch -n 3 -- bash -c "$slow_rank" "$titan" train "$config" --job.dump_folder="$folder/slow" --training.steps=6 \
-  --training.local_batch_size=1 --training.seq_len=64 --metrics.log_freq=1 --metrics.structured_logs.enable >"$folder/slow.log" 2>&1 ||
+  --model.args.n_layers=1 --training.local_batch_size=1 --training.seq_len=64 \
+  --metrics.log_freq=1 --metrics.structured_logs.enable >"$folder/slow.log" 2>&1 ||
   failed "the run with a slow rank fails:" "$folder/slow.log"
 "$titan" top "$folder/slow" --once >"$folder/top"
 if ! grep -q "rank 1 ([^)]*) holds the others up: " "$folder/slow.log" || ! grep -Eq "^ *1 .*slowest" "$folder/top"; then
