@@ -29,11 +29,11 @@ struct Agreement {
 Agreement agree(const std::vector<data::Batch>& batches, Vote mine, const Meshes& meshes,
                 const dist::World& world);
 
-/// What all ranks know of a step together.
+/// A step's numbers, over all ranks.
 struct StepSums {
-  double loss = 0;  ///< of the step
-  double max_loss =
-      0;  ///< the highest mean over the valid tokens of one rank's rows; `loss` if no rank has any
+  double loss = 0;
+  /// The highest mean over the valid tokens of one rank's rows; `loss` if no rank has any.
+  double max_loss = 0;
   int64_t tokens_seen = 0;
 };
 

@@ -177,7 +177,7 @@ TEST(StopAgreement, DoesNotCarryOverToTheNextTrainer) {
   EXPECT_EQ(count(next, meshes).vote, Vote::Go);
 }
 
-// Of the hosts, on any layout: the tokens, and whether a rank asks to stop.
+// The tokens, and whether a rank asks to stop, are exchanged at once on any layout.
 TEST(StopAgreement, CostsOneCall) {
   for (const ParallelDims& dims : layouts()) {
     const Meshes meshes = build_meshes(world(), dims);

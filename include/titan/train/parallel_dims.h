@@ -57,7 +57,7 @@ struct Meshes {
 
   int dp_rank() const { return batch.rank(); }  ///< selects this rank's lanes of the batch
   int dp_degree() const { return batch.size(); }
-  /// Of the ranks that have the same rows, one is the first.
+  /// Whether this rank is the one that counts for all ranks with the same rows.
   bool is_first_of_its_rows() const { return pp.rank() == 0 && rows.rank() == 0 && tp.rank() == 0; }
 };
 
