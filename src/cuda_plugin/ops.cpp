@@ -102,24 +102,36 @@ std::tuple<Tensor, Tensor> rms_norm_backward_cuda(const Tensor& grad, const Tens
   return {grad_x, grad_weight};
 }
 
-Tensor rotary_cuda(const Tensor& x, const Tensor& table, const std::optional<Tensor>& positions,
-                   bool inverse) {
-  if (!has_rows(x) || row_bytes(x) > cuda::kMaxRotatedBytes)
+std::vector<Tensor> rotary_cuda(at::TensorList x, const Tensor& table, const std::optional<Tensor>& positions,
+                                bool inverse) {
+  const auto is_taken = [&](const Tensor& each) {
+    return has_rows(each) && row_bytes(each) <= cuda::kMaxRotatedBytes &&
+           each.scalar_type() == x[0].scalar_type();
+  };
+  if (x.size() > 2 || !std::all_of(x.begin(), x.end(), is_taken))
     return composite::rotary(x, table, positions, inverse);
-  const c10::cuda::CUDAGuard guard(x.device());
-  const Tensor from = packed(x), angles = packed(table.to(at::kFloat));
+  const Tensor& first = x[0];
+  const c10::cuda::CUDAGuard guard(first.device());
+  const Tensor angles = packed(table.to(at::kFloat));
   const Tensor places = positions ? positions->contiguous() : Tensor();
-  Tensor out = at::empty(x.sizes(), x.options());
-  cuda::launch_rotary(out.mutable_data_ptr(),
-                      {.x = from.const_data_ptr(),
-                       .source = source_of(x),
-                       .tokens = x.size(0) * x.size(1),
-                       .heads = x.size(2),
-                       .size = x.size(3),
+  std::vector<Tensor> in, out;
+  for (const Tensor& each : x) {
+    in.push_back(packed(each));
+    out.push_back(at::empty(each.sizes(), each.options()));
+  }
+  const auto heads = [&](size_t i) -> cuda::Rotation::Heads {
+    if (i >= x.size()) return {};
+    return {.out = out[i].mutable_data_ptr(), .x = in[i].const_data_ptr(), .heads = in[i].size(2)};
+  };
+  cuda::launch_rotary({.first = heads(0),
+                       .second = heads(1),
+                       .source = source_of(first),
+                       .tokens = first.size(0) * first.size(1),
+                       .size = first.size(3),
                        .table = angles.const_data_ptr<float>(),
                        .table_rows = table.size(0),
                        .positions = positions ? places.const_data_ptr<int64_t>() : nullptr,
-                       .num_positions = positions ? places.numel() : x.size(1),
+                       .num_positions = positions ? places.numel() : first.size(1),
                        .inverse = inverse},
                       c10::cuda::getCurrentCUDAStream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();

@@ -158,7 +158,7 @@ __global__ void sum_of_rows_kernel(float* out, const float* x, int64_t rows, int
 
 // A thread has one pack of a head's features, reads their angles once, and turns the pack of every head.
 template <class T>
-__global__ void rotary_kernel(T* out, Rotation in) {
+__global__ void rotary_kernel(Rotation in) {
   constexpr int kSize = Pack<T>::kSize;
   const int lanes = in.size / kSize, lane = threadIdx.x % lanes;
   for (int64_t token = blockIdx.x; token < in.tokens; token += gridDim.x) {
@@ -176,9 +176,12 @@ __global__ void rotary_kernel(T* out, Rotation in) {
         cos_sin[e + j + 1] = in.inverse ? -angles.values[j + 1] : angles.values[j + 1];
       }
     }
-    for (int64_t head = threadIdx.x / lanes; head < in.heads; head += blockDim.x / lanes) {
-      const int64_t i = (token * in.heads + head) * lanes + lane;
-      Pack<T> pack = static_cast<const Pack<T>*>(in.x)[i];
+    for (int64_t each = threadIdx.x / lanes; each < in.first.heads + in.second.heads;
+         each += blockDim.x / lanes) {
+      const bool is_second = each >= in.first.heads;
+      const int64_t heads = is_second ? in.second.heads : in.first.heads;
+      const int64_t i = (token * heads + (is_second ? each - in.first.heads : each)) * lanes + lane;
+      Pack<T> pack = static_cast<const Pack<T>*>(is_second ? in.second.x : in.first.x)[i];
 #pragma unroll
       for (int e = 0; e < kSize; e += 2) {
         const float even = widen(pack.values[e]), odd = widen(pack.values[e + 1]);
@@ -186,7 +189,7 @@ __global__ void rotary_kernel(T* out, Rotation in) {
         pack.values[e] = narrow<T>(even * c - odd * s);
         pack.values[e + 1] = narrow<T>(even * s + odd * c);
       }
-      reinterpret_cast<Pack<T>*>(out)[i] = pack;
+      static_cast<Pack<T>*>(is_second ? in.second.out : in.first.out)[i] = pack;
     }
   }
 }
@@ -371,11 +374,11 @@ void launch_rms_norm_backward(const NormGradients& out, const void* grad, const 
                 stream, out.grad_weight, out.parts, out.num_parts, in.size);
 }
 
-void launch_rotary(void* out, const Rotation& in, cudaStream_t stream) {
+void launch_rotary(const Rotation& in, cudaStream_t stream) {
   with_source(in.source, [&]<class T>(T) {
     const int64_t lanes = in.size / Pack<T>::kSize;
     launch_kernel(rotary_kernel<T>, grid_of(in.tokens), dim3(static_cast<unsigned>(kThreads / lanes * lanes)),
-                  stream, static_cast<T*>(out), in);
+                  stream, in);
   });
 }
 

@@ -36,13 +36,18 @@ struct NormGradients {
 void launch_rms_norm_backward(const NormGradients& out, const void* grad, const NormRows& in,
                               const float* rstd, cudaStream_t stream);
 
-/// x: [tokens, heads, size]; table: fp32 [table_rows, size] of (cos, sin). Token t is at position
-/// positions[t % num_positions], or without positions at t % num_positions. A position outside the table ends the
-/// kernel with an assertion.
+/// Up to two tensors of the same tokens, each x: [tokens, heads, size]; table: fp32 [table_rows, size] of (cos, sin).
+/// Token t is at position positions[t % num_positions], or without positions at t % num_positions. A position outside the
+/// table ends the kernel with an assertion.
 struct Rotation {
-  const void* x = nullptr;
+  struct Heads {
+    void* out = nullptr;
+    const void* x = nullptr;
+    int64_t heads = 0;
+  };
+  Heads first, second;  ///< `second` may have no heads
   Source source = Source::Float;
-  int64_t tokens = 0, heads = 0, size = 0;
+  int64_t tokens = 0, size = 0;
   const float* table = nullptr;
   int64_t table_rows = 0;
   const int64_t* positions = nullptr;
@@ -50,7 +55,7 @@ struct Rotation {
   bool inverse = false;
 };
 constexpr int64_t kMaxRotatedBytes = 4096;  ///< a head has no more
-void launch_rotary(void* out, const Rotation& in, cudaStream_t stream);
+void launch_rotary(const Rotation& in, cudaStream_t stream);
 
 /// silu(gate) * up for `count` elements.
 struct GateAndUp {

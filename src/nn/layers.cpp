@@ -218,12 +218,14 @@ void RotaryEmbeddingImpl::reset_buffers(const at::Device& device) {
   table_ = at::stack({angles.cos(), angles.sin()}, -1).flatten(1).to(device);
 }
 
-at::Tensor RotaryEmbeddingImpl::forward(const at::Tensor& x_BSHD, const at::Tensor& positions) {
+std::pair<at::Tensor, at::Tensor> RotaryEmbeddingImpl::forward(const at::Tensor& q_BSHD,
+                                                               const at::Tensor& k_BSKD,
+                                                               const at::Tensor& positions) {
   check_entered_through_ref();
   TITAN_CHECK(table_.defined(), "rotary embedding '", fqn(),
               "' has no table yet: call titan::materialize(model, seed) first");
-  if (positions.defined() || !token_positions_) return ops::rotary(x_BSHD, table_, positions);
-  return ops::rotary(x_BSHD, table_, token_positions_->of(x_BSHD.size(1), x_BSHD.device()));
+  if (positions.defined() || !token_positions_) return ops::joint_rotary(q_BSHD, k_BSKD, table_, positions);
+  return ops::joint_rotary(q_BSHD, k_BSKD, table_, token_positions_->of(q_BSHD.size(1), q_BSHD.device()));
 }
 
 // ---- attention: B batch, S sequence, D model, H query heads, K key/value heads, E size of a head
@@ -251,8 +253,7 @@ at::Tensor AttentionImpl::forward(const at::Tensor& x_BSD, const at::Tensor& pos
   check_entered_through_ref();
   const auto split_heads = [this](const at::Tensor& x) { return x.unflatten(-1, {-1, head_dim_}); };
   const std::vector<at::Tensor> products = linears(x_BSD, {&wq, &wk, &wv});
-  const at::Tensor q_BSHE = rotary_(split_heads(products[0]), positions);
-  const at::Tensor k_BSKE = rotary_(split_heads(products[1]), positions);
+  const auto [q_BSHE, k_BSKE] = rotary_(split_heads(products[0]), split_heads(products[1]), positions);
   const at::Tensor v_BSKE = split_heads(products[2]);
   const at::Tensor out_BSHE =
       core_ ? core_->attend(q_BSHE, k_BSKE, v_BSKE) : ops::causal_attention(q_BSHE, k_BSKE, v_BSKE);

@@ -96,17 +96,26 @@ struct RmsNormBackward final : BackwardNode {
 
 // ---- rotary positions
 
-at::Tensor rotate(const at::Tensor& x, const at::Tensor& table, const at::Tensor& positions, bool inverse) {
+std::vector<at::Tensor> rotate(at::TensorList x, const at::Tensor& table, const at::Tensor& positions,
+                               bool inverse) {
   static const auto op = find_operator<decltype(composite::rotary)>("titan::rotary");
   return op.call(x, table, positions.defined() ? std::optional(positions) : std::nullopt, inverse);
 }
 
-// A rotation's transpose is its inverse.
-struct RotaryBackward final : BackwardNode {
+// Rotates the gradients of one tensor, or of queries and keys, back: a rotation's transpose is its inverse.
+struct RotaryBackward final : torch::autograd::Node {
   at::Tensor table, positions;  // neither is differentiable, nor written to between forward and backward
 
-  variable_list backward(const at::Tensor& grad) override {
-    return {rotate(grad, table, positions, /*inverse=*/true)};
+  variable_list apply(variable_list&& grads) override {
+    refuse_second_derivative(*this);
+    variable_list given;
+    for (const at::Tensor& grad : grads)
+      if (grad.defined()) given.push_back(grad);
+    if (given.empty()) return variable_list(num_outputs());
+    variable_list rotated = rotate(given, table, positions, /*inverse=*/true);
+    for (size_t i = 0, next = 0; i < grads.size(); ++i)
+      if (grads[i].defined()) grads[i] = std::move(rotated[next++]);
+    return std::move(grads);
   }
   void release_variables() override {
     table.reset();
@@ -204,12 +213,31 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight_D, double eps,
 at::Tensor rotary(const at::Tensor& x_BSHD, const at::Tensor& table_PD, const at::Tensor& positions) {
   check_rotary(x_BSHD, table_PD, positions);
   const at::Tensor out =
-      below_autograd([&] { return rotate(x_BSHD, table_PD, positions, /*inverse=*/false); });
+      below_autograd([&] { return rotate(x_BSHD, table_PD, positions, /*inverse=*/false)[0]; });
   if (!compute_requires_grad(x_BSHD)) return out;
   const auto node = record<RotaryBackward>(out, x_BSHD);
   node->table = table_PD;
   node->positions = positions;
   return out;
+}
+
+std::pair<at::Tensor, at::Tensor> joint_rotary(const at::Tensor& q_BSHD, const at::Tensor& k_BSKD,
+                                               const at::Tensor& table_PD, const at::Tensor& positions) {
+  for (const at::Tensor& x : {q_BSHD, k_BSKD}) check_rotary(x, table_PD, positions);
+  TITAN_CHECK(q_BSHD.sizes().slice(0, 2) == k_BSKD.sizes().slice(0, 2) &&
+                  q_BSHD.scalar_type() == k_BSKD.scalar_type(),
+              "joint_rotary: expected queries and keys of the same tokens and dtype, got ",
+              q_BSHD.scalar_type(), " ", q_BSHD.sizes(), " and ", k_BSKD.scalar_type(), " ", k_BSKD.sizes());
+  const variable_list out = below_autograd([&] {
+    return rotate({q_BSHD, k_BSKD}, table_PD, positions, /*inverse=*/false);
+  });
+  if (compute_requires_grad(q_BSHD, k_BSKD)) {
+    const auto node = make_node<RotaryBackward>(q_BSHD, k_BSKD);
+    set_history(out, node);
+    node->table = table_PD;
+    node->positions = positions;
+  }
+  return {out[0], out[1]};
 }
 
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {

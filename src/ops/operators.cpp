@@ -61,7 +61,9 @@ std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad, const Tensor& x
   return {grad_x.to(x.scalar_type()), (wide_grad * normed).reshape({-1, x.size(-1)}).sum(0)};
 }
 
-Tensor rotary(const Tensor& x, const Tensor& table, const std::optional<Tensor>& positions, bool inverse) {
+namespace {
+
+Tensor rotated(const Tensor& x, const Tensor& table, const std::optional<Tensor>& positions, bool inverse) {
   const int64_t half = x.size(3) / 2;
   Tensor rows = positions ? at::embedding(table, *positions) : table.slice(0, 0, x.size(1));
   rows = rows.to(accumulate_type(x));
@@ -72,6 +74,15 @@ Tensor rotary(const Tensor& x, const Tensor& table, const std::optional<Tensor>&
   const Tensor pairs = widened(x).unflatten(-1, {half, 2});
   const Tensor even = pairs.select(-1, 0), odd = pairs.select(-1, 1);
   return at::stack({even * cos - odd * sin, even * sin + odd * cos}, -1).flatten(-2).to(x.scalar_type());
+}
+
+}  // namespace
+
+std::vector<Tensor> rotary(at::TensorList x, const Tensor& table, const std::optional<Tensor>& positions,
+                           bool inverse) {
+  std::vector<Tensor> results;
+  for (const Tensor& each : x) results.push_back(rotated(each, table, positions, inverse));
+  return results;
 }
 
 Tensor swiglu(const Tensor& gate, const Tensor& up) {
@@ -156,7 +167,8 @@ TORCH_LIBRARY(titan, m) {
   m.def(
       "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor rstd) -> (Tensor grad_x, Tensor "
       "grad_weight)");
-  m.def("rotary(Tensor x, Tensor table, Tensor? positions, bool inverse) -> Tensor");
+  // Tensors of the same tokens.
+  m.def("rotary(Tensor[] x, Tensor table, Tensor? positions, bool inverse) -> Tensor[]");
   m.def("swiglu(Tensor gate, Tensor up) -> Tensor");
   m.def("swiglu_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor grad_gate, Tensor grad_up)");
   // Causal. On a GPU, attention whose results no checkpoint keeps is LibTorch's scaled_dot_product_attention.
@@ -222,7 +234,11 @@ TORCH_LIBRARY_IMPL(titan, Meta, m) {
   m.impl("rms_norm_backward", [](In, In x, In weight, In) -> Pair {
     return {at::empty_like(x), wide_empty(weight.sizes(), x)};
   });
-  m.impl("rotary", [](In x, In, const std::optional<Tensor>&, bool) { return at::empty_like(x); });
+  m.impl("rotary", [](at::TensorList x, In, const std::optional<Tensor>&, bool) {
+    std::vector<Tensor> results;
+    for (In each : x) results.push_back(at::empty_like(each));
+    return results;
+  });
   m.impl("swiglu", [](In gate, In) { return at::empty_like(gate); });
   m.impl("swiglu_backward", [](In, In gate, In up) -> Pair {
     return {at::empty_like(gate), at::empty_like(up)};

@@ -7,6 +7,7 @@
 
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -27,8 +28,8 @@ namespace composite {
 std::tuple<at::Tensor, at::Tensor> rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps);
 std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& grad, const at::Tensor& x,
                                                      const at::Tensor& weight, const at::Tensor& rstd);
-at::Tensor rotary(const at::Tensor& x, const at::Tensor& table, const std::optional<at::Tensor>& positions,
-                  bool inverse);
+std::vector<at::Tensor> rotary(at::TensorList x, const at::Tensor& table,
+                               const std::optional<at::Tensor>& positions, bool inverse);
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
 std::tuple<at::Tensor, at::Tensor> swiglu_backward(const at::Tensor& grad, const at::Tensor& gate,
                                                    const at::Tensor& up);

@@ -10,6 +10,7 @@
 //   h = h + attention(norm(h));
 
 #include <initializer_list>
+#include <utility>
 
 #include "titan/nn/module.h"
 #include "titan/ops/linear.h"
@@ -227,15 +228,16 @@ struct RotaryOptions {
 at::Tensor rotary_frequencies(int64_t head_dim, double theta, const std::optional<RotaryScaling>& scaling,
                               at::ScalarType dtype = at::kFloat);
 
-/// Rotates queries or keys by position, in interleaved pairs. It has no parameters, only a table (cos, sin)
+/// Rotates queries and keys by position, in interleaved pairs (ops::joint_rotary). It has no parameters, only a table (cos, sin)
 /// in fp32, which isn't saved with the model and which deferred construction leaves empty until
 /// reset_buffers(). One module serves all layers.
 class RotaryEmbeddingImpl : public Module, public PositionUser {
  public:
   explicit RotaryEmbeddingImpl(const RotaryOptions& options);
-  /// x: [B, S, H, head_dim]; positions: int64 [S] or [B, S]; undefined: the positions from
-  /// set_token_positions(), or 0..S-1.
-  at::Tensor forward(const at::Tensor& x_BSHD, const at::Tensor& positions = {});
+  /// q: [B, S, H, head_dim]; k: [B, S, K, head_dim]; positions: int64 [S] or [B, S]; undefined: the positions
+  /// from set_token_positions(), or 0..S-1.
+  std::pair<at::Tensor, at::Tensor> forward(const at::Tensor& q_BSHD, const at::Tensor& k_BSKD,
+                                            const at::Tensor& positions = {});
 
   void reset_buffers(const at::Device& device) override;
   void set_token_positions(std::shared_ptr<TokenPositions> positions) override {

@@ -5,6 +5,8 @@
 //
 //   at::Tensor h = ops::rms_norm(ops::embedding(weight, tokens), scale, 1e-5);
 
+#include <utility>
+
 #include "titan/ops/linear.h"
 
 namespace titan::ops {
@@ -27,6 +29,9 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight_D, double eps,
 /// positions: int64 [S] or [B, S], undefined for 0..S-1. CPUs report a position outside the table as an
 /// error. Differentiable in x.
 at::Tensor rotary(const at::Tensor& x_BSHD, const at::Tensor& table_PD, const at::Tensor& positions = {});
+/// The same for queries and keys, which may differ in their number of heads: one kernel on a GPU.
+std::pair<at::Tensor, at::Tensor> joint_rotary(const at::Tensor& q_BSHD, const at::Tensor& k_BSKD,
+                                               const at::Tensor& table_PD, const at::Tensor& positions = {});
 
 /// silu(gate) * up, elementwise, for two tensors of one shape and dtype (Shazeer, "GLU variants improve
 /// transformer", 2020). Keeps only the two inputs for its backward.

@@ -218,27 +218,37 @@ TITAN_CPU_CLONES void rotate_heads(T* out, const T* x, int64_t heads, const Pair
   }
 }
 
-at::Tensor rotary_cpu(const at::Tensor& x, const at::Tensor& table,
-                      const std::optional<at::Tensor>& positions, bool inverse) {
-  if (!cpu::have_kernel(x)) return composite::rotary(x, table, positions, inverse);
-  const at::Tensor in = x.contiguous(), rows = table.to(composite::accumulate_type(x)).contiguous();
-  const at::Tensor at_positions =
-      positions ? positions->expand({x.size(0), x.size(1)}).contiguous() : at::Tensor();
-  const int64_t tokens = x.size(0) * x.size(1), seq_len = x.size(1), heads = x.size(2), size = x.size(3),
+std::vector<at::Tensor> rotary_cpu(at::TensorList x, const at::Tensor& table,
+                                   const std::optional<at::Tensor>& positions, bool inverse) {
+  const at::Tensor& first = x[0];
+  const int64_t num_tokens = first.size(0) * first.size(1), seq_len = first.size(1), size = first.size(3),
                 table_rows = table.size(0);
+  int64_t row_size = 0;  // a token's, over all tensors
+  std::vector<at::Tensor> in, out;
+  for (const at::Tensor& each : x) {
+    if (!cpu::have_kernel(first, each)) return composite::rotary(x, table, positions, inverse);
+    row_size += each.size(2) * size;
+    in.push_back(each.contiguous());
+    out.push_back(at::empty(each.sizes(), each.options()));
+  }
+  const at::Tensor rows = table.to(composite::accumulate_type(first)).contiguous();
+  const at::Tensor at_positions =
+      positions ? positions->expand({first.size(0), seq_len}).contiguous() : at::Tensor();
   const int64_t* position_of = positions ? at_positions.const_data_ptr<int64_t>() : nullptr;
-  at::Tensor out = at::empty(x.sizes(), x.options());
-  cpu::dispatch(x, [&]<class T>(T*) {
+  cpu::dispatch(first, [&]<class T>(T*) {
     const auto* table_data = rows.const_data_ptr<Scalar<T>>();
-    at::parallel_for(0, tokens, 1 + 16384 / (heads * size + 1), [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, num_tokens, 1 + 16384 / (row_size + 1), [&](int64_t begin, int64_t end) {
       PairFactors<Scalar<T>> factors(size);
       for (int64_t token = begin; token < end; ++token) {
         const int64_t position = position_of ? position_of[token] : token % seq_len;
         TITAN_CHECK(position >= 0 && position < table_rows, "rotary: position ", position,
                     " isn't in the table of ", table_rows);
         factors.set(table_data + position * size, inverse);
-        const int64_t first = token * heads * size;
-        rotate_heads<T>(out.mutable_data_ptr<T>() + first, in.const_data_ptr<T>() + first, heads, factors);
+        for (size_t i = 0; i < in.size(); ++i) {
+          const int64_t heads = in[i].size(2), start = token * heads * size;
+          rotate_heads<T>(out[i].mutable_data_ptr<T>() + start, in[i].const_data_ptr<T>() + start, heads,
+                          factors);
+        }
       }
     });
   });

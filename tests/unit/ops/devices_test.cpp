@@ -76,6 +76,14 @@ const std::vector<DeviceCase>& cases() {
          return rotary(x[0], at::linspace(-1, 1, 7 * 8, x[0].options().dtype(at::kFloat)).view({7, 8}),
                        positions[0]);
        }},
+      {"joint_rotary",
+       {{2, 6, 5, 16}, {2, 6, 2, 16}},
+       {{2, 6}},
+       [](const Tensors& x, const Tensors& positions) {
+         const at::Tensor table = at::linspace(-1, 1, 7 * 16, x[0].options().dtype(at::kFloat)).view({7, 16});
+         const auto [q, k] = joint_rotary(x[0], x[1], table, positions[0]);
+         return at::cat({q, k}, 2);
+       }},
       {"swiglu_of_many_blocks",
        {{100, 1024}, {100, 1024}},
        {},
@@ -226,7 +234,7 @@ TEST(KernelsOnGpu, ReadAndWriteEveryByteOnce) {
       find_operator<decltype(composite::rms_norm)>("titan::rms_norm").call(x, weight, 1e-5);
   find_operator<decltype(composite::rms_norm_backward)>("titan::rms_norm_backward").call(y, x, weight, rstd);
   const auto rotate = find_operator<decltype(composite::rotary)>("titan::rotary");
-  rotate.call(x.view({1, 4096, 8, 64}), table, std::nullopt, false);
+  rotate.call({x.view({1, 4096, 8, 64}), y.view({1, 4096, 8, 64})}, table, std::nullopt, false);
   find_operator<decltype(composite::swiglu)>("titan::swiglu").call(x, y);
   find_operator<decltype(composite::swiglu_backward)>("titan::swiglu_backward").call(x, y, x);
   find_operator<decltype(composite::cross_entropy_)>("titan::cross_entropy_").call(logits, labels, true);
@@ -243,7 +251,7 @@ TEST(KernelsOnGpu, ReadAndWriteEveryByteOnce) {
   for (const Least& least :
        {Least{"rms_norm_kernel", 2 * bytes(x) + bytes(weight) + bytes(rstd)},
         {"rms_norm_backward_kernel", 3 * bytes(x) + bytes(weight) + bytes(rstd)},
-        {"rotary_kernel", 2 * bytes(x) + bytes(table)},
+        {"rotary_kernel", 4 * bytes(x) + bytes(table)},
         {"swiglu_kernel", 3 * bytes(x)},
         {"swiglu_backward_kernel", 4 * bytes(x)},
         {"cross_entropy_kernel", 2 * bytes(logits) + bytes(labels)},

@@ -157,9 +157,39 @@ TEST(Rotary, KernelEqualsComposite) {
   const at::Tensor positions = at::randint(9, {2, 7});
   for (const at::ScalarType dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
     const at::Tensor x = at::randn({2, 7, 3, 10}).to(dtype);
-    EXPECT_CLOSE(rotary(x, table, positions), composite::rotary(x.to(at::kDouble), table, positions, false),
-                 tolerance_of(dtype));
+    EXPECT_CLOSE(rotary(x, table, positions),
+                 composite::rotary({x.to(at::kDouble)}, table, positions, false)[0], tolerance_of(dtype));
     EXPECT_EQ(rotary(x, table, positions).scalar_type(), dtype);
+  }
+}
+
+// Queries and keys are rotated as each alone, and so are their gradients, also if one of them has none.
+TEST(Rotary, OfQueriesAndKeysEqualsTheComposite) {
+  const at::Tensor angles = at::rand({9, 5}, at::kDouble) * 6;
+  const at::Tensor table = at::stack({angles.cos(), angles.sin()}, -1).flatten(1);
+  for (const at::Tensor& positions : {at::Tensor(), at::randint(9, {7}), at::randint(9, {2, 7})}) {
+    const at::Tensor q = at::randn({2, 7, 6, 10}, at::kDouble).requires_grad_(),
+                     k = at::randn({2, 7, 2, 10}, at::kDouble).requires_grad_();
+    const auto given = positions.defined() ? std::optional(positions) : std::nullopt;
+    const at::Tensor wide_q = q.detach().clone().requires_grad_(),
+                     wide_k = k.detach().clone().requires_grad_();
+    const auto expected = composite::rotary({wide_q, wide_k}, table, given, false);
+    const auto [out_q, out_k] = joint_rotary(q, k, table, positions);
+    EXPECT_EQ(out_q.grad_fn(), out_k.grad_fn());
+    EXPECT_CLOSE(out_q, expected[0], 1e-14);
+    EXPECT_CLOSE(out_k, expected[1], 1e-14);
+    const at::Tensor grad_q = at::randn_like(q), grad_k = at::randn_like(k);
+    ((out_q * grad_q).sum() + (out_k * grad_k).sum()).backward();
+    ((expected[0] * grad_q).sum() + (expected[1] * grad_k).sum()).backward();
+    EXPECT_CLOSE(q.grad(), wide_q.grad(), 1e-14);
+    EXPECT_CLOSE(k.grad(), wide_k.grad(), 1e-14);
+
+    k.mutable_grad().reset();
+    joint_rotary(q.detach(), k, table, positions).second.backward(grad_k);
+    EXPECT_CLOSE(k.grad(), wide_k.grad(), 1e-14);
+    const at::Tensor of_q = std::exchange(q.mutable_grad(), at::Tensor());
+    joint_rotary(q, k, table, positions).first.backward(grad_q);
+    EXPECT_TRUE(q.grad().equal(of_q));
   }
 }
 
@@ -179,6 +209,7 @@ TEST(Rotary, RefusesPositionsOutsideItsTable) {
   EXPECT_THROW(rotary(x, table, at::arange(x.size(1)) + 4), Error);
   EXPECT_THROW(rotary(x, table, at::arange(3)), Error);
   EXPECT_THROW(rotary(x.narrow(3, 0, 7), table), Error);
+  EXPECT_THROW(joint_rotary(x, x.narrow(1, 0, x.size(1) - 1), table), Error);
 }
 
 using testing::tolerance_of;
