@@ -41,9 +41,12 @@ void fused_step(WeightDecay decay, const OptimizerSettings& settings, const Upda
   using Kernel = decltype(&at::_ops::_fused_adamw_::call);
   const Kernel kernel = decay == WeightDecay::Decoupled ? Kernel{&at::_ops::_fused_adamw_::call}
                                                         : Kernel{&at::_ops::_fused_adam_::call};
+  // LibTorch's kernels divide by the scale, and write the gradients back.
+  std::optional<at::Tensor> grad_scale;
+  if (update.grad_factor.defined()) grad_scale = update.grad_factor.reciprocal().to(at::kFloat);
   kernel(update.params, update.grads, update.state[0], update.state[1], /*max_exp_avg_sqs=*/{}, update.steps,
          update.lr, settings.beta1, settings.beta2, settings.weight_decay, settings.eps, /*amsgrad=*/false,
-         /*maximize=*/false, /*grad_scale=*/{},
+         /*maximize=*/false, grad_scale,
          /*found_inf=*/update.skip.defined() ? std::optional(update.skip) : std::nullopt);
   // LibTorch's fused kernels don't raise version counters, which sharding needs to detect that its copies are
   // stale.
@@ -107,6 +110,13 @@ OptimizerSpec with_decay(WeightDecay decay) {
             TITAN_CHECK(name == "fused" || name == "foreach" || name == "for-loop",
                         "optimizer.implementation: unknown '", name, "'; known: for-loop foreach fused");
             return name == "fused";
+          },
+      // The scale is fp32, which is too coarse for float64. On a CPU one more pass costs little, and its numbers are those of clipping
+      // before the step.
+      .takes_grad_factor =
+          [](const OptimizerSettings& settings, const at::Tensor& param) {
+            return settings.implementation == "fused" && param.is_cuda() &&
+                   param.scalar_type() != at::kDouble;
           }};
 }
 

@@ -242,8 +242,8 @@ GradNorm LaunchedGradNorm::read(const double* host_squares) const {
   return norm_of(ranks, host_squares, first_summed);
 }
 
-LaunchedGradNorm launch_clip_grad_norm(const std::vector<Parameter>& parameters, double max_norm,
-                                       at::Device device, const DeviceMesh& pipeline) {
+LaunchedGradNorm launch_grad_norm(const std::vector<Parameter>& parameters, double max_norm,
+                                  at::Device device, const DeviceMesh& pipeline) {
   check_max_norm(max_norm);
   at::NoGradGuard no_grad;
   LaunchedGradNorm result;
@@ -266,14 +266,9 @@ LaunchedGradNorm launch_clip_grad_norm(const std::vector<Parameter>& parameters,
     sum = of_stages.sum();
   }
   result.norm = sum.sqrt_();
+  if (!std::isfinite(max_norm)) return result;
   const at::Tensor factor = result.norm.add(kEpsilon).reciprocal_().mul_(max_norm).clamp_max_(1.0);
-  std::vector<at::Tensor> gradients = gradients_of(parameters);
-  if (gradients.empty() || !std::isfinite(max_norm)) return result;
-  at::Tensor applied = at::where(result.norm.isfinite(), factor, at::ones_like(factor));
-  // A factor in the gradients' dtype needs one launch for many tensors, but it must not be rounded to 16
-  // bits.
-  if (gradients.front().scalar_type() == at::kFloat) applied = applied.to(at::kFloat);
-  at::_foreach_mul_(gradients, applied);
+  result.factor = at::where(result.norm.isfinite(), factor, at::ones_like(factor));
   return result;
 }
 

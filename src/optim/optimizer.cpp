@@ -13,6 +13,7 @@
 #include <tuple>
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
@@ -160,6 +161,24 @@ at::Tensor laid_out_as(const at::Tensor& param, const at::Tensor& grad) {
   return at::empty_like(param).copy_(grad);
 }
 
+// Whether a rule that multiplies Update::grads multiplies the parameters' own gradients.
+bool are_laid_out(const Batch& batch) {
+  for (size_t i = 0; i < batch.parameters.size(); ++i) {
+    const at::Tensor& grad = batch.local(i).grad();
+    if (grad.defined() && grad.strides() != batch.local(i).strides()) return false;
+  }
+  return true;
+}
+
+void multiply_gradients(const Batch& batch, const at::Tensor& factor) {
+  std::vector<at::Tensor> grads;
+  for (size_t i = 0; i < batch.parameters.size(); ++i)
+    if (batch.local(i).grad().defined()) grads.push_back(batch.local(i).grad());
+  if (grads.empty()) return;
+  // A factor in the gradients' dtype needs one launch for many tensors, but it must not be rounded to 16 bits.
+  at::_foreach_mul_(grads, grads[0].scalar_type() == at::kFloat ? factor.to(at::kFloat) : factor);
+}
+
 at::Tensor zero_state(const at::Tensor& param) {
   return param.is_contiguous() ? resident_zeros(param.sizes(), param.options()) : at::zeros_like(param);
 }
@@ -233,13 +252,17 @@ struct Optimizer::Impl {
     return update;
   }
 
-  void step(const at::Tensor& skip) {
+  void step(const at::Tensor& skip, const at::Tensor& grad_factor) {
     const at::NoGradGuard no_grad;
-    for (Batch& batch : batches) step(batch, skip);
+    for (Batch& batch : batches) step(batch, skip, grad_factor);
   }
 
-  void step(Batch& batch, const at::Tensor& skip) const {
+  void step(Batch& batch, const at::Tensor& skip, const at::Tensor& grad_factor) const {
     allocate_state(batch);
+    const void* args = batch.group.args.get();
+    const bool rule_multiplies =
+        grad_factor.defined() && are_laid_out(batch) && spec.takes_grad_factor(args, batch.local(0));
+    if (grad_factor.defined() && !rule_multiplies) multiply_gradients(batch, grad_factor);
     Update update = update_of(batch);
     if (update.params.empty()) return;
     const at::Tensor counted =
@@ -250,7 +273,8 @@ struct Optimizer::Impl {
       for (at::Tensor& count : update.steps) count.add_(counted);
     }
     update.skip = skip;
-    spec.step(batch.group.args.get(), update);
+    if (rule_multiplies) update.grad_factor = grad_factor;
+    spec.step(args, update);
   }
 };
 
@@ -267,13 +291,13 @@ Optimizer::~Optimizer() = default;
 Optimizer::Optimizer(Optimizer&&) noexcept = default;
 Optimizer& Optimizer::operator=(Optimizer&&) noexcept = default;
 
-void Optimizer::step() { impl_->step({}); }
+void Optimizer::step() { impl_->step({}, {}); }
 
-void Optimizer::step_unless(const at::Tensor& skip) {
+void Optimizer::step_unless(const at::Tensor& skip, const at::Tensor& grad_factor) {
   TITAN_CHECK(can_skip_on_device(),
               "this optimizer can't skip a step on the device; Adam and AdamW can with "
               "optimizer.implementation = 'fused'");
-  impl_->step(skip);
+  impl_->step(skip, grad_factor);
 }
 
 bool Optimizer::can_skip_on_device() const { return impl_->runs_on_device; }

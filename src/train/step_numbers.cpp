@@ -61,7 +61,7 @@ class ReadLate final : public StepNumbers {
   void clip(int64_t step, const at::Tensor& loss) override {
     const at::NoGradGuard no_grad;
     const dist::World& world = parts_.world;
-    auto norm = optim::launch_clip_grad_norm(parts_.parameters, max_norm_, parts_.device, parts_.meshes.pp);
+    auto norm = optim::launch_grad_norm(parts_.parameters, max_norm_, parts_.device, parts_.meshes.pp);
     const at::Tensor flag =
         at::where(loss.isfinite(), flag_of(world, false), flag_of(world, true)).to(at::kDouble);
     if (world.size() > 1) world.everyone()->all_reduce(flag, dist::ReduceOp::Max, kFiniteLabel).wait();
@@ -70,7 +70,7 @@ class ReadLate final : public StepNumbers {
   }
   void update_weights() override {
     const at::NoGradGuard no_grad;
-    parts_.optimizer.step_unless(skip_);
+    parts_.optimizer.step_unless(skip_, clipped_.norm.factor);
     queued_ = {};  // frees its memory for reuse
     const at::Tensor values = at::cat(
         {clipped_.loss.detach().to(at::kDouble).view({1}), clipped_.flag.view({1}), clipped_.norm.squares});

@@ -73,8 +73,9 @@ at::Tensor checked_loss(TrainableModel& model, const at::Tensor& input, const at
 class StepNumbers {
  public:
   virtual ~StepNumbers() = default;
-  /// Clips the gradients by their norm over all ranks, and exchanges whether the losses are finite. `loss`:
-  /// this rank's, a double scalar on the device. Collective over the world.
+  /// Clips the gradients by their norm over all ranks, and exchanges whether the losses are finite. If the numbers
+  /// are read late, update_weights() multiplies the gradients, because the optimizer can do that in its own pass.
+  /// `loss`: this rank's, a double scalar on the device. Collective over the world.
   virtual void clip(int64_t step, const at::Tensor& loss) = 0;
   /// Steps the optimizer, unless the numbers of the step that was clipped last aren't finite.
   virtual void update_weights() = 0;

@@ -39,13 +39,15 @@ struct LaunchedGradNorm {
   size_t first_summed = 0;
   std::vector<int> ranks;  ///< the n world ranks that `squares` belong to
   at::Tensor norm;         ///< double scalar on the device
+  /// The same, what clipping multiplies the gradients by: 1 if the norm isn't finite. Undefined if max_norm is infinite.
+  at::Tensor factor;
   /// The result of clip_grad_norm(), except for the factor, from `squares` copied to the host.
   GradNorm read(const double* host_squares) const;
 };
 
-/// Like clip_grad_norm(), but only queues the work on `device`, so that the host can run ahead of a GPU. If
-/// the norm isn't finite, the gradients are multiplied by 1.
-LaunchedGradNorm launch_clip_grad_norm(const std::vector<Parameter>& parameters, double max_norm,
-                                       at::Device device, const DeviceMesh& pipeline = {});
+/// The norm and the factor of clip_grad_norm(), only queued on `device`, so that the host can run ahead of a
+/// GPU. The gradients stay unchanged until Optimizer::step_unless() multiplies them by the factor.
+LaunchedGradNorm launch_grad_norm(const std::vector<Parameter>& parameters, double max_norm,
+                                  at::Device device, const DeviceMesh& pipeline = {});
 
 }  // namespace titan::optim

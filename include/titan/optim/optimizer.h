@@ -111,13 +111,15 @@ class RegisteredArgs {
 struct Update {
   double lr = 0;                   ///< this step's learning rate
   std::vector<at::Tensor> params;  ///< this rank's part of each parameter
-  std::vector<at::Tensor> grads;   ///< laid out as `params`; read-only
+  std::vector<at::Tensor> grads;   ///< laid out as `params`; read-only, unless there is a grad_factor
   /// A list for each name in OptimizerRule::state, laid out as `params`.
   std::vector<std::vector<at::Tensor>> state;
   /// fp32 scalars: each parameter's number of updates so far, including this one. They are on the host unless
   /// the rule runs on the device.
   std::vector<at::Tensor> steps;
   at::Tensor skip;  ///< undefined, or an fp32 scalar on the device; if it is 1, nothing may change
+  /// Undefined, or a double scalar on the device that the rule multiplies `grads` by, in place.
+  at::Tensor grad_factor;
 };
 
 /// An update rule. Args is the struct of its settings, with a `describe(config::Table<Args>&)` beside it,
@@ -132,6 +134,9 @@ struct OptimizerRule {
   /// Whether `step` never waits for the device. Then Update::steps are on the device, and `skip` may be
   /// given. Default: no.
   std::function<bool(const Args&)> runs_on_device = {};
+  /// Whether `step` takes Update::grad_factor for parameters of this one's device and dtype, so that clipping needs no
+  /// pass over the gradients of its own. Default: no.
+  std::function<bool(const Args&, const at::Tensor& param)> takes_grad_factor = {};
 };
 
 /// A registered rule with its Args erased: `args` in the calls points to the result of args.make().
@@ -146,12 +151,17 @@ class OptimizerSpec {
         }),
         runs_on_device([runs = std::move(rule.runs_on_device)](const void* args) {
           return runs && runs(*static_cast<const Args*>(args));
-        }) {}
+        }),
+        takes_grad_factor(
+            [takes = std::move(rule.takes_grad_factor)](const void* args, const at::Tensor& param) {
+              return takes && takes(*static_cast<const Args*>(args), param);
+            }) {}
 
   RegisteredArgs<OptimizerSettings> args;
   std::vector<std::string> state;
   std::function<void(const void* args, const Update&)> step;
   std::function<bool(const void* args)> runs_on_device;
+  std::function<bool(const void* args, const at::Tensor& param)> takes_grad_factor;
 };
 
 /// The rules that optimizer.name may name: "AdamW", "Adam", and rules that users add:
@@ -176,8 +186,9 @@ class Optimizer {
   /// unchanged.
   void step();
   /// The same unless `skip` is 1. `skip` is an fp32 scalar on the parameters' device, which the host doesn't
-  /// read. Requires can_skip_on_device().
-  void step_unless(const at::Tensor& skip);
+  /// read. The gradients are first multiplied by `grad_factor`, if it is defined: LaunchedGradNorm::factor. The
+  /// rule does that while it updates, if it can. Requires can_skip_on_device().
+  void step_unless(const at::Tensor& skip, const at::Tensor& grad_factor = {});
   bool can_skip_on_device() const;
   /// Drops the gradients, or fills them with zeros if `set_to_none` is false.
   void zero_grad(bool set_to_none = true);

@@ -104,7 +104,8 @@ class TrainerPolicy {
 
   // ---- state that changes
 
-  /// Called before the optimizer changes the weights, once no save reads the state.
+  /// Called before the optimizer changes the weights, once no save reads the state. Gradients are clipped by now on a
+  /// CPU; on a GPU the optimizer clips them while it updates.
   virtual void before_update() {}
   /// Called at the end of a step. True: the trainer's state is no longer that of this step
   /// (Trainer::load_before), so later policies aren't called and the step isn't saved.

@@ -8,6 +8,7 @@
 
 #include "titan/core/error.h"
 #include "titan/dist/world.h"
+#include "titan/optim/optimizer.h"
 #include "unit/optim/make_parameters.h"
 
 namespace titan::optim {
@@ -103,7 +104,7 @@ TEST(Clip, LargeFloatsDoNotOverflow) {
   EXPECT_NEAR(clip_grad_norm(parameters).norm / 1e31, 1, 1e-6);
 }
 
-// The form that doesn't wait for a GPU returns the same numbers.
+// The form that doesn't wait for a GPU returns the same numbers. The optimizer multiplies by its factor.
 TEST(Clip, LaunchedNormEqualsTheBlockingOne) {
   at::manual_seed(2);
   const auto make = [](double scale) {
@@ -114,7 +115,9 @@ TEST(Clip, LaunchedNormEqualsTheBlockingOne) {
   for (const double scale : {0.01, 3.0, std::numeric_limits<double>::infinity()}) {
     std::vector<Parameter> now = make(scale), launched = make(scale);
     const GradNorm expected = clip_grad_norm(now, 1.0);
-    const LaunchedGradNorm norm = launch_clip_grad_norm(launched, 1.0, at::kCPU);
+    const LaunchedGradNorm norm = launch_grad_norm(launched, 1.0, at::kCPU);
+    Optimizer optimizer(launched, {.lr = 0});
+    optimizer.step_unless(at::zeros({}), norm.factor);
     const GradNorm result = norm.read(norm.squares.const_data_ptr<double>());
     EXPECT_EQ(result.finite(), expected.finite()) << scale;
     EXPECT_EQ(result.nonfinite_rank, expected.nonfinite_rank) << scale;
@@ -132,7 +135,7 @@ TEST(Clip, LaunchedNormEqualsTheBlockingOne) {
 TEST(Clip, LaunchedWithoutParametersHasOneValueForEachRankOfThePipeline) {
   const dist::World world = dist::init({.backend = "fake", .fake_rank = 1, .fake_world_size = 3});
   const DeviceMesh pipeline = DeviceMesh::create(world, {{"pp", 3}});
-  const LaunchedGradNorm norm = launch_clip_grad_norm({}, 1.0, at::kCPU, pipeline);
+  const LaunchedGradNorm norm = launch_grad_norm({}, 1.0, at::kCPU, pipeline);
   EXPECT_EQ(norm.ranks, (std::vector<int>{0, 1, 2}));
   EXPECT_EQ(norm.squares.numel(), 3);
   const double squares[] = {9, 0, 16};

@@ -1,5 +1,7 @@
 // Clipping and the optimizer's step give the same results on a GPU as on the CPU.
 
+#include <limits>
+
 #include <gtest/gtest.h>
 
 #include "dist/device_backend.h"
@@ -48,18 +50,39 @@ TEST_P(OptimizerOnGpu, EqualsTheCpu) {
 
 INSTANTIATE_TEST_SUITE_P(Implementations, OptimizerOnGpu, ::testing::Values("fused", "foreach", "for-loop"));
 
-TEST(ClipOnGpu, LaunchedEqualsTheCpu) {
+// Steps by gradients that are clipped, and one that isn't finite. Adam multiplies fp32 gradients while it updates; float64 ones, and those that
+// aren't laid out as their parameter, are multiplied before.
+class ClipOnGpu : public ::testing::TestWithParam<std::tuple<const char*, at::ScalarType, bool>> {};
+
+TEST_P(ClipOnGpu, LaunchedEqualsTheCpu) {
   if (!dist::open_cuda_plugin()) GTEST_SKIP() << "no GPU is visible";
-  const at::Tensor grad = at::randn({64, 33});
-  std::vector<Parameter> on_cpu{make_parameter("a", at::zeros_like(grad))};
-  std::vector<Parameter> on_gpu{make_parameter("a", at::zeros_like(grad).cuda())};
-  set_grad(on_cpu[0], grad.clone());
-  set_grad(on_gpu[0], grad.cuda());
-  const double expected = clip_grad_norm(on_cpu, 1.0).norm;
-  const LaunchedGradNorm launched = launch_clip_grad_norm(on_gpu, 1.0, on_gpu[0].data.local.device());
-  EXPECT_NEAR(launched.norm.item<double>() / expected, 1, 1e-6);
-  EXPECT_TRUE(at::allclose(on_gpu[0].data.local.grad().cpu(), on_cpu[0].data.local.grad(), 1e-5, 1e-7));
+  const auto& [name, dtype, transposed] = GetParam();
+  const at::Tensor start = at::randn({64, 33}, dtype), grad = at::randn({64, 33}, dtype);
+  const auto laid_out = [transposed = transposed](const at::Tensor& g) {
+    return transposed ? g.t().contiguous().t() : g.clone();
+  };
+  std::vector<Parameter> on_cpu{make_parameter("a", start)}, on_gpu{make_parameter("a", start.cuda())};
+  Optimizer cpu(on_cpu, {.name = name, .lr = 0.1}), gpu(on_gpu, {.name = name, .lr = 0.1});
+  const at::Device device = on_gpu[0].data.local.device();
+  const double tolerance = dtype == at::kFloat ? 1e-5 : 1e-12;
+  for (const double scale : {1.0, 1e-4, std::numeric_limits<double>::infinity(), 3.0}) {
+    set_grad(on_cpu[0], grad * scale);
+    set_grad(on_gpu[0], laid_out((grad * scale).to(device)));
+    const GradNorm expected = clip_grad_norm(on_cpu, 1.0);
+    if (expected.finite()) cpu.step();
+    const LaunchedGradNorm launched = launch_grad_norm(on_gpu, 1.0, device);
+    gpu.step_unless(launched.norm.isfinite().logical_not().to(at::kFloat), launched.factor);
+    EXPECT_TRUE(at::allclose(on_gpu[0].data.local.cpu(), on_cpu[0].data.local, tolerance, tolerance));
+    if (!expected.finite()) continue;
+    EXPECT_NEAR(launched.norm.item<double>() / expected.norm, 1, 1e-6);
+    EXPECT_TRUE(
+        at::allclose(on_gpu[0].data.local.grad().cpu(), on_cpu[0].data.local.grad(), tolerance, 1e-7));
+  }
 }
+
+INSTANTIATE_TEST_SUITE_P(Rules, ClipOnGpu,
+                         ::testing::Combine(::testing::Values("AdamW", "Adam"),
+                                            ::testing::Values(at::kFloat, at::kDouble), ::testing::Bool()));
 
 }  // namespace
 }  // namespace titan::optim
