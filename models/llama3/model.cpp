@@ -64,8 +64,10 @@ TransformerBlockImpl::TransformerBlockImpl(int64_t layer_id, const Llama3Args& a
 
 at::Tensor TransformerBlockImpl::forward(const at::Tensor& x_BSD, const at::Tensor& positions) {
   check_entered_through_ref();
-  const at::Tensor h_BSD = x_BSD + attention(attention_norm(x_BSD), positions);
-  return h_BSD + feed_forward(ffn_norm(h_BSD));
+  // The norms add to the residual stream, and what they return of it has the gradients of all its users.
+  const ops::NormedSum x = attention_norm(x_BSD, at::Tensor());
+  const ops::NormedSum h = ffn_norm(x.sum, attention(x.normed, positions));
+  return h.sum + feed_forward(h.normed);
 }
 
 Llama3Impl::Llama3Impl(const Llama3Args& args, const nn::Construct& construct)

@@ -60,6 +60,8 @@ Tensor fp32_like(const Tensor& x, at::IntArrayRef sizes) {
   return at::empty(sizes, x.options().dtype(at::kFloat));
 }
 
+Tensor rstd_of(const Tensor& x) { return fp32_like(x, x.sizes().slice(0, static_cast<size_t>(x.dim()) - 1)); }
+
 cuda::NormRows norm_rows(const Tensor& x, const Tensor& weight) {
   return {.x = x.const_data_ptr(),
           .weight = weight.const_data_ptr(),
@@ -73,21 +75,35 @@ std::tuple<Tensor, Tensor> rms_norm_cuda(const Tensor& x, const Tensor& weight, 
   const c10::cuda::CUDAGuard guard(x.device());
   const Tensor from = packed(x), scales = packed(weight);
   Tensor y = at::empty(x.sizes(), x.options());
-  Tensor rstd = fp32_like(x, x.sizes().slice(0, static_cast<size_t>(x.dim()) - 1));
+  Tensor rstd = rstd_of(x);
   cuda::launch_rms_norm(y.mutable_data_ptr(), rstd.mutable_data_ptr<float>(), norm_rows(from, scales),
                         static_cast<float>(eps), c10::cuda::getCurrentCUDAStream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return {y, rstd};
 }
 
-// Each thread block sums the weight's gradient over some of the rows. Two blocks per multiprocessor write few sums beside
-// some thousands of rows.
-std::tuple<Tensor, Tensor> rms_norm_backward_cuda(const Tensor& grad, const Tensor& x, const Tensor& weight,
-                                                  const Tensor& rstd) {
-  if (!has_norm_rows(x, weight) || grad.scalar_type() != x.scalar_type())
-    return composite::rms_norm_backward(grad, x, weight, rstd);
+std::tuple<Tensor, Tensor, Tensor> add_rms_norm_cuda(const Tensor& x, const Tensor& added,
+                                                     const Tensor& weight, double eps) {
+  if (!has_norm_rows(x, weight) || added.scalar_type() != x.scalar_type())
+    return composite::add_rms_norm(x, added, weight, eps);
   const c10::cuda::CUDAGuard guard(x.device());
-  const Tensor g = packed(grad), from = packed(x), scales = packed(weight), r = rstd.contiguous();
+  const Tensor from = packed(x), other = packed(added), scales = packed(weight);
+  Tensor y = at::empty(x.sizes(), x.options()), sum = at::empty(x.sizes(), x.options());
+  Tensor rstd = rstd_of(x);
+  cuda::launch_add_rms_norm(y.mutable_data_ptr(), rstd.mutable_data_ptr<float>(), sum.mutable_data_ptr(),
+                            other.const_data_ptr(), norm_rows(from, scales), static_cast<float>(eps),
+                            c10::cuda::getCurrentCUDAStream());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  return {y, rstd, sum};
+}
+
+// Each thread block sums the weight's gradient over some of the rows. Two blocks per multiprocessor write few sums beside
+// some thousands of rows. `added`: undefined, or what is added to x's gradient.
+std::tuple<Tensor, Tensor> norm_gradients(const Tensor& grad, const Tensor& added, const Tensor& x,
+                                          const Tensor& weight, const Tensor& rstd) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  const Tensor g = packed(grad), other = added.defined() ? packed(added) : added, from = packed(x),
+               scales = packed(weight), r = rstd.contiguous();
   const cuda::NormRows rows = norm_rows(from, scales);
   const int64_t parts = std::min<int64_t>(rows.rows, 2 * properties_of(x).multiProcessorCount);
   Tensor grad_x = at::empty(x.sizes(), x.options()), grad_weight = fp32_like(x, weight.sizes());
@@ -96,10 +112,26 @@ std::tuple<Tensor, Tensor> rms_norm_backward_cuda(const Tensor& grad, const Tens
                                   .grad_weight = grad_weight.mutable_data_ptr<float>(),
                                   .parts = sums.mutable_data_ptr<float>(),
                                   .num_parts = parts},
-                                 g.const_data_ptr(), rows, r.const_data_ptr<float>(),
-                                 c10::cuda::getCurrentCUDAStream());
+                                 g.const_data_ptr(), other.defined() ? other.const_data_ptr() : nullptr, rows,
+                                 r.const_data_ptr<float>(), c10::cuda::getCurrentCUDAStream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return {grad_x, grad_weight};
+}
+
+std::tuple<Tensor, Tensor> rms_norm_backward_cuda(const Tensor& grad, const Tensor& x, const Tensor& weight,
+                                                  const Tensor& rstd) {
+  if (!has_norm_rows(x, weight) || grad.scalar_type() != x.scalar_type())
+    return composite::rms_norm_backward(grad, x, weight, rstd);
+  return norm_gradients(grad, {}, x, weight, rstd);
+}
+
+std::tuple<Tensor, Tensor> add_rms_norm_backward_cuda(const Tensor& grad, const Tensor& grad_sum,
+                                                      const Tensor& sum, const Tensor& weight,
+                                                      const Tensor& rstd) {
+  if (!has_norm_rows(sum, weight) || grad.scalar_type() != sum.scalar_type() ||
+      grad_sum.scalar_type() != sum.scalar_type())
+    return composite::add_rms_norm_backward(grad, grad_sum, sum, weight, rstd);
+  return norm_gradients(grad, grad_sum, sum, weight, rstd);
 }
 
 std::vector<Tensor> rotary_cuda(at::TensorList x, const Tensor& table, const std::optional<Tensor>& positions,
@@ -225,6 +257,8 @@ void vocabulary_grad_cuda(Tensor& logits, const Tensor& labels, int64_t first, c
 TORCH_LIBRARY_IMPL(titan, CUDA, m) {
   m.impl("rms_norm", rms_norm_cuda);
   m.impl("rms_norm_backward", rms_norm_backward_cuda);
+  m.impl("add_rms_norm", add_rms_norm_cuda);
+  m.impl("add_rms_norm_backward", add_rms_norm_backward_cuda);
   m.impl("rotary", rotary_cuda);
   m.impl("swiglu", swiglu_cuda);
   m.impl("swiglu_backward", swiglu_backward_cuda);

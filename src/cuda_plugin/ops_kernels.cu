@@ -57,9 +57,10 @@ constexpr int kPacks = 2, kBackwardPacks = 4, kMaxBackwardThreads = 512;
 static_assert(kMaxNormBytes == kMaxThreads * kPacks * sizeof(Pack<float>));
 static_assert(kMaxNormBytes == kMaxBackwardThreads * kBackwardPacks * sizeof(Pack<float>));
 
+// Norms x, or if `added` isn't null, x + added, which is rounded and written to `sum`.
 template <class T>
-__global__ void __launch_bounds__(kMaxThreads)
-    rms_norm_kernel(T* y, float* rstd, const T* x, const T* weight, int64_t rows, int size, float eps) {
+__device__ void norm_rows(T* y, float* rstd, T* sum, const T* x, const T* added, const T* weight,
+                          int64_t rows, int size, float eps) {
   const int packs = size / Pack<T>::kSize;
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
     const auto* from = reinterpret_cast<const Pack<T>*>(x) + row * packs;
@@ -70,6 +71,12 @@ __global__ void __launch_bounds__(kMaxThreads)
       const int i = threadIdx.x + k * blockDim.x;
       if (i >= packs) continue;
       held[k] = from[i];
+      if (added) {
+        const Pack<T> other = reinterpret_cast<const Pack<T>*>(added)[row * packs + i];
+        for (int e = 0; e < Pack<T>::kSize; ++e)
+          held[k].values[e] = narrow<T>(widen(held[k].values[e]) + widen(other.values[e]));
+        reinterpret_cast<Pack<T>*>(sum)[row * packs + i] = held[k];
+      }
       for (const T value : held[k].values) squares += widen(value) * widen(value);
     }
     const float scale = 1 / sqrtf(sum_of_block(squares) / static_cast<float>(size) + eps);
@@ -87,12 +94,25 @@ __global__ void __launch_bounds__(kMaxThreads)
   }
 }
 
-// With n = x * rstd and h = grad * weight: grad_x = rstd * (h - n * mean(h * n)). Each block sums grad * n, the weight's gradient, over
-// its rows, in registers.
+template <class T>
+__global__ void __launch_bounds__(kMaxThreads)
+    rms_norm_kernel(T* y, float* rstd, const T* x, const T* weight, int64_t rows, int size, float eps) {
+  norm_rows<T>(y, rstd, nullptr, x, nullptr, weight, rows, size, eps);
+}
+
+template <class T>
+__global__ void __launch_bounds__(kMaxThreads)
+    add_rms_norm_kernel(T* y, float* rstd, T* sum, const T* x, const T* added, const T* weight, int64_t rows,
+                        int size, float eps) {
+  norm_rows(y, rstd, sum, x, added, weight, rows, size, eps);
+}
+
+// With n = x * rstd and h = grad * weight: grad_x = added + rstd * (h - n * mean(h * n)). Each block sums grad * n, the weight's gradient,
+// over its rows, in registers.
 template <class T>
 __global__ void __launch_bounds__(kMaxBackwardThreads)
-    rms_norm_backward_kernel(T* grad_x, float* parts, const T* grad, const T* x, const T* weight,
-                             const float* rstd, int64_t rows, int size) {
+    rms_norm_backward_kernel(T* grad_x, float* parts, const T* grad, const T* added, const T* x,
+                             const T* weight, const float* rstd, int64_t rows, int size) {
   constexpr int kSize = Pack<T>::kSize;
   const int packs = size / kSize;
   float sums[kBackwardPacks * kSize] = {};
@@ -120,9 +140,11 @@ __global__ void __launch_bounds__(kMaxBackwardThreads)
       if (i >= packs) continue;
       const Pack<T> factors = reinterpret_cast<const Pack<T>*>(weight)[i];
       Pack<T> out;
+      if (added) out = reinterpret_cast<const Pack<T>*>(added)[row * packs + i];
       for (int e = 0; e < kSize; ++e) {
         const float h = widen(g[k].values[e]) * widen(factors.values[e]);
-        out.values[e] = narrow<T>((h - widen(n[k].values[e]) * scale * mean) * scale);
+        const float by_norm = (h - widen(n[k].values[e]) * scale * mean) * scale;
+        out.values[e] = narrow<T>(added ? widen(out.values[e]) + by_norm : by_norm);
       }
       reinterpret_cast<Pack<T>*>(grad_x)[row * packs + i] = out;
     }
@@ -361,14 +383,24 @@ void launch_rms_norm(void* y, float* rstd, const NormRows& in, float eps, cudaSt
   });
 }
 
-void launch_rms_norm_backward(const NormGradients& out, const void* grad, const NormRows& in,
-                              const float* rstd, cudaStream_t stream) {
+void launch_add_rms_norm(void* y, float* rstd, void* sum, const void* added, const NormRows& in, float eps,
+                         cudaStream_t stream) {
+  with_source(in.source, [&]<class T>(T) {
+    launch_kernel(add_rms_norm_kernel<T>, grid_of(in.rows), threads_for_row(in.size / Pack<T>::kSize, kPacks),
+                  stream, static_cast<T*>(y), rstd, static_cast<T*>(sum), static_cast<const T*>(in.x),
+                  static_cast<const T*>(added), static_cast<const T*>(in.weight), in.rows,
+                  static_cast<int>(in.size), eps);
+  });
+}
+
+void launch_rms_norm_backward(const NormGradients& out, const void* grad, const void* added,
+                              const NormRows& in, const float* rstd, cudaStream_t stream) {
   with_source(in.source, [&]<class T>(T) {
     launch_kernel(rms_norm_backward_kernel<T>, grid_of(out.num_parts),
                   threads_for_row(in.size / Pack<T>::kSize, kBackwardPacks), stream,
                   static_cast<T*>(out.grad_x), out.parts, static_cast<const T*>(grad),
-                  static_cast<const T*>(in.x), static_cast<const T*>(in.weight), rstd, in.rows,
-                  static_cast<int>(in.size));
+                  static_cast<const T*>(added), static_cast<const T*>(in.x), static_cast<const T*>(in.weight),
+                  rstd, in.rows, static_cast<int>(in.size));
   });
   launch_kernel(sum_of_rows_kernel, grid_of(parts_of(in.size, kSumColumns)), dim3(kSumColumns, kSumRows),
                 stream, out.grad_weight, out.parts, out.num_parts, in.size);

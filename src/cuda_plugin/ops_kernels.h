@@ -26,6 +26,9 @@ struct NormRows {
 };
 /// y: [rows, size], in x's dtype; rstd: fp32 [rows].
 void launch_rms_norm(void* y, float* rstd, const NormRows& in, float eps, cudaStream_t stream);
+/// The same of sum = x + added, both [rows, size], in x's dtype.
+void launch_add_rms_norm(void* y, float* rstd, void* sum, const void* added, const NormRows& in, float eps,
+                         cudaStream_t stream);
 
 /// grad_x: [rows, size], in x's dtype; grad_weight: fp32 [size]; parts: memory for fp32 [num_parts, size].
 struct NormGradients {
@@ -33,8 +36,9 @@ struct NormGradients {
   float *grad_weight = nullptr, *parts = nullptr;
   int64_t num_parts = 0;  ///< thread blocks that sum the weight's gradient over their rows
 };
-void launch_rms_norm_backward(const NormGradients& out, const void* grad, const NormRows& in,
-                              const float* rstd, cudaStream_t stream);
+/// added: null, or [rows, size], in x's dtype, which is added to grad_x.
+void launch_rms_norm_backward(const NormGradients& out, const void* grad, const void* added,
+                              const NormRows& in, const float* rstd, cudaStream_t stream);
 
 /// Up to two tensors of the same tokens, each x: [tokens, heads, size]; table: fp32 [table_rows, size] of (cos, sin).
 /// Token t is at position positions[t % num_positions], or without positions at t % num_positions. A position outside the

@@ -15,7 +15,6 @@
 #include "dist/trace_range.h"
 #include "nn/trace_labels.h"
 #include "titan/core/error.h"
-#include "titan/ops/functional.h"
 #include "titan/tensor/placement.h"
 
 namespace titan::nn {
@@ -154,6 +153,11 @@ RMSNormImpl::RMSNormImpl(int64_t dim, double eps, const Construct& construct) : 
 at::Tensor RMSNormImpl::forward(const at::Tensor& x) {
   check_entered_through_ref();
   return ops::rms_norm(x, weight, eps_, weight_sink_);
+}
+
+ops::NormedSum RMSNormImpl::forward(const at::Tensor& x, const at::Tensor& added) {
+  check_entered_through_ref();
+  return ops::add_rms_norm(x, added, weight, eps_, weight_sink_);
 }
 
 // ---- feed-forward

@@ -68,31 +68,63 @@ struct EmbeddingBackward final : BackwardNode {
 
 // ---- RMS norm
 
-struct RmsNormBackward final : BackwardNode {
-  enum Input : size_t { X, Weight };
-  SavedVariable x, weight, rstd;
+// Serves rms_norm, whose output is the norm, and add_rms_norm, whose second output is the normed sum, or x itself.
+struct RmsNormBackward final : torch::autograd::Node {
+  enum Input : size_t { X, Added, Weight };
+  enum Output : size_t { Normed, Sum };
+  SavedVariable sum, weight, rstd;
   std::shared_ptr<GradSink> weight_sink;
 
-  variable_list backward(const at::Tensor& grad) override {
-    static const auto op = find_operator<decltype(composite::rms_norm_backward)>("titan::rms_norm_backward");
-    const at::Tensor scales = weight.unpack();
-    auto [grad_x, grad_weight] = op.call(grad, x.unpack(), scales, rstd.unpack());
-    variable_list grads(2);
-    if (task_should_compute_output(X)) grads[X] = std::move(grad_x);
-    if (!task_should_compute_output(Weight)) return grads;
-    if (weight_sink) {
-      // Computed already, but passed as a DueGradient so that it is delayed like other weight gradients.
-      weight_sink->accept({.compute = [sum = grad_weight] { return sum; }, .reads = {grad_weight}});
-    } else {
-      grads[Weight] = grad_weight.to(scales.scalar_type());
-    }
-    return grads;
+  variable_list apply(variable_list&& grads) override {
+    refuse_second_derivative(*this);
+    const at::Tensor grad_sum = grads.size() > Sum ? grads[Sum] : at::Tensor();
+    variable_list results(num_outputs());
+    results[X] = grads[Normed].defined() ? backward(grads[Normed], grad_sum, results[Weight]) : grad_sum;
+    results[Added] = results[X];
+    for (const Input each : {X, Added})
+      if (!task_should_compute_output(each)) results[each].reset();
+    return results;
   }
   void release_variables() override {
-    for (SavedVariable* saved : {&x, &weight, &rstd}) saved->reset_data();
+    for (SavedVariable* saved : {&sum, &weight, &rstd}) saved->reset_data();
   }
   std::string name() const override { return "titan::rms_norm backward"; }
+
+ private:
+  // Returns x's gradient.
+  at::Tensor backward(const at::Tensor& grad, const at::Tensor& grad_sum, at::Tensor& result_of_weight) {
+    const at::Tensor scales = weight.unpack();
+    auto [grad_x, grad_weight] = run(grad, grad_sum, sum.unpack(getptr()), scales, rstd.unpack());
+    if (!task_should_compute_output(Weight)) return grad_x;
+    if (weight_sink) {
+      // Computed already, but passed as a DueGradient so that it is delayed like other weight gradients.
+      weight_sink->accept(
+          {.compute = [grad_weight = grad_weight] { return grad_weight; }, .reads = {grad_weight}});
+    } else {
+      result_of_weight = grad_weight.to(scales.scalar_type());
+    }
+    return grad_x;
+  }
+  static std::tuple<at::Tensor, at::Tensor> run(const at::Tensor& grad, const at::Tensor& grad_sum,
+                                                const at::Tensor& x, const at::Tensor& scales,
+                                                const at::Tensor& rstd) {
+    static const auto op = find_operator<decltype(composite::rms_norm_backward)>("titan::rms_norm_backward");
+    static const auto adding_op =
+        find_operator<decltype(composite::add_rms_norm_backward)>("titan::add_rms_norm_backward");
+    if (!grad_sum.defined()) return op.call(grad, x, scales, rstd);
+    return adding_op.call(grad, grad_sum, x, scales, rstd);
+  }
 };
+
+void check_norm(const at::Tensor& x, const at::Tensor& weight_D) {
+  TITAN_CHECK(weight_D.dim() == 1 && x.dim() >= 1 && x.size(-1) == weight_D.size(0), "rms_norm: x ",
+              x.sizes(), " doesn't fit weight ", weight_D.sizes());
+}
+
+std::tuple<at::Tensor, at::Tensor> norm_forward(const at::Tensor& x, const at::Tensor& weight_D, double eps) {
+  static const auto op = find_operator<decltype(composite::rms_norm)>("titan::rms_norm");
+  return below_autograd([&] { return op.call(x, weight_D, eps); });
+}
 
 // ---- rotary positions
 
@@ -197,17 +229,41 @@ at::Tensor embedding(const at::Tensor& weight_VD, const at::Tensor& tokens,
 
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight_D, double eps,
                     const std::shared_ptr<GradSink>& weight_sink) {
-  TITAN_CHECK(weight_D.dim() == 1 && x.dim() >= 1 && x.size(-1) == weight_D.size(0), "rms_norm: x ",
-              x.sizes(), " doesn't fit weight ", weight_D.sizes());
-  static const auto op = find_operator<decltype(composite::rms_norm)>("titan::rms_norm");
-  const auto [y, rstd] = below_autograd([&] { return op.call(x, weight_D, eps); });
+  check_norm(x, weight_D);
+  const auto [y, rstd] = norm_forward(x, weight_D, eps);
   if (!compute_requires_grad(x, weight_D)) return y;
-  const auto node = record<RmsNormBackward>(y, x, weight_D);
-  node->x = save_input(x);
+  const auto node = record<RmsNormBackward>(y, x, at::Tensor(), weight_D);
+  node->sum = save_input(x);
   node->weight = save_input(weight_D);
   node->rstd = save_input(rstd);
   node->weight_sink = weight_sink;
   return y;
+}
+
+NormedSum add_rms_norm(const at::Tensor& x, const at::Tensor& added, const at::Tensor& weight_D, double eps,
+                       const std::shared_ptr<GradSink>& weight_sink) {
+  check_norm(x, weight_D);
+  TITAN_CHECK(!added.defined() || (x.sizes() == added.sizes() && x.scalar_type() == added.scalar_type()),
+              "add_rms_norm: expected two tensors of one shape and dtype, got ", x.scalar_type(), " ",
+              x.sizes(), " and ", added.scalar_type(), " ", added.sizes());
+  static const auto op = find_operator<decltype(composite::add_rms_norm)>("titan::add_rms_norm");
+  NormedSum result;
+  at::Tensor rstd;
+  if (added.defined()) {
+    std::tie(result.normed, rstd, result.sum) =
+        below_autograd([&] { return op.call(x, added, weight_D, eps); });
+  } else {
+    std::tie(result.normed, rstd) = norm_forward(x, weight_D, eps);
+    result.sum = x.detach();
+  }
+  if (!compute_requires_grad(x, added, weight_D)) return result;
+  const auto node = record<RmsNormBackward>(result.normed, x, added, weight_D);
+  if (compute_requires_grad(x, added)) set_history(result.sum, node);
+  node->sum = added.defined() ? SavedVariable(result.sum, /*is_output=*/true) : save_input(x);
+  node->weight = save_input(weight_D);
+  node->rstd = save_input(rstd);
+  node->weight_sink = weight_sink;
+  return result;
 }
 
 at::Tensor rotary(const at::Tensor& x_BSHD, const at::Tensor& table_PD, const at::Tensor& positions) {

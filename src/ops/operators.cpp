@@ -61,6 +61,22 @@ std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad, const Tensor& x
   return {grad_x.to(x.scalar_type()), (wide_grad * normed).reshape({-1, x.size(-1)}).sum(0)};
 }
 
+std::tuple<Tensor, Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& added, const Tensor& weight,
+                                                double eps) {
+  static const auto op = find_operator<decltype(rms_norm)>("titan::rms_norm");
+  const Tensor sum = x + added;
+  auto [y, rstd] = op.call(sum, weight, eps);
+  return {y, rstd, sum};
+}
+
+std::tuple<Tensor, Tensor> add_rms_norm_backward(const Tensor& grad, const Tensor& grad_sum,
+                                                 const Tensor& sum, const Tensor& weight,
+                                                 const Tensor& rstd) {
+  static const auto op = find_operator<decltype(rms_norm_backward)>("titan::rms_norm_backward");
+  auto [grad_x, grad_weight] = op.call(grad, sum, weight, rstd);
+  return {grad_x.add_(grad_sum), grad_weight};
+}
+
 namespace {
 
 Tensor rotated(const Tensor& x, const Tensor& table, const std::optional<Tensor>& positions, bool inverse) {
@@ -167,6 +183,15 @@ TORCH_LIBRARY(titan, m) {
   m.def(
       "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor rstd) -> (Tensor grad_x, Tensor "
       "grad_weight)");
+  // The norm of sum = x + added. The backward adds grad_sum, what the sum's other users have for it. These have kernels
+  // on GPUs only; on CPUs they are LibTorch's additions around rms_norm.
+  m.def(
+      "add_rms_norm(Tensor x, Tensor added, Tensor weight, float eps) -> (Tensor y, Tensor rstd, Tensor "
+      "sum)");
+  m.def(
+      "add_rms_norm_backward(Tensor grad, Tensor grad_sum, Tensor sum, Tensor weight, Tensor rstd) -> "
+      "(Tensor "
+      "grad_x, Tensor grad_weight)");
   // Tensors of the same tokens.
   m.def("rotary(Tensor[] x, Tensor table, Tensor? positions, bool inverse) -> Tensor[]");
   m.def("swiglu(Tensor gate, Tensor up) -> Tensor");
@@ -200,6 +225,8 @@ TORCH_LIBRARY(titan, m) {
 TORCH_LIBRARY_IMPL(titan, CompositeExplicitAutograd, m) {
   m.impl("rms_norm", composite::rms_norm);
   m.impl("rms_norm_backward", composite::rms_norm_backward);
+  m.impl("add_rms_norm", composite::add_rms_norm);
+  m.impl("add_rms_norm_backward", composite::add_rms_norm_backward);
   m.impl("rotary", composite::rotary);
   m.impl("swiglu", composite::swiglu);
   m.impl("swiglu_backward", composite::swiglu_backward);

@@ -28,6 +28,11 @@ namespace composite {
 std::tuple<at::Tensor, at::Tensor> rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps);
 std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& grad, const at::Tensor& x,
                                                      const at::Tensor& weight, const at::Tensor& rstd);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& x, const at::Tensor& added,
+                                                            const at::Tensor& weight, double eps);
+std::tuple<at::Tensor, at::Tensor> add_rms_norm_backward(const at::Tensor& grad, const at::Tensor& grad_sum,
+                                                         const at::Tensor& sum, const at::Tensor& weight,
+                                                         const at::Tensor& rstd);
 std::vector<at::Tensor> rotary(at::TensorList x, const at::Tensor& table,
                                const std::optional<at::Tensor>& positions, bool inverse);
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);

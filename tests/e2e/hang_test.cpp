@@ -256,7 +256,8 @@ TEST_P(HangingStep, IsReportedWithItsPhaseAndStack) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Compute, HangingStep,
-                         ::testing::Values(Operator{"Forward", "titan::rms_norm", "titan::ops::rms_norm("},
+                         ::testing::Values(Operator{"Forward", "titan::rms_norm",
+                                                    "titan::ops::add_rms_norm("},
                                            Operator{"Backward", "titan::rms_norm_backward",
                                                     "titan::train::WholeModelRunner::forward_backward("}),
                          [](const auto& info) { return info.param.name; });

@@ -13,7 +13,7 @@
 #include <utility>
 
 #include "titan/nn/module.h"
-#include "titan/ops/linear.h"
+#include "titan/ops/functional.h"
 
 namespace titan::nn {
 
@@ -141,6 +141,8 @@ class RMSNormImpl : public WeightedModule {
  public:
   RMSNormImpl(int64_t dim, double eps = 1e-5, const Construct& construct = {});
   at::Tensor forward(const at::Tensor& x);
+  /// For a residual stream: also adds to it what a layer returns (ops::add_rms_norm). `added` may be undefined.
+  ops::NormedSum forward(const at::Tensor& x, const at::Tensor& added);
 
  private:
   double eps_;

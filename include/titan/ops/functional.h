@@ -24,6 +24,21 @@ at::Tensor embedding(const at::Tensor& weight_VD, const at::Tensor& tokens,
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight_D, double eps,
                     const std::shared_ptr<GradSink>& weight_sink = nullptr);
 
+/// The norm of a residual stream, and the stream itself for its other users.
+struct NormedSum {
+  at::Tensor normed, sum;
+  template <class Visit>
+  void for_each_tensor(Visit&& visit) {
+    visit(normed);
+    visit(sum);
+  }
+};
+/// sum = x + added, or x if `added` is undefined; normed = rms_norm(sum). x and added have one shape and dtype. A user of
+/// x besides its norm takes `sum`: the norm's backward then adds both gradients of x. On a GPU each direction is
+/// one kernel.
+NormedSum add_rms_norm(const at::Tensor& x, const at::Tensor& added, const at::Tensor& weight_D, double eps,
+                       const std::shared_ptr<GradSink>& weight_sink = nullptr);
+
 /// Rotates each pair of features (2i, 2i+1) of a token at position p by the angle whose (cos, sin) is
 /// table[p, 2i..2i+1] (Su et al., RoFormer, interleaved). x: [B, S, H, D]; table: [P, D], fp32 or float64;
 /// positions: int64 [S] or [B, S], undefined for 0..S-1. CPUs report a position outside the table as an

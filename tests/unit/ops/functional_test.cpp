@@ -112,6 +112,52 @@ INSTANTIATE_TEST_SUITE_P(Sizes, RmsNormSizes,
                                             ::testing::Values(at::kFloat, at::kDouble, at::kBFloat16,
                                                               at::kHalf)));
 
+// A residual stream of two norms: the sums, and all gradients, equal those of additions.
+TEST(AddRmsNorm, EqualsAnAdditionAndANorm) {
+  const auto run = [](const std::vector<at::Tensor>& in, bool fused) {
+    const at::Tensor &x = in[0], &added = in[1], &first = in[2], &second = in[3];
+    if (!fused) {
+      const at::Tensor a = rms_norm(x, first, 1e-5), h = x + added * a;
+      return h + rms_norm(h, second, 1e-5);
+    }
+    const NormedSum a = add_rms_norm(x, {}, first, 1e-5),
+                    h = add_rms_norm(a.sum, added * a.normed, second, 1e-5);
+    EXPECT_EQ(h.sum.grad_fn(), h.normed.grad_fn());
+    return h.sum + h.normed;
+  };
+  for (const at::ScalarType dtype : {at::kDouble, at::kFloat, at::kBFloat16}) {
+    std::vector<at::Tensor> plain, joint;
+    for (const std::vector<int64_t>& sizes :
+         std::vector<std::vector<int64_t>>{{5, 33}, {5, 33}, {33}, {33}}) {
+      plain.push_back(at::randn(sizes).to(dtype).requires_grad_());
+      joint.push_back(plain.back().detach().clone().requires_grad_());
+    }
+    const at::Tensor grad = at::randn({5, 33}).to(dtype);
+    const at::Tensor expected = run(plain, false), got = run(joint, true);
+    expected.backward(grad);
+    got.backward(grad);
+    EXPECT_TRUE(got.equal(expected)) << "CPUs keep their numbers";
+    for (size_t i = 0; i < plain.size(); ++i) EXPECT_TRUE(joint[i].grad().equal(plain[i].grad())) << i;
+  }
+}
+
+TEST(AddRmsNorm, HasGradientsOfEitherOutputAlone) {
+  const at::Tensor x = at::randn({4, 8}, at::kDouble).requires_grad_(),
+                   added = at::randn({4, 8}, at::kDouble),
+                   weight = at::randn({8}, at::kDouble).requires_grad_(),
+                   grad = at::randn({4, 8}, at::kDouble);
+  add_rms_norm(x, added, weight, 1e-5).sum.backward(grad);
+  EXPECT_TRUE(x.grad().equal(grad));
+  EXPECT_FALSE(weight.grad().defined());
+  x.mutable_grad().reset();
+  add_rms_norm(x, added, weight, 1e-5).normed.backward(grad);
+  const at::Tensor wide = x.detach().clone().requires_grad_();
+  rms_norm(wide + added, weight.detach(), 1e-5).backward(grad);
+  EXPECT_TRUE(x.grad().equal(wide.grad()));
+  EXPECT_FALSE(add_rms_norm(x.detach(), added, weight, 1e-5).sum.requires_grad());
+  EXPECT_THROW(add_rms_norm(x, added.to(at::kFloat), weight, 1e-5), Error);
+}
+
 TEST(RmsNorm, GivesTheSameBitsForAnyNumberOfThreads) {
   const at::Tensor x = at::randn({3000, 64}).requires_grad_(), grad = at::randn({3000, 64});
   const int threads = at::get_num_threads();
