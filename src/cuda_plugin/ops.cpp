@@ -199,6 +199,44 @@ std::tuple<Tensor, Tensor> swiglu_backward_cuda(const Tensor& grad, const Tensor
   return {grad_gate, grad_up};
 }
 
+// Whether kernels take rows of x [B, S, H, D] at these strides.
+bool has_strided_rows(const Tensor& x) {
+  const int64_t pack = static_cast<int64_t>(kPackBytes) / x.element_size();
+  const auto is_at_pack = [&](int64_t dim) { return x.stride(dim) % pack == 0; };
+  return has_rows(x) && begins_at_pack(x) && x.stride(3) == 1 && is_at_pack(0) && is_at_pack(1) &&
+         is_at_pack(2);
+}
+
+void merge_attention_cuda(Tensor& out, Tensor& log_sum_exp, const Tensor& part,
+                          const Tensor& part_log_sum_exp) {
+  const auto is_fp32 = [](const Tensor& x) { return x.scalar_type() == at::kFloat; };
+  if (!is_fp32(out) || !is_fp32(log_sum_exp) || !is_fp32(part_log_sum_exp) || !has_strided_rows(out) ||
+      !has_strided_rows(part) || row_bytes(part) > cuda::kMaxHeadBytes)
+    return composite::merge_attention_(out, log_sum_exp, part, part_log_sum_exp);
+  const c10::cuda::CUDAGuard guard(out.device());
+  const auto of_heads = [](const Tensor& x) -> cuda::AttentionPart::Strides {
+    return {.batch = x.stride(0), .token = x.stride(1), .head = x.stride(2)};
+  };
+  const auto of_sums = [](const Tensor& x) -> cuda::AttentionPart::Strides {
+    return {.batch = x.stride(0), .token = x.stride(2), .head = x.stride(1)};
+  };
+  cuda::launch_merge_attention({.out = out.mutable_data_ptr<float>(),
+                                .log_sum_exp = log_sum_exp.mutable_data_ptr<float>(),
+                                .part = part.const_data_ptr(),
+                                .source = source_of(part),
+                                .part_log_sum_exp = part_log_sum_exp.const_data_ptr<float>(),
+                                .batch = out.size(0),
+                                .tokens = out.size(1),
+                                .heads = out.size(2),
+                                .size = out.size(3),
+                                .of_out = of_heads(out),
+                                .of_sums = of_sums(log_sum_exp),
+                                .of_part = of_heads(part),
+                                .of_part_sums = of_sums(part_log_sum_exp)},
+                               c10::cuda::getCurrentCUDAStream());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
 // Logits are written in place, so they must be where kernels take them.
 bool has_logit_rows(const Tensor& logits) {
   return has_rows(logits) && logits.is_contiguous() && begins_at_pack(logits);
@@ -262,6 +300,7 @@ TORCH_LIBRARY_IMPL(titan, CUDA, m) {
   m.impl("rotary", rotary_cuda);
   m.impl("swiglu", swiglu_cuda);
   m.impl("swiglu_backward", swiglu_backward_cuda);
+  m.impl("merge_attention_", merge_attention_cuda);
   m.impl("cross_entropy_", cross_entropy_cuda);
   m.impl("vocabulary_stats", vocabulary_stats_cuda);
   m.impl("vocabulary_grad_", vocabulary_grad_cuda);

@@ -252,6 +252,50 @@ __global__ void swiglu_backward_kernel(T* grad_gate, T* grad_up, const T* grad, 
   }
 }
 
+// ---- attention in parts
+
+__device__ int64_t place_of(const AttentionPart::Strides& strides, int64_t batch, int64_t token,
+                            int64_t head) {
+  return batch * strides.batch + token * strides.token + head * strides.head;
+}
+
+// A row is one query's head, and a thread has one pack of the part's features.
+template <class T>
+__global__ void merge_attention_kernel(AttentionPart in) {
+  constexpr int kSize = Pack<T>::kSize, kWideSize = Pack<float>::kSize;
+  const int lanes = in.size / kSize, lane = threadIdx.x % lanes;
+  const int64_t rows = in.batch * in.tokens * in.heads, rows_of_block = blockDim.x / lanes;
+  for (int64_t first = blockIdx.x * rows_of_block; first < rows; first += gridDim.x * rows_of_block) {
+    const int64_t row = first + threadIdx.x / lanes;
+    const int64_t head = row % in.heads, token = row / in.heads % in.tokens,
+                  batch = row / in.heads / in.tokens;
+    float* sum = in.log_sum_exp + place_of(in.of_sums, batch, token, head);
+    float old_sum = 0, part_sum = 0;
+    if (row < rows) {
+      old_sum = *sum;
+      part_sum = in.part_log_sum_exp[place_of(in.of_part_sums, batch, token, head)];
+    }
+    __syncthreads();  // all threads of a row have read its sum
+    if (row >= rows) continue;
+    if (lane == 0) *sum = fmaxf(old_sum, part_sum) + log1pf(expf(-fabsf(old_sum - part_sum)));
+    const float share = sigmoid(part_sum - old_sum);  // 1 if there were no keys before (-inf)
+    const Pack<T> part =
+        static_cast<const Pack<T>*>(in.part)[place_of(in.of_part, batch, token, head) / kSize + lane];
+    auto* out =
+        reinterpret_cast<Pack<float>*>(in.out + place_of(in.of_out, batch, token, head) + lane * kSize);
+#pragma unroll
+    for (int e = 0; e < kSize; e += kWideSize) {
+      Pack<float> values = out[e / kWideSize];
+#pragma unroll
+      for (int j = 0; j < kWideSize; ++j) {
+        const float old = values.values[j], other = widen(part.values[e + j]);
+        values.values[j] = share < 0.5f ? old + share * (other - old) : other - (other - old) * (1 - share);
+      }
+      out[e / kWideSize] = values;
+    }
+  }
+}
+
 // ---- the loss: a thread block per row of logits
 
 constexpr int kMaxRowThreads = kMaxThreads;
@@ -432,6 +476,15 @@ void launch_swiglu_backward(void* grad_gate, void* grad_up, const void* grad, co
     launch_kernel(swiglu_backward_kernel<T>, grid_of(parts_of(packs, kPacksPerBlock)), dim3(kThreads), stream,
                   static_cast<T*>(grad_gate), static_cast<T*>(grad_up), static_cast<const T*>(grad),
                   static_cast<const T*>(in.gate), static_cast<const T*>(in.up), packs);
+  });
+}
+
+void launch_merge_attention(const AttentionPart& in, cudaStream_t stream) {
+  with_source(in.source, [&]<class T>(T) {
+    const int64_t lanes = in.size / Pack<T>::kSize, rows_of_block = kThreads / lanes;
+    launch_kernel(merge_attention_kernel<T>,
+                  grid_of(parts_of(in.batch * in.tokens * in.heads, rows_of_block)),
+                  dim3(static_cast<unsigned>(rows_of_block * lanes)), stream, in);
   });
 }
 

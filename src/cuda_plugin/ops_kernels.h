@@ -71,6 +71,22 @@ void launch_swiglu(void* out, const GateAndUp& in, cudaStream_t stream);
 void launch_swiglu_backward(void* grad_gate, void* grad_up, const void* grad, const GateAndUp& in,
                             cudaStream_t stream);
 
+/// Attention over some keys, which is added to that over others, `out`: both [batch, tokens, heads, size], their log-sum-exps
+/// without the size. Features are adjacent, other strides are multiples of 16 bytes; those of the sums are free.
+struct AttentionPart {
+  struct Strides {
+    int64_t batch = 0, token = 0, head = 0;  ///< in elements
+  };
+  float *out = nullptr, *log_sum_exp = nullptr;
+  const void* part = nullptr;
+  Source source = Source::Float;  ///< `part`'s
+  const float* part_log_sum_exp = nullptr;
+  int64_t batch = 0, tokens = 0, heads = 0, size = 0;
+  Strides of_out, of_sums, of_part, of_part_sums;
+};
+constexpr int64_t kMaxHeadBytes = 4096;  ///< a head of `part` has no more
+void launch_merge_attention(const AttentionPart& in, cudaStream_t stream);
+
 /// Logits [rows, columns], of the columns `first`.. of a vocabulary, and the rows' labels. A row whose label is
 /// kIgnoredLabel has no loss, and its gradient is zero.
 struct LogitRows {

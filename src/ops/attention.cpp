@@ -20,11 +20,9 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/logaddexp.h>
 #include <ATen/ops/logsumexp.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/ones.h>
-#include <ATen/ops/sigmoid.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/SmallVector.h>
@@ -175,13 +173,10 @@ Qkv efficient_backward(const Tensor& grad, const Qkv& in, const KernelResult& re
 
 // ---- parts of the keys
 
-// Merges `part` into `into`, as one softmax over the keys of both. Sequence first.
+// Merges `part` into `into`. Sequence first.
 void merge_attention(Tensor& into_BSHD, Tensor& into_log_sum_exp_BHS, const KernelResult& part) {
-  const Tensor sums = part.log_sum_exp.to(into_log_sum_exp_BHS.scalar_type());
-  // The part's share of the sum, which is 1 if there were no keys before (-inf).
-  const Tensor weight = at::sigmoid(sums - into_log_sum_exp_BHS).transpose(1, 2).unsqueeze(-1);
-  into_BSHD.lerp_(part.out.to(into_BSHD.scalar_type()), weight);
-  at::logaddexp_out(into_log_sum_exp_BHS, into_log_sum_exp_BHS, sums);
+  static const auto op = find_operator<decltype(composite::merge_attention_)>("titan::merge_attention_");
+  op.call(into_BSHD, into_log_sum_exp_BHS, part.out, part.log_sum_exp);
 }
 
 // LibTorch's kernels support a causal mask or none. If queries see `first_query` keys before the diagonal,

@@ -12,6 +12,7 @@
 #include <ATen/ops/embedding_dense_backward.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/logaddexp.h>
 #include <ATen/ops/logsumexp.h>
 #include <ATen/ops/result_type.h>
 #include <ATen/ops/rsqrt.h>
@@ -113,6 +114,14 @@ std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad, const Tensor& gat
   return {grad_gate.to(gate.scalar_type()), (wide_grad * wide_gate * s).to(gate.scalar_type())};
 }
 
+void merge_attention_(Tensor& out, Tensor& log_sum_exp, const Tensor& part, const Tensor& part_log_sum_exp) {
+  const Tensor sums = part_log_sum_exp.to(log_sum_exp.scalar_type());
+  // The part's share of the sum, which is 1 if there were no keys before (-inf).
+  const Tensor weight = at::sigmoid(sums - log_sum_exp).transpose(1, 2).unsqueeze(-1);
+  out.lerp_(part.to(out.scalar_type()), weight);
+  at::logaddexp_out(log_sum_exp, log_sum_exp, sums);
+}
+
 Tensor cross_entropy_(Tensor& logits, const Tensor& labels, bool with_grad) {
   const Tensor valid = labels.ne(kIgnoredLabel), column = labels.clamp_min(0).unsqueeze(1);
   const Tensor wide = widened(logits);
@@ -208,6 +217,10 @@ TORCH_LIBRARY(titan, m) {
   m.def(
       "attend_backward_(Tensor(a!) grad_q, Tensor(b!) grad_k, Tensor(c!) grad_v, Tensor grad, Tensor q, "
       "Tensor k, Tensor v, Tensor out, Tensor log_sum_exp, int first_query) -> ()");
+  // Adds attention over other keys, `part`, to `out`, as one softmax over the keys of both. Both are [B, S, H, D], and the sums
+  // [B, H, S]; -inf: no keys.
+  m.def(
+      "merge_attention_(Tensor(a!) out, Tensor(b!) log_sum_exp, Tensor part, Tensor part_log_sum_exp) -> ()");
   // Sum of the token losses (double). With with_grad, the logits are replaced by their gradient.
   m.def("cross_entropy_(Tensor(a!) logits, Tensor labels, bool with_grad) -> Tensor");
   // For logits [N, rows of a part]: each token's log-sum-exp and target logit (0 if another part has the
@@ -234,6 +247,7 @@ TORCH_LIBRARY_IMPL(titan, CompositeExplicitAutograd, m) {
   m.impl("causal_attention_backward", causal_attention_backward_by_libtorch);
   m.impl("attend_", attend_by_libtorch);
   m.impl("attend_backward_", attend_backward_by_libtorch);
+  m.impl("merge_attention_", composite::merge_attention_);
   m.impl("cross_entropy_", composite::cross_entropy_);
   m.impl("vocabulary_stats", composite::vocabulary_stats);
   m.impl("vocabulary_grad_", composite::vocabulary_grad_);
@@ -278,6 +292,7 @@ TORCH_LIBRARY_IMPL(titan, Meta, m) {
   });
   m.impl("attend_", [](Tensor&, Tensor&, In, In, In, int64_t) {});
   m.impl("attend_backward_", [](Tensor&, Tensor&, Tensor&, In, In, In, In, In, In, int64_t) {});
+  m.impl("merge_attention_", [](Tensor&, Tensor&, In, In) {});
   m.impl("cross_entropy_", [](Tensor& logits, In, bool) { return double_empty({}, logits); });
   m.impl("vocabulary_stats", [](In logits, In, int64_t) {
     return double_empty({2, logits.size(0)}, logits);

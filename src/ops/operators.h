@@ -38,6 +38,8 @@ std::vector<at::Tensor> rotary(at::TensorList x, const at::Tensor& table,
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
 std::tuple<at::Tensor, at::Tensor> swiglu_backward(const at::Tensor& grad, const at::Tensor& gate,
                                                    const at::Tensor& up);
+void merge_attention_(at::Tensor& out, at::Tensor& log_sum_exp, const at::Tensor& part,
+                      const at::Tensor& part_log_sum_exp);
 at::Tensor cross_entropy_(at::Tensor& logits, const at::Tensor& labels, bool with_grad);
 at::Tensor vocabulary_stats(const at::Tensor& logits, const at::Tensor& labels, int64_t first);
 void vocabulary_grad_(at::Tensor& logits, const at::Tensor& labels, int64_t first, const at::Tensor& log_sum,

@@ -283,11 +283,40 @@ TEST(KernelsOnGpu, ReadAndWriteEveryByteOnce) {
   expect_least("vocabulary_stats_kernel", bytes(logits) + bytes(labels) + bytes(stats));
   expect_least("vocabulary_grad_kernel", 2 * bytes(logits) + bytes(labels) + bytes(stats[0]));
 
+  const AttentionSum attended = AttentionSum::of_no_keys(x.view({1, 4096, 4, 128}));
+  at::Tensor out = attended.out_BSHD, sums = attended.log_sum_exp_BHS;
+  start();
+  find_operator<decltype(composite::merge_attention_)>("titan::merge_attention_")
+      .call(out, sums, y.view({1, 4096, 4, 128}), at::zeros_like(sums));
+  expect_least("merge_attention_kernel", 2 * bytes(out) + bytes(y) + 3 * bytes(sums));
+
   // The norm's backward with another gradient to add.
   start();
   find_operator<decltype(composite::add_rms_norm_backward)>("titan::add_rms_norm_backward")
       .call(y, x, sum, weight, rstd);
   expect_least("rms_norm_backward_kernel", 4 * bytes(x) + bytes(weight) + bytes(rstd));
+}
+
+// Parts of the keys, the first of which comes to no keys. Sums and results are slices, as those of a rank's second chunk are; the part is what
+// attention kernels return.
+TEST(KernelsOnGpu, MergeAttentionAsTheComposite) {
+  if (!dist::open_cuda_plugin()) GTEST_SKIP() << "no GPU is visible";
+  const auto merge = find_operator<decltype(composite::merge_attention_)>("titan::merge_attention_");
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16})
+    for (const int64_t size : {128, 80, 20, 6}) {
+      const at::Tensor q = at::empty({2, 9, 5, size});
+      const AttentionSum expected = AttentionSum::of_no_keys(q), got = AttentionSum::of_no_keys(q.cuda());
+      for (int part = 0; part < 3; ++part) {
+        const at::Tensor out = heads_first(at::randn({2, 5, 4, size}).to(dtype)),
+                         sums = at::randn({2, 5, 4}) * 4;
+        AttentionSum of_cpu = expected.rows(5, 4), of_gpu = got.rows(5, 4);
+        merge.call(of_cpu.out_BSHD, of_cpu.log_sum_exp_BHS, out, sums);
+        merge.call(of_gpu.out_BSHD, of_gpu.log_sum_exp_BHS, out.cuda(), sums.cuda());
+      }
+      EXPECT_CLOSE(got.out_BSHD.cpu(), expected.out_BSHD, 1e-6);
+      EXPECT_TRUE(got.log_sum_exp_BHS.cpu().narrow(2, 0, 5).isneginf().all().item<bool>());
+      EXPECT_CLOSE(got.rows(5, 4).log_sum_exp_BHS.cpu(), expected.rows(5, 4).log_sum_exp_BHS, 1e-6);
+    }
 }
 
 TEST(KernelsOnGpu, NaNsInOnePackOfLogitsStayInTheLoss) {
