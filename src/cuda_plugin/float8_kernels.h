@@ -21,10 +21,14 @@ struct Matrix {
   int64_t rows = 0, columns = 0;
 };
 
-/// out: one fp32, or one per row or column. The caller zeroes it, except for rows.
-void launch_amax(float* out, const Matrix& x, cudaStream_t stream);
+/// The largest magnitudes of parts of the matrix, fp32, and of parts of each column, [parts, columns] in the matrix's dtype, which is
+/// exact. The largest of all is found by the kernels that need it.
+int64_t parts_of_matrix(const Matrix& x);
+void launch_magnitudes(float* out, const Matrix& x, cudaStream_t stream);
+int64_t parts_of_columns(const Matrix& x);
+void launch_magnitudes_of_columns(void* out, const Matrix& x, cudaStream_t stream);
+/// out: one fp32 per row.
 void launch_amax_of_rows(float* out, const Matrix& x, cudaStream_t stream);
-void launch_amax_of_columns(float* out, const Matrix& x, cudaStream_t stream);
 
 /// Elements [first, first + count) of a tensor whose largest magnitude goes to out[tensor].
 struct AmaxPiece {
@@ -36,18 +40,20 @@ struct AmaxPiece {
 void launch_amax_of_pieces(float* out, const AmaxPiece* pieces, int64_t num_pieces, Source source,
                            cudaStream_t stream);
 
-/// A scale is largest / max(amax, 1e-12), in double.
+/// A scale is largest / max(amax, 1e-12), computed in double, rounded to fp32.
 struct ScaleOptions {
-  double largest = 0;  ///< the format's largest value
+  float largest = 0;         ///< the format's largest value
+  float scale_of_least = 0;  ///< largest / 1e-12
   bool power_of_two = false;
 };
+ScaleOptions scale_options(double largest, bool power_of_two);
 void launch_scale(float* out, const float* amax, int64_t count, const ScaleOptions& options,
                   cudaStream_t stream);
 
-/// The inputs of a delayed scale ([Note: delayed scales] in titan/float8/convert.h). Each pointer is to one
-/// fp32 on the device.
+/// The inputs of a delayed scale ([Note: delayed scales] in titan/float8/convert.h), on the device.
 struct DelayedScale {
-  const float* amax = nullptr;
+  const float* magnitudes = nullptr;  ///< one for each part of the matrix
+  int64_t count = 0;
   float* pending = nullptr;
   const float* largest_of_history = nullptr;
   bool records = false;
@@ -55,14 +61,61 @@ struct DelayedScale {
 void launch_delayed_scale(float* out, const DelayedScale& delayed, const ScaleOptions& options,
                           cudaStream_t stream);
 
-struct CastOptions {
+/// A matrix's scale, or what it is made from: the magnitudes of its parts.
+struct MatrixScale {
   const float* scale = nullptr;
-  bool scale_by_row = false;  ///< one scale per row of the result; else one for all
-  Format format = Format::E4m3;
+  const float* magnitudes = nullptr;
+  int64_t count = 0;
+  ScaleOptions options = {};
+  float* scale_out = nullptr;    ///< null: not written
+  float* inverse_out = nullptr;  ///< 1 / scale
 };
-/// out: [rows, columns], or [columns, rows] if transposed.
-void launch_cast(uint8_t* out, const Matrix& x, const CastOptions& options, cudaStream_t stream);
-void launch_transposed_cast(uint8_t* out, const Matrix& x, const CastOptions& options, cudaStream_t stream);
+void launch_cast(uint8_t* out, const Matrix& x, Format format, const MatrixScale& scale, cudaStream_t stream);
+/// One scale per row.
+void launch_cast_by_rows(uint8_t* out, const Matrix& x, Format format, const float* scales,
+                         cudaStream_t stream);
+
+/// The cast, if `rows` isn't null, and the transposed cast [columns, rows].
+struct CastTiles {
+  uint8_t* rows = nullptr;
+  uint8_t* columns = nullptr;
+};
+void launch_cast_tiles(const CastTiles& out, const Matrix& x, Format format, const MatrixScale& scale,
+                       cudaStream_t stream);
+
+/// The columns' scales, or what they are made from: the magnitudes [count, columns] of their parts, in the matrix's dtype.
+struct ColumnScales {
+  const float* scale = nullptr;
+  const void* magnitudes = nullptr;
+  int64_t count = 0;
+  ScaleOptions options = {};
+  float* scale_out = nullptr;  ///< null: neither is written
+  float* inverse_out = nullptr;
+};
+void launch_cast_columns(const CastTiles& out, const Matrix& x, Format format, const ColumnScales& scales,
+                         cudaStream_t stream);
+
+/// Rows that are measured and cast in one pass, and the magnitudes of parts of the columns, [parts, columns] in the matrix's dtype, if
+/// they aren't null. Rows are whole chunks of 16 elements, aligned to 16 bytes, and at most so long:
+constexpr int64_t kMaxRowOfRegisters = 16384;
+struct MeasuredRows {
+  uint8_t* data = nullptr;
+  float* scale = nullptr;
+  float* inverse = nullptr;
+  void* magnitudes = nullptr;
+};
+int64_t parts_of_measured_rows(const Matrix& x);
+void launch_measured_rows(const MeasuredRows& out, const Matrix& x, Format format,
+                          const ScaleOptions& options, cudaStream_t stream);
+
+/// out = sums times its row's and its column's scale; one or all of them. `out` may be the sums' memory if the dtypes are equal.
+struct SumScales {
+  const float* of_rows = nullptr;
+  const float* of_columns = nullptr;
+  int64_t rows = 1, columns = 1;  ///< number of scales
+};
+void launch_scale_sums(void* out, Source to, const Matrix& sums, const SumScales& scales,
+                       cudaStream_t stream);
 
 /// Vectors in blocks of 32: data [vectors, blocks * 32], exponents [vectors, blocks].
 struct CastBlocks {

@@ -11,6 +11,7 @@
 #include <torch/library.h>
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/_scaled_mm.h>
 #include <ATen/ops/bitwise_and.h>
 #include <ATen/ops/bitwise_left_shift.h>
 #include <ATen/ops/bitwise_right_shift.h>
@@ -20,6 +21,7 @@
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/isnan.h>
 #include <ATen/ops/maximum.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
 
@@ -104,8 +106,67 @@ std::tuple<at::Tensor, at::Tensor> cast_blocks(const at::Tensor& x, at::ScalarTy
   return {data, exponents.to(at::kByte).view(at::kFloat8_e8m0fnu)};
 }
 
-at::Tensor delayed_scale(const at::Tensor& amax, const at::Tensor& pending, const at::Tensor& largest,
+void cast_into(const at::Tensor& out, const at::Tensor& x, const at::Tensor& scale) {
+  out.copy_(cast(x, scale, out.scalar_type(), /*transposed=*/false).view(out.sizes()));
+}
+
+at::Tensor magnitudes(const at::Tensor& x, bool of_columns) {
+  return of_columns ? float8::amax(x, Over::Column).view({1, -1}) : float8::amax(x, Over::Matrix).view({1});
+}
+
+FourTensors cast_both(const at::Tensor& x, const std::optional<at::Tensor>& magnitudes,
+                      const std::optional<at::Tensor>& scale, at::ScalarType dtype, bool power_of_two,
+                      bool rows, bool columns) {
+  const auto made = [&] {
+    const at::Tensor amax = magnitudes->numel() == 1 ? magnitudes->reshape({}) : magnitudes->amax();
+    return float8::scale_of(amax, dtype, power_of_two);
+  };
+  const at::Tensor new_scale = scale ? at::Tensor() : made(), &used = scale ? *scale : new_scale;
+  return {rows ? float8::cast(x, used, dtype, false) : at::Tensor(),
+          columns ? float8::cast(x, used, dtype, true) : at::Tensor(), new_scale, at::Tensor()};
+}
+
+FourTensors cast_rows(const at::Tensor& x, at::ScalarType dtype, bool power_of_two, bool measures_columns) {
+  const at::Tensor scale = float8::scale_of(float8::amax(x, Over::Row), dtype, power_of_two);
+  return {float8::cast(x, scale, dtype, false), scale, at::Tensor(),
+          measures_columns ? float8::magnitudes(x, Over::Column) : at::Tensor()};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> cast_columns(const at::Tensor& x, const at::Tensor& magnitudes,
+                                                            at::ScalarType dtype, bool power_of_two) {
+  const at::Tensor amax = magnitudes.size(0) == 1 ? magnitudes[0] : magnitudes.amax({0});
+  const at::Tensor scale = float8::scale_of(amax.to(at::kFloat).unsqueeze(1), dtype, power_of_two);
+  return {float8::cast(x, scale, dtype, true), scale, at::Tensor()};
+}
+
+// The kernel with a scale per row returns only 16 bits, and is slow without fast accumulation. The kernel for
+// whole matrices returns the sums, which are scaled afterwards. Rounding to bf16 and scaling by a power of two
+// commute (except for denormals), so these sums can be bf16, which takes half the memory.
+void multiply_vectors(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
+                      const at::Tensor& inverse_a, const at::Tensor& inverse_b, bool fast_accumulation,
+                      bool power_of_two_scales) {
+  const auto per_vector = [](const at::Tensor& inverse, const at::Tensor& data) {
+    return inverse.numel() > 1 ? inverse : inverse.expand({data.size(0), 1}).contiguous();
+  };
+  if (fast_accumulation && out.scalar_type() == at::kBFloat16) {
+    at::Tensor result = out;
+    at::_scaled_mm_out(result, a, b.t(), per_vector(inverse_a, a), per_vector(inverse_b, b).t(), /*bias=*/{},
+                       /*scale_result=*/{}, out.scalar_type(), fast_accumulation);
+    return;
+  }
+  const bool in_place =
+      out.scalar_type() == at::kFloat || (power_of_two_scales && out.scalar_type() == at::kBFloat16);
+  at::Tensor sums = in_place ? out : at::empty(out.sizes(), out.options().dtype(at::kFloat));
+  const at::Tensor one = at::ones({}, inverse_a.options());
+  at::_scaled_mm_out(sums, a, b.t(), one, one, /*bias=*/{}, /*scale_result=*/{}, sums.scalar_type(),
+                     fast_accumulation);
+  sums.mul_(inverse_a).mul_(inverse_b.numel() > 1 ? inverse_b.t() : inverse_b);
+  if (!in_place) out.copy_(sums);
+}
+
+at::Tensor delayed_scale(const at::Tensor& magnitudes, const at::Tensor& pending, const at::Tensor& largest,
                          at::ScalarType dtype, bool power_of_two, bool records) {
+  const at::Tensor amax = magnitudes.dim() == 0 ? magnitudes : magnitudes.amax();
   const at::Tensor finite = at::isfinite(amax);
   if (records) pending.copy_(at::maximum(pending, at::where(finite, amax, 0.0)));
   const at::Tensor scale = scale_of(at::where(largest.gt(0), largest, amax), dtype, power_of_two);
@@ -130,10 +191,28 @@ TORCH_LIBRARY_FRAGMENT(titan, m) {
   m.def("float8_cast(Tensor x, Tensor scale, ScalarType dtype, bool transposed) -> Tensor");
   // x [N, K] -> data [N, K'], exponents [N, K' / 32], K' whole blocks; transposed [K, N'].
   m.def("float8_cast_blocks(Tensor x, ScalarType dtype, bool round_up, bool transposed) -> (Tensor, Tensor)");
-  // All tensors are [], fp32. pending = max(pending, amax) if `records`.
+  // amax: [], or [n] for parts. The others are [], fp32. pending = max(pending, amax) if `records`.
   m.def(
       "float8_delayed_scale(Tensor amax, Tensor(a!) pending, Tensor largest, ScalarType dtype, bool "
       "power_of_two, bool records) -> Tensor");
+  // See cast.h. A result that isn't asked for, or not computed, is undefined.
+  m.def("float8_cast_into(Tensor(a!) out, Tensor x, Tensor scale) -> ()");
+  m.def("float8_magnitudes(Tensor x, bool of_columns) -> Tensor");
+  // -> along rows, down columns, scale, inverse. One of magnitudes and scale is given.
+  m.def(
+      "float8_cast_both(Tensor x, Tensor? magnitudes, Tensor? scale, ScalarType dtype, bool power_of_two, "
+      "bool rows, bool columns) -> (Tensor, Tensor, Tensor, Tensor)");
+  // -> data, scale, inverse, magnitudes of columns
+  m.def(
+      "float8_cast_rows(Tensor x, ScalarType dtype, bool power_of_two, bool measures_columns) -> "
+      "(Tensor, Tensor, Tensor, Tensor)");
+  // -> data, scale, inverse
+  m.def(
+      "float8_cast_columns(Tensor x, Tensor magnitudes, ScalarType dtype, bool power_of_two) -> "
+      "(Tensor, Tensor, Tensor)");
+  m.def(
+      "float8_multiply_vectors(Tensor(a!) out, Tensor a, Tensor b, Tensor inverse_a, Tensor inverse_b, bool "
+      "fast_accumulation, bool power_of_two_scales) -> ()");
 }
 TORCH_LIBRARY_IMPL(titan, CompositeExplicitAutograd, m) {
   m.impl("float8_amax", composite::amax);
@@ -142,6 +221,12 @@ TORCH_LIBRARY_IMPL(titan, CompositeExplicitAutograd, m) {
   m.impl("float8_cast", composite::cast);
   m.impl("float8_cast_blocks", composite::cast_blocks);
   m.impl("float8_delayed_scale", composite::delayed_scale);
+  m.impl("float8_cast_into", composite::cast_into);
+  m.impl("float8_magnitudes", composite::magnitudes);
+  m.impl("float8_cast_both", composite::cast_both);
+  m.impl("float8_cast_rows", composite::cast_rows);
+  m.impl("float8_cast_columns", composite::cast_columns);
+  m.impl("float8_multiply_vectors", composite::multiply_vectors);
 }
 TORCH_LIBRARY_IMPL(titan, Meta, m) {
   using In = const at::Tensor&;
@@ -211,6 +296,73 @@ at::Tensor cast(const at::Tensor& x, const at::Tensor& scale, at::ScalarType dty
       "float8: ", scale.scalar_type(), " scales ", scale.sizes(), " for ", x.sizes(),
       transposed ? " transposed" : "", "; expected fp32, one scale or one per row of the result");
   return operation.call(x, scale, dtype, transposed);
+}
+
+void cast_into(const at::Tensor& out, const at::Tensor& x, const at::Tensor& scale) {
+  TITAN_CHECK(out.is_contiguous() && out.numel() == x.numel() && scale.numel() == 1,
+              "float8: cast_into() of ", x.sizes(), " with ", scale.numel(), " scales into ", out.sizes());
+  largest_value(out.scalar_type());  // throws for another dtype
+  static const auto operation = ops::find_operator<decltype(composite::cast_into)>("titan::float8_cast_into");
+  operation.call(out, x, scale);
+}
+
+at::Tensor magnitudes(const at::Tensor& x, Over over) {
+  check_matrix(x);
+  TITAN_INTERNAL_ASSERT(over != Over::Row, "rows aren't measured in parts");
+  static const auto operation =
+      ops::find_operator<decltype(composite::magnitudes)>("titan::float8_magnitudes");
+  return operation.call(x, over == Over::Column);
+}
+
+namespace {
+
+BothCasts cast_both(const at::Tensor& x, const std::optional<at::Tensor>& magnitudes,
+                    const std::optional<at::Tensor>& scale, const ScaleForm& form, bool rows, bool columns) {
+  check_matrix(x);
+  largest_value(form.dtype);  // throws for another dtype
+  static const auto operation = ops::find_operator<decltype(composite::cast_both)>("titan::float8_cast_both");
+  const auto [along_rows, down_columns, used, inverse] =
+      operation.call(x, magnitudes, scale, form.dtype, form.power_of_two, rows, columns);
+  const at::Tensor& common = scale ? *scale : used;
+  BothCasts both;
+  if (rows) both.along_rows = {along_rows, common, inverse};
+  if (columns) both.down_columns = {down_columns, common, inverse};
+  return both;
+}
+
+}  // namespace
+
+BothCasts cast_measured(const at::Tensor& x, const at::Tensor& magnitudes, const ScaleForm& form, bool rows,
+                        bool columns) {
+  return cast_both(x, magnitudes, std::nullopt, form, rows, columns);
+}
+
+BothCasts cast_scaled(const at::Tensor& x, const at::Tensor& scale, at::ScalarType dtype, bool rows,
+                      bool columns) {
+  return cast_both(x, std::nullopt, scale, {.dtype = dtype}, rows, columns);
+}
+
+MeasuredRows cast_rows(const at::Tensor& x, const ScaleForm& form, bool measures_columns) {
+  check_matrix(x);
+  static const auto operation = ops::find_operator<decltype(composite::cast_rows)>("titan::float8_cast_rows");
+  auto [data, scale, inverse, magnitudes] =
+      operation.call(x, form.dtype, form.power_of_two, measures_columns);
+  return {{std::move(data), std::move(scale), std::move(inverse)}, std::move(magnitudes)};
+}
+
+ops::ScaledMatrix cast_columns(const at::Tensor& x, const at::Tensor& magnitudes, const ScaleForm& form) {
+  check_matrix(x);
+  static const auto operation =
+      ops::find_operator<decltype(composite::cast_columns)>("titan::float8_cast_columns");
+  auto [data, scale, inverse] = operation.call(x, magnitudes, form.dtype, form.power_of_two);
+  return {std::move(data), std::move(scale), std::move(inverse)};
+}
+
+void multiply_vectors(const at::Tensor& out_NM, const VectorProduct& product) {
+  static const auto operation =
+      ops::find_operator<decltype(composite::multiply_vectors)>("titan::float8_multiply_vectors");
+  operation.call(out_NM, product.a_NK, product.b_MK, product.inverse_a, product.inverse_b,
+                 product.fast_accumulation, product.power_of_two_scales);
 }
 
 ops::ScaledMatrix cast_blocks(const at::Tensor& x, const BlockCast& options) {

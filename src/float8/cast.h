@@ -2,7 +2,8 @@
 
 // Casting a matrix to 8 bits: its largest magnitude, the scale that maps this to the end of the format's
 // range, and the cast values. Each is one pass over the matrix, by an operation of the dispatcher
-// (titan::float8_amax, float8_scale, float8_cast, float8_cast_blocks).
+// (titan::float8_amax, float8_scale, float8_cast, float8_cast_blocks). GPUs have operations that do more in
+// one pass ([Note: casts on GPUs]).
 //
 // [Note: not finite] A NaN or an infinity isn't hidden. A NaN makes its scale NaN, and so all values with
 // that scale. An infinity makes its scale 0, its own value NaN and the others 0, which become NaN when they
@@ -39,14 +40,61 @@ at::Tensor amax_many(at::TensorList xs);
 /// rounded down to one.
 at::Tensor scale_of(const at::Tensor& amax, at::ScalarType dtype, bool power_of_two);
 
-/// The scale [] from `history` for a matrix whose largest magnitude is amax []. Records amax as pending if
-/// `records`.
+/// The scale [] from `history` for a matrix whose largest magnitude is amax, [] or [n] for parts of it.
+/// Records the magnitude as pending if `records`.
 at::Tensor delayed_scale(const at::Tensor& amax, const DelayedScale& history, at::ScalarType dtype,
                          bool power_of_two, bool records);
 
 /// x * scale in fp32, clamped to the format's range, rounded to nearest, ties to even. scale: [], or one per
 /// row of the result. Result: [N, K], or [K, N] if `transposed`.
 at::Tensor cast(const at::Tensor& x, const at::Tensor& scale, at::ScalarType dtype, bool transposed);
+
+/// The same into `out`, with one scale: contiguous, of `dtype`, with as many elements as x.
+void cast_into(const at::Tensor& out, const at::Tensor& x, const at::Tensor& scale);
+
+// [Note: casts on GPUs]
+// On a GPU, each launch and each pass over a matrix counts. So one operation measures parts of a matrix, and
+// another one finds the largest of them, the scale and its inverse, and casts along rows and down columns in
+// one pass. Rows that fit into registers are measured and cast in one pass, which also measures their
+// columns. Compositions call the operations above, and leave inverses undefined.
+
+/// The form of scales that a cast makes.
+struct ScaleForm {
+  at::ScalarType dtype = at::kFloat8_e4m3fn;
+  bool power_of_two = false;
+};
+
+/// The largest magnitude of each part of x, [n] in fp32; with Over::Column, of each column in each part, [n, K].
+at::Tensor magnitudes(const at::Tensor& x, Over over);
+
+struct BothCasts {
+  ops::ScaledMatrix along_rows, down_columns;  ///< undefined: not asked for
+};
+/// Casts with one scale, made from magnitudes [n].
+BothCasts cast_measured(const at::Tensor& x, const at::Tensor& magnitudes, const ScaleForm& form, bool rows,
+                        bool columns);
+/// Casts with this scale [].
+BothCasts cast_scaled(const at::Tensor& x, const at::Tensor& scale, at::ScalarType dtype, bool rows,
+                      bool columns);
+
+struct MeasuredRows {
+  ops::ScaledMatrix along_rows;
+  at::Tensor magnitudes;  ///< the columns' in each part of the rows; undefined: not asked for
+};
+/// Casts each row with its own scale.
+MeasuredRows cast_rows(const at::Tensor& x, const ScaleForm& form, bool measures_columns);
+/// Casts each column with its own scale, made from magnitudes [n, K].
+ops::ScaledMatrix cast_columns(const at::Tensor& x, const at::Tensor& magnitudes, const ScaleForm& form);
+
+/// out [N, M] = a b^T for a [N, K] and b [M, K] whose vectors have scales. out: fp32 or bf16, contiguous.
+/// Inverses: [N, 1] and [M, 1], or [] if the whole matrix has one.
+struct VectorProduct {
+  at::Tensor a_NK, b_MK;
+  at::Tensor inverse_a, inverse_b;
+  bool fast_accumulation = false;
+  bool power_of_two_scales = false;
+};
+void multiply_vectors(const at::Tensor& out_NM, const VectorProduct& product);
 
 /// 448 for e4m3, 57344 for e5m2. Throws Error for another dtype.
 double largest_value(at::ScalarType dtype);
@@ -90,6 +138,18 @@ std::tuple<at::Tensor, at::Tensor> cast_blocks(const at::Tensor& x, at::ScalarTy
                                                bool transposed);
 at::Tensor delayed_scale(const at::Tensor& amax, const at::Tensor& pending, const at::Tensor& largest,
                          at::ScalarType dtype, bool power_of_two, bool records);
+void cast_into(const at::Tensor& out, const at::Tensor& x, const at::Tensor& scale);
+at::Tensor magnitudes(const at::Tensor& x, bool of_columns);
+using FourTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+FourTensors cast_both(const at::Tensor& x, const std::optional<at::Tensor>& magnitudes,
+                      const std::optional<at::Tensor>& scale, at::ScalarType dtype, bool power_of_two,
+                      bool rows, bool columns);
+FourTensors cast_rows(const at::Tensor& x, at::ScalarType dtype, bool power_of_two, bool measures_columns);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> cast_columns(const at::Tensor& x, const at::Tensor& magnitudes,
+                                                            at::ScalarType dtype, bool power_of_two);
+void multiply_vectors(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
+                      const at::Tensor& inverse_a, const at::Tensor& inverse_b, bool fast_accumulation,
+                      bool power_of_two_scales);
 
 }  // namespace composite
 }  // namespace titan::float8

@@ -9,7 +9,6 @@
 #include <ATen/ops/_scaled_mm.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/ones.h>
 #include <c10/core/StorageImpl.h>
 
 #include "float8/cast.h"
@@ -48,40 +47,39 @@ at::Tensor aligned(const at::Tensor& data) {
   return bytes.view(data.scalar_type());
 }
 
-// Scales [vectors, 1], from either kind of scale.
-at::Tensor per_vector(const ops::ScaledMatrix& matrix) {
-  const at::Tensor inverse = matrix.scale.reciprocal();
-  return by_vector(matrix) ? inverse : inverse.expand({matrix.data.size(0), 1}).contiguous();
+at::Tensor inverse_of(const ops::ScaledMatrix& matrix) {
+  return matrix.inverse.defined() ? matrix.inverse : matrix.scale.reciprocal();
 }
 
 }  // namespace
+
+void put_hardware_product(const at::Tensor& out_NM, const ops::ScaledMatrix& a_NK,
+                          const ops::ScaledMatrix& b_MK, const ScaledProductOptions& options) {
+  const at::Tensor a = aligned(a_NK.data), b = aligned(b_MK.data);
+  const at::Tensor inverse_a = inverse_of(a_NK), inverse_b = inverse_of(b_MK);
+  if (by_vector(a_NK) || by_vector(b_MK)) {
+    multiply_vectors(out_NM, {.a_NK = a,
+                              .b_MK = b,
+                              .inverse_a = inverse_a,
+                              .inverse_b = inverse_b,
+                              .fast_accumulation = options.fast_accumulation,
+                              .power_of_two_scales = options.power_of_two_scales});
+    return;
+  }
+  at::Tensor out = out_NM;
+  at::_scaled_mm_out(out, a, b.t(), inverse_a.reshape({}), inverse_b.reshape({}), /*bias=*/{},
+                     /*scale_result=*/{}, options.out_dtype, options.fast_accumulation);
+}
 
 at::Tensor hardware_product(const ops::ScaledMatrix& a_NK, const ops::ScaledMatrix& b_MK,
                             const ScaledProductOptions& options) {
   if (in_blocks(a_NK))
     return at::_scaled_mm(a_NK.data, b_MK.data.t(), blocked_layout(a_NK.scale), blocked_layout(b_MK.scale),
                           /*bias=*/{}, /*scale_result=*/{}, options.out_dtype);
-  const at::Tensor a = aligned(a_NK.data), b = aligned(b_MK.data);
-  const auto multiply = [&](const at::Tensor& scale_a, const at::Tensor& scale_b, at::ScalarType dtype) {
-    return at::_scaled_mm(a, b.t(), scale_a, scale_b, /*bias=*/{}, /*scale_result=*/{}, dtype,
-                          options.fast_accumulation);
-  };
-  if (!by_vector(a_NK) && !by_vector(b_MK))
-    return multiply(a_NK.scale.reciprocal().reshape({}), b_MK.scale.reciprocal().reshape({}),
-                    options.out_dtype);
-  const at::Tensor scale_a = per_vector(a_NK), scale_b = per_vector(b_MK).t();
-  // The kernel with a scale per row returns only bf16, and is slow without fast accumulation. The kernel for
-  // whole matrices returns the sums in fp32, which are scaled afterwards.
-  if (options.fast_accumulation && options.out_dtype == at::kBFloat16)
-    return multiply(scale_a, scale_b, options.out_dtype);
-  // Rounding to bf16 and scaling by a power of two commute (except for denormals), so the sums can be bf16,
-  // which takes half the memory.
-  const bool rounded_first = options.power_of_two_scales && options.out_dtype == at::kBFloat16;
-  const at::Tensor one = at::ones({}, scale_a.options());
-  return multiply(one, one, rounded_first ? at::kBFloat16 : at::kFloat)
-      .mul_(scale_a)
-      .mul_(scale_b)
-      .to(options.out_dtype);
+  const at::Tensor out =
+      at::empty({a_NK.data.size(0), b_MK.data.size(0)}, a_NK.data.options().dtype(options.out_dtype));
+  put_hardware_product(out, a_NK, b_MK, options);
+  return out;
 }
 
 // Scales before multiplying, as torchao does, so that nothing overflows fp32 unless the result does.
@@ -103,17 +101,21 @@ namespace {
 // version, as FSDP does. For another weight, scales are computed again. Thread-safe.
 class WeightScales {
  public:
-  // The scale of this `kind` for these values, computed by `make` if needed.
-  at::Tensor of(const at::Tensor& weight, int64_t kind, const std::function<at::Tensor()>& make) {
-    if (weight.is_inference()) return make();  // it has no version
+  /// Casts the weight by the scale of this `kind` for these values, or anew, which makes one.
+  ops::ScaledMatrix cast(const at::Tensor& weight, int64_t kind,
+                         const std::function<ops::ScaledMatrix(const ops::ScaledMatrix& scale)>& cast_by,
+                         const std::function<ops::ScaledMatrix()>& cast_anew) {
+    if (weight.is_inference()) return cast_anew();  // it has no version
     c10::StorageImpl* memory = weight.storage().unsafeGetStorageImpl();
     const Values values{memory, weight.storage_offset(), static_cast<uint64_t>(weight._version())};
     const std::lock_guard lock(mutex_);
     Entry& entry = entries_[kind];
-    if (entry.scale.defined() && entry.values == values) return entry.scale;
-    const at::Tensor scale = make();
-    entry = {values, Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(memory)), scale};
-    return scale;
+    if (entry.scale.scale.defined() && entry.values == values) return cast_by(entry.scale);
+    const ops::ScaledMatrix cast = cast_anew();
+    entry = {values,
+             Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(memory)),
+             {.data = {}, .scale = cast.scale, .inverse = cast.inverse}};
+    return cast;
   }
 
  private:
@@ -127,7 +129,7 @@ class WeightScales {
   struct Entry {
     Values values;
     std::optional<Storage> keeps_address;  // keeps other storages from getting this address
-    at::Tensor scale;
+    ops::ScaledMatrix scale;               // without data
   };
 
   std::mutex mutex_;
@@ -150,11 +152,11 @@ struct Spread {
   Vectors across = Vectors::Rows;    ///< each rank has a part of each of these vectors
 };
 
-// The elementwise maximum over all ranks. NaN stays NaN.
-at::Tensor over_ranks(const RankParts& parts, const at::Tensor& amax) {
+// All ranks' magnitudes, [ranks, n].
+at::Tensor of_ranks(const RankParts& parts, const at::Tensor& amax) {
   const at::Tensor all = at::empty({parts.count(), amax.numel()}, amax.options());
   parts.all_gather(all, amax.reshape({-1}), ops::kScalesPhase);
-  return all.amax(0).view(amax.sizes());
+  return all;
 }
 
 Over scaled_over(Vectors vectors, const Cast& how) {
@@ -162,13 +164,22 @@ Over scaled_over(Vectors vectors, const Cast& how) {
   return vectors == Vectors::Rows ? Over::Row : Over::Column;
 }
 
-at::Tensor dynamic_scale(const at::Tensor& matrix, Vectors vectors, const Cast& how, bool power_of_two,
-                         const Spread& spread) {
-  const Over over = scaled_over(vectors, how);
-  at::Tensor largest = amax(matrix, over);
-  if (spread.parts && (over == Over::Matrix || spread.across == vectors))
-    largest = over_ranks(*spread.parts, largest);
-  return scale_of(largest, how.dtype, power_of_two);
+// The magnitudes of all parts of a matrix, also of those on other ranks.
+at::Tensor magnitudes_of(const at::Tensor& matrix, const RankParts* ranks) {
+  return ranks ? of_ranks(*ranks, amax(matrix, Over::Matrix)).view({-1}) : magnitudes(matrix, Over::Matrix);
+}
+
+// Each vector by its own scale. Ranks that have parts of the vectors agree on their scales.
+ScaledMatrix cast_vectors(const at::Tensor& matrix, Vectors vectors, const ScaleForm& form,
+                          const Spread& spread) {
+  const bool columns = vectors == Vectors::Columns;
+  if (!spread.parts || spread.across != vectors)
+    return columns ? cast_columns(matrix, magnitudes(matrix, Over::Column), form)
+                   : cast_rows(matrix, form, /*measures_columns=*/false).along_rows;
+  const at::Tensor mine = amax(matrix, columns ? Over::Column : Over::Row);
+  const at::Tensor largest = of_ranks(*spread.parts, mine).amax(0).view(mine.sizes());  // NaN stays NaN
+  const at::Tensor scale = scale_of(largest, form.dtype, form.power_of_two);
+  return {cast(matrix, scale, form.dtype, columns), scale};
 }
 
 // A layer's history of a matrix.
@@ -179,11 +190,17 @@ struct History {
 };
 
 // [Note: delayed scales]
-at::Tensor remembered_scale(const at::Tensor& matrix, const Cast& how, bool power_of_two,
-                            const Spread& spread, const History& history) {
-  at::Tensor largest = amax(matrix, Over::Matrix);
-  if (spread.parts && !history.ready) largest = over_ranks(*spread.parts, largest);
-  return delayed_scale(largest, *history.scale, how.dtype, power_of_two, history.records);
+at::Tensor remembered_scale(const at::Tensor& matrix, const ScaleForm& form, const RankParts* ranks,
+                            const History& history) {
+  const at::Tensor found = magnitudes_of(matrix, history.ready ? nullptr : ranks);
+  return delayed_scale(found, *history.scale, form.dtype, form.power_of_two, history.records);
+}
+
+// With one scale.
+BothCasts cast_whole(const at::Tensor& matrix, const ScaleForm& form, const RankParts* ranks,
+                     const History& history, bool rows, bool columns) {
+  if (!history.scale) return cast_measured(matrix, magnitudes_of(matrix, ranks), form, rows, columns);
+  return cast_scaled(matrix, remembered_scale(matrix, form, ranks, history), form.dtype, rows, columns);
 }
 
 // If vectors are spread over ranks, each rank's part must be whole blocks.
@@ -230,15 +247,40 @@ class Float8Products final : public Products {
     if (!layer_.recipe->grad_weight) return layer_.plain->add_grad_weight(out, grad, x);
     out.add_(multiply(*layer_.recipe->grad_weight, out.scalar_type(), grad_columns(grad), x_columns(x)));
   }
+  bool put_grad_weight(const at::Tensor& out, const Operand& grad, const Operand& x,
+                       bool adds) const override {
+    if (!layer_.recipe->grad_weight) return layer_.plain->put_grad_weight(out, grad, x, adds);
+    const ProductCasts& casts = *layer_.recipe->grad_weight;
+    if (layer_.arithmetic != Arithmetic::Hardware || !out.is_cuda() || !out.is_contiguous() ||
+        casts.left.granularity == Granularity::Block)
+      return false;
+    if (adds) {
+      add_grad_weight(out, grad, x);
+    } else {
+      put_hardware_product(out, grad_columns(grad), x_columns(x), product_options(casts, out.scalar_type()));
+    }
+    return true;
+  }
 
+  // A GPU casts in the pass that makes the scale.
   Operand scaled(const Operand& x_NI, bool trains) const override {
     Operand x = x_NI;
     if (!layer_.recipe->output || x.along_rows.scale.defined()) return x;
     const Cast& how = layer_.recipe->output->left;
     if (how.granularity != Granularity::Matrix) return x;
     x.values = x.values.contiguous();
-    x.along_rows.scale = scale_of(x.values, Vectors::Rows, how, {layer_.spread.in.get(), Vectors::Rows},
-                                  input_history(trains));
+    x.along_rows = cast_whole(x.values, form(how), layer_.spread.in.get(), input_history(trains),
+                              /*rows=*/x.values.is_cuda(), /*columns=*/false)
+                       .along_rows;
+    return x;
+  }
+  Operand scaled_to_keep(const Operand& x_NI, bool trains) const override {
+    const Recipe& recipe = *layer_.recipe;
+    if (!recipe.output || !recipe.grad_weight || x_NI.along_rows.scale.defined() || !x_NI.values.is_cuda())
+      return scaled(x_NI, trains);
+    Operand x = x_NI;
+    cast_both_ways(x, recipe.output->left, recipe.grad_weight->right, {layer_.spread.in.get(), Vectors::Rows},
+                   input_history(trains));
     return x;
   }
   Operand input(const Operand& x_NI, bool trains) const override {
@@ -284,6 +326,10 @@ class Float8Products final : public Products {
   }
   Operand grad(const Operand& grad_NO, bool for_input, bool for_weight) const override {
     Operand grad = grad_NO;
+    if (for_input && layer_.recipe->grad_input && for_weight && layer_.recipe->grad_weight &&
+        !grad.along_rows.defined() && !grad.down_columns.defined())
+      cast_both_ways(grad, layer_.recipe->grad_input->left, layer_.recipe->grad_weight->left,
+                     {layer_.spread.out.get(), Vectors::Rows}, grad_history());
     if (for_input && layer_.recipe->grad_input) grad.along_rows = grad_rows(grad);
     if (for_weight && layer_.recipe->grad_weight) grad.down_columns = grad_columns(grad);
     const bool read =
@@ -320,8 +366,8 @@ class Float8Products final : public Products {
     const Cast& how = layer_.recipe->output->left;
     if (!x.along_rows.scale.defined())
       return cast_of(x, Vectors::Rows, how, {layer_.spread.in.get(), Vectors::Rows}, input_history(false));
-    const at::Tensor& scale = x.along_rows.scale;
-    return {cast(x.values.contiguous(), scale, how.dtype, /*transposed=*/false), scale};
+    return cast_scaled(x.values.contiguous(), x.along_rows.scale, how.dtype, /*rows=*/true, /*columns=*/false)
+        .along_rows;
   }
   ScaledMatrix x_columns(const Operand& x) const {
     if (x.down_columns.defined()) return x.down_columns;
@@ -359,11 +405,13 @@ class Float8Products final : public Products {
     if (delayed.scale || how.granularity == Granularity::Block)
       return cast_of(weight, vectors, how, weight_spread(), delayed);
     const auto kind = static_cast<int64_t>(how.dtype) * 4 + static_cast<int64_t>(scaled_over(vectors, how));
-    const at::Tensor matrix = weight.values.contiguous();
-    const at::Tensor scale = weight_scales_.of(weight.values, kind, [&] {
-      return dynamic_scale(matrix, vectors, how, layer_.recipe->power_of_two_scales, weight_spread());
-    });
-    return {cast(matrix, scale, how.dtype, vectors == Vectors::Columns), scale};
+    const bool columns = vectors == Vectors::Columns;
+    const auto cast_by = [&](const ScaledMatrix& known) -> ScaledMatrix {
+      const at::Tensor matrix = weight.values.contiguous();
+      return {cast(matrix, known.scale, how.dtype, columns), known.scale, known.inverse};
+    };
+    const auto cast_anew = [&] { return cast_of(weight, vectors, how, weight_spread(), {}); };
+    return weight_scales_.cast(weight.values, kind, cast_by, cast_anew);
   }
   // Split::Columns keeps the weight's rows whole and cuts its columns.
   Spread weight_spread() const {
@@ -394,29 +442,49 @@ class Float8Products final : public Products {
   ScaledMatrix transposed(const Operand& operand, const Cast& how) const {
     const ScaledMatrix& rows = operand.along_rows;
     const bool view = layer_.arithmetic == Arithmetic::Emulated || !operand.values.defined();
-    if (view && rows.defined()) return {rows.data.t(), rows.scale};
-    return {cast(operand.values.contiguous(), rows.scale, how.dtype, /*transposed=*/true), rows.scale};
+    if (view && rows.defined()) return {rows.data.t(), rows.scale, rows.inverse};
+    return cast_scaled(operand.values.contiguous(), rows.scale, how.dtype, /*rows=*/false, /*columns=*/true)
+        .down_columns;
   }
 
-  at::Tensor scale_of(const at::Tensor& matrix, Vectors vectors, const Cast& how, const Spread& spread,
+  ScaleForm form(const Cast& how) const { return {how.dtype, layer_.recipe->power_of_two_scales}; }
+
+  // Adds both forms, if one pass can make them or helps to.
+  void cast_both_ways(Operand& operand, const Cast& rows, const Cast& columns, const Spread& spread,
                       const History& history) const {
-    const bool power_of_two = layer_.recipe->power_of_two_scales;
-    return history.scale ? remembered_scale(matrix, how, power_of_two, spread, history)
-                         : dynamic_scale(matrix, vectors, how, power_of_two, spread);
+    if (rows == columns && rows.granularity == Granularity::Matrix) {
+      const at::Tensor matrix = operand.values.contiguous();
+      const bool view = layer_.arithmetic == Arithmetic::Emulated;
+      BothCasts both =
+          cast_whole(matrix, form(rows), spread.parts, history, /*rows=*/true, /*columns=*/!view);
+      operand.along_rows = both.along_rows;
+      operand.down_columns = view ? transposed(operand, columns) : both.down_columns;
+    } else if (rows.granularity == Granularity::Vector && columns.granularity == Granularity::Vector &&
+               !spread.parts) {
+      const at::Tensor matrix = operand.values.contiguous();
+      const MeasuredRows measured = cast_rows(matrix, form(rows), /*measures_columns=*/true);
+      operand.along_rows = measured.along_rows;
+      operand.down_columns = cast_columns(matrix, measured.magnitudes, form(columns));
+    }
   }
   ScaledMatrix cast_of(const Operand& operand, Vectors vectors, const Cast& how, const Spread& spread,
                        const History& history) const {
     const at::Tensor matrix = operand.values.contiguous();
     if (how.granularity == Granularity::Block)
       return cast_in_blocks(matrix, vectors, how, layer_.recipe->blocks, spread);
-    const at::Tensor scale = scale_of(matrix, vectors, how, spread, history);
-    return {cast(matrix, scale, how.dtype, vectors == Vectors::Columns), scale};
+    if (how.granularity == Granularity::Vector) return cast_vectors(matrix, vectors, form(how), spread);
+    const bool columns = vectors == Vectors::Columns;
+    const BothCasts casts = cast_whole(matrix, form(how), spread.parts, history, !columns, columns);
+    return columns ? casts.down_columns : casts.along_rows;
+  }
+  ScaledProductOptions product_options(const ProductCasts& casts, at::ScalarType out_dtype) const {
+    return {.out_dtype = out_dtype,
+            .fast_accumulation = casts.fast_accumulation,
+            .power_of_two_scales = layer_.recipe->power_of_two_scales};
   }
   at::Tensor multiply(const ProductCasts& casts, at::ScalarType out_dtype, const ScaledMatrix& a_NK,
                       const ScaledMatrix& b_MK) const {
-    const ScaledProductOptions options{.out_dtype = out_dtype,
-                                       .fast_accumulation = casts.fast_accumulation,
-                                       .power_of_two_scales = layer_.recipe->power_of_two_scales};
+    const ScaledProductOptions options = product_options(casts, out_dtype);
     return layer_.arithmetic == Arithmetic::Hardware ? hardware_product(a_NK, b_MK, options)
                                                      : emulated_product(*layer_.plain, a_NK, b_MK, options);
   }

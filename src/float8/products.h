@@ -59,6 +59,10 @@ struct ScaledProductOptions {
 at::Tensor hardware_product(const ops::ScaledMatrix& a_NK, const ops::ScaledMatrix& b_MK,
                             const ScaledProductOptions& options);
 
+/// The same into out [N, M], contiguous, for matrices without blocks.
+void put_hardware_product(const at::Tensor& out_NM, const ops::ScaledMatrix& a_NK,
+                          const ops::ScaledMatrix& b_MK, const ScaledProductOptions& options);
+
 /// The same from the values in fp32; it differs from the hardware only in fp32 rounding.
 at::Tensor emulated_product(const ops::Products& plain, const ops::ScaledMatrix& a_NK,
                             const ops::ScaledMatrix& b_MK, const ScaledProductOptions& options);

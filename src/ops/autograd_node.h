@@ -98,7 +98,7 @@ inline Operand kept_of(const Operand& input, const Products& products) {
     return tensor.defined() ? at::empty_like(tensor, tensor.options().device(at::kMeta)) : tensor;
   };
   const auto shapes_of = [&](const ScaledMatrix& matrix) {
-    return ScaledMatrix{shape_of(matrix.data), shape_of(matrix.scale)};
+    return ScaledMatrix{shape_of(matrix.data), shape_of(matrix.scale), shape_of(matrix.inverse)};
   };
   Operand shapes;
   shapes.dtype = input.dtype;
@@ -128,6 +128,11 @@ class RecomputingNode : public BackwardNode {
 class SavedInput {
  public:
   SavedInput() = default;
+  /// Whether the node that made the input computes it again for the backward.
+  static bool recomputes(const at::Tensor& input) {
+    return dynamic_cast<const RecomputingNode*>(input.grad_fn().get()) != nullptr;
+  }
+
   /// Saves the input's values.
   explicit SavedInput(const at::Tensor& input)
       : maker_(std::dynamic_pointer_cast<RecomputingNode>(input.grad_fn())), dtype_(input.scalar_type()) {
@@ -176,13 +181,15 @@ class SavedInput {
       if (!matrix.defined()) return;
       data = save_input(matrix.data);
       scale = save_input(matrix.scale);
+      if (matrix.inverse.defined()) inverse = save_input(matrix.inverse);
     }
-    ScaledMatrix unpack() const { return {data.unpack(), scale.unpack()}; }
+    ScaledMatrix unpack() const { return {data.unpack(), scale.unpack(), inverse.unpack()}; }
     void reset_data() {
       data.reset_data();
       scale.reset_data();
+      inverse.reset_data();
     }
-    SavedVariable data, scale;
+    SavedVariable data, scale, inverse;
   };
 
   void save_forms(const Operand& kept, const at::Tensor& values) {

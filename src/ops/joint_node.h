@@ -23,8 +23,9 @@ using ProductsOfEach = std::vector<SharedProducts>;
 /// The input in a forward. Its rows [N, I] are passed in each call, because some may arrive later.
 class JointInput {
  public:
-  /// `keeps`: for each layer, whether a backward will need its weight's gradient.
-  JointInput(const ProductsOfEach& products, const std::vector<bool>& keeps);
+  /// `keeps`: for each layer, whether a backward will need its weight's gradient. `recomputed`: the backward
+  /// won't find the input kept, but computed again.
+  JointInput(const ProductsOfEach& products, const std::vector<bool>& keeps, bool recomputed);
 
   /// Whether one form serves all layers.
   bool alike() const;
@@ -36,7 +37,8 @@ class JointInput {
  private:
   friend class KeptJointInput;
   struct Form {
-    bool keeps = false;  // a backward will need it
+    bool keeps = false;    // a backward will need it
+    bool is_kept = false;  // in the form that the weights' gradients multiply
     bool is_cast = false;
     std::optional<Operand> operand;
   };

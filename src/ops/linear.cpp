@@ -195,7 +195,7 @@ std::vector<at::Tensor> joint_linears(const at::Tensor& x, const std::vector<Sin
   for (const SinkedWeight& each : weights) check_linear_shapes(op_name(weights.size()), x, each.weight);
   const auto node = make_joint_node<LinearsBackward>(x, weights, products, bias);
   const std::vector<bool> keeps = keeps_of(node, weights);
-  JointInput input(products, keeps);
+  JointInput input(products, keeps, SavedInput::recomputes(x));
   const Operand rows = below_autograd([&] { return as_rows(x); });
   for (size_t i = 0; i < weights.size(); ++i) input.scaled(i, rows);
   if (any_of(keeps)) node->x.save(x, rows, input);  // before the products ([Note: kept outputs])
@@ -218,7 +218,7 @@ at::Tensor linear(const at::Tensor& x, const SinkedWeight& weight, const at::Ten
   return joint_linears(x, {weight}, {products}, bias)[0];
 }
 
-JointInput::JointInput(const ProductsOfEach& products, const std::vector<bool>& keeps)
+JointInput::JointInput(const ProductsOfEach& products, const std::vector<bool>& keeps, bool recomputed)
     : products_(products),
       leaders_(leaders_of(products)),
       forms_(products.size()),
@@ -227,6 +227,10 @@ JointInput::JointInput(const ProductsOfEach& products, const std::vector<bool>& 
     Form& form = forms_[leaders_[i]];
     form.keeps = form.keeps || keeps[i];
   }
+  const auto keeps_form = [](const Form& form) { return form.keeps; };
+  const bool one = std::count_if(forms_.begin(), forms_.end(), keeps_form) == 1;
+  if (!one || recomputed || saved_tensors_are_dropped()) return;
+  std::find_if(forms_.begin(), forms_.end(), keeps_form)->is_kept = true;
 }
 
 bool JointInput::alike() const {
@@ -236,14 +240,17 @@ bool JointInput::alike() const {
 const Operand& JointInput::scaled(size_t i, const Operand& rows) {
   BelowAutograd guard;
   Form& form = forms_[leaders_[i]];
-  if (!form.operand) form.operand = products_[leaders_[i]]->scaled(rows, trains_);
+  if (form.operand) return *form.operand;
+  const Products& products = *products_[leaders_[i]];
+  form.operand = form.is_kept ? products.scaled_to_keep(rows, trains_) : products.scaled(rows, trains_);
   return *form.operand;
 }
 
 const Operand& JointInput::cast(size_t i, const Operand& rows) {
   BelowAutograd guard;
   Form& form = forms_[leaders_[i]];
-  if (!form.is_cast) form.operand = products_[leaders_[i]]->input(scaled(i, rows), trains_);
+  const Operand& scaled = this->scaled(i, rows);
+  if (!form.is_cast) form.operand = products_[leaders_[i]]->input(scaled, trains_);
   form.is_cast = true;
   return *form.operand;
 }

@@ -45,9 +45,11 @@ Operand part_of_sequence(const Operand& whole, int64_t batch, int rank, int coun
   part.dtype = whole.dtype;
   part.values = rows_of_part(whole.values, batch, rank, count);
   if (!whole.along_rows.defined()) return part;
-  const at::Tensor& scale = whole.along_rows.scale;
-  part.along_rows = {rows_of_part(whole.along_rows.data, batch, rank, count),
-                     scale.dim() == 0 ? scale : rows_of_part(scale, batch, rank, count)};
+  const auto& [data, scale, inverse] = whole.along_rows;
+  const bool one_scale = scale.dim() == 0;
+  part.along_rows = {rows_of_part(data, batch, rank, count),
+                     one_scale ? scale : rows_of_part(scale, batch, rank, count),
+                     one_scale ? inverse : rows_of_part(inverse, batch, rank, count)};
   return part;
 }
 
@@ -66,6 +68,7 @@ class PulledGather {
     at::Tensor sent = rows.values;
     if (rows.along_rows.defined()) {
       scale_ = rows.along_rows.scale;
+      inverse_ = rows.along_rows.inverse;
       sent_as_ = rows.along_rows.data.scalar_type();
       sent = as_bytes(rows.along_rows.data);
     }
@@ -107,7 +110,7 @@ class PulledGather {
     if (!scale_.defined()) return rows;
     Operand operand;
     operand.dtype = dtype_;
-    operand.along_rows = {rows.view(sent_as_), scale_};
+    operand.along_rows = {rows.view(sent_as_), scale_, inverse_};
     return operand;
   }
 
@@ -126,7 +129,7 @@ class PulledGather {
   int count_;
   Sizes sizes_;  // whole sizes
   at::ScalarType dtype_, sent_as_;
-  at::Tensor scale_;  // undefined: the values are sent
+  at::Tensor scale_, inverse_;  // undefined: the values are sent
   std::unique_ptr<SequenceExchange::Gather> gather_;
   at::Tensor arrived_;  // [B, S, F], while parts are in flight
   Operand whole_;
@@ -229,7 +232,7 @@ class GatheredProducts {
   GatheredProducts(const at::Tensor& x, const ProductsOfEach& products, const std::vector<bool>& keeps,
                    const SequenceExchange& exchange)
       : products_(products),
-        input_(products, keeps),
+        input_(products, keeps, /*recomputed=*/false),
         gather_(exchange,
                 input_.alike() ? products[0]->part(as_rows(x), Pass::Forward, at::GradMode::is_enabled())
                                : Operand(as_rows(x)),
@@ -291,7 +294,11 @@ at::Tensor scattered_linear(const at::Tensor& x, const SinkedWeight& weight, con
   TITAN_CHECK(x.size(1) % exchange->count() == 0, "scattered_linear: a sequence of ", x.size(1),
               " can't be cut into ", exchange->count(), " equal parts");
   const bool trains = at::GradMode::is_enabled();
-  const Operand input = below_autograd([&] { return products->scaled(as_rows(x), trains); });
+  const bool keeps =
+      compute_requires_grad(weight.weight) && !SavedInput::recomputes(x) && !saved_tensors_are_dropped();
+  const Operand input = below_autograd([&] {
+    return keeps ? products->scaled_to_keep(as_rows(x), trains) : products->scaled(as_rows(x), trains);
+  });
   std::shared_ptr<ScatteredLinearBackward> node;
   if (compute_requires_grad(x, weight.weight)) {
     node = make_node<ScatteredLinearBackward>(x, weight.weight);

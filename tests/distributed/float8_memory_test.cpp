@@ -24,11 +24,13 @@ bool has_weights_size(int64_t numel) { return numel == kWeight || numel == kWeig
 class WeightCasts {
  public:
   void note(const std::string& name, const std::vector<c10::IValue>& outputs) {
-    if (name != "titan::float8_cast" && name != "titan::float8_cast_blocks") return;
-    const at::Tensor& data = outputs[0].toTensor();
-    if (data.is_meta() || !has_weights_size(data.numel())) return;
-    casts_.emplace_back(
-        c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(data.storage().unsafeGetStorageImpl()));
+    if (!name.starts_with("titan::float8_cast")) return;
+    for (const c10::IValue& output : outputs) {
+      const at::Tensor& data = output.toTensor();
+      if (!data.defined() || data.is_meta() || !has_weights_size(data.numel())) continue;
+      casts_.emplace_back(
+          c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(data.storage().unsafeGetStorageImpl()));
+    }
   }
   int64_t num_alive() const {
     return std::count_if(casts_.begin(), casts_.end(), [](const auto& cast) { return !cast.expired(); });

@@ -58,6 +58,7 @@ struct ScaledMatrix {
   /// fp32: [] for the whole matrix, or [vectors, 1]. Float8_e8m0fnu: [vectors, blocks of 32 elements], a
   /// factor on data (float8/cast.h).
   at::Tensor scale;
+  at::Tensor inverse = {};  ///< 1 / scale, which hardware multiplies by; undefined: not computed yet
   bool defined() const { return data.defined(); }
 };
 
@@ -119,6 +120,8 @@ class Products {
   /// x with the scale that all its casts share, if they share one, as it must be known before the first
   /// product. `trains`: true in a training step even if this layer is frozen, false in validation.
   virtual Operand scaled(const Operand& x_NI, bool /*trains*/) const { return x_NI; }
+  /// The same for an x that input() and kept() will be asked for: it may have both forms, made in one pass.
+  virtual Operand scaled_to_keep(const Operand& x_NI, bool trains) const { return scaled(x_NI, trains); }
   /// x (plain, or scaled()'s result) for a forward, cast once for several weights.
   virtual Operand input(const Operand& x_NI, bool /*trains*/) const { return x_NI; }
   /// The form of x (plain, or from the two above) that grad_weight needs; only this is kept until the

@@ -109,11 +109,14 @@ void ParamGroup::refresh_float8_scales(const dist::Stream& reader) {
     }
   const at::Tensor largest = largest_of_ranks(float8::amax_many(chunks), *gather_group_, parts, name_);
   const at::Tensor scales = float8::scale_of(largest, float8_.how.dtype, float8_.how.power_of_two_scales);
+  const at::Tensor inverses = scales.reciprocal();
   reader.keep_alive(scales);
+  reader.keep_alive(inverses);
   int64_t first = 0;
   for (ParamGroup* group : due) {
     const auto count = static_cast<int64_t>(group->float8_.slots.size());
     group->float8_.scales = scales.narrow(0, first, count);
+    group->float8_.inverses = inverses.narrow(0, first, count);
     group->float8_.version = group->flat_shard_._version();
     first += count;
   }
@@ -129,9 +132,7 @@ void ParamGroup::encode_chunks(const std::vector<at::Tensor>& places) const {
     if (narrow < 0) {
       places[i].view(param_dtype_).copy_(from);
     } else {
-      const at::Tensor data =
-          float8::cast(from.unsqueeze(0), float8_.scales[narrow], float8_.how.dtype, /*transposed=*/false);
-      places[i].copy_(data.view(at::kByte).view(-1));
+      float8::cast_into(places[i].view(float8_.how.dtype), from.unsqueeze(0), float8_.scales[narrow]);
     }
   }
 }
@@ -144,8 +145,9 @@ ops::Operand ParamGroup::float8_weight(size_t slot) const {
   const at::Tensor bytes = full_.view(at::kByte).narrow(0, place, compute.numel());
   ops::Operand weight;
   weight.dtype = param_dtype_;
-  weight.along_rows = {bytes.view(float8_.how.dtype).view(compute.sizes()),
-                       float8_.scales[float8_.find(slot)]};
+  const int64_t i = float8_.find(slot);
+  weight.along_rows = {bytes.view(float8_.how.dtype).view(compute.sizes()), float8_.scales[i],
+                       float8_.inverses[i]};
   return weight;
 }
 

@@ -29,6 +29,7 @@ struct Float8Weights {
   std::vector<size_t> slots;
   float8::WeightGather how;  ///< the same for all, because there is one recipe
   at::Tensor scales;         ///< [slots], computed from the shards' version `version`
+  at::Tensor inverses;       ///< 1 / scales
   uint32_t version = 0;
 
   bool empty() const { return slots.empty(); }

@@ -2,10 +2,14 @@
 // digits, which depend on the processor), and its hardware Float8 products equal the emulation within
 // rounding. Runs on a GPU if there is one.
 
+#include <dlfcn.h>
+
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <cmath>
+#include <functional>
 #include <limits>
 
 #include "dist/device_backend.h"
@@ -118,6 +122,87 @@ TEST_P(Float8Device, CastsEqualTheComposition) {
         }
 }
 
+void expect_inverse(const ops::ScaledMatrix& cast, const std::string& what) {
+  if (cast.inverse.defined()) expect_same(cast.inverse, cast.scale.cpu().reciprocal(), what);
+}
+
+TEST_P(Float8Device, CastsBothWaysWithOneScaleEqualTheComposition) {
+  for (const at::ScalarType from : kSources)
+    for (const at::ScalarType to : kFormats)
+      for (const at::Tensor& x : matrices(from))
+        for (const bool power_of_two : {false, true}) {
+          const at::Tensor scale = composite::scale_of(composite::amax(x, std::nullopt), to, power_of_two);
+          const at::Tensor rows = composite::cast(x, scale, to, false),
+                           columns = composite::cast(x, scale, to, true);
+          const at::Tensor moved = there(x), parts = magnitudes(moved, Over::Matrix);
+          const auto expect_casts = [&](const BothCasts& casts, bool has_rows, bool has_columns) {
+            ASSERT_EQ(casts.along_rows.defined(), has_rows);
+            ASSERT_EQ(casts.down_columns.defined(), has_columns);
+            if (has_rows) expect_same(casts.along_rows.data, rows, name_of(x));
+            if (has_columns) expect_same(casts.down_columns.data, columns, name_of(x));
+            for (const ops::ScaledMatrix* cast : {&casts.along_rows, &casts.down_columns})
+              if (cast->defined()) expect_same(cast->scale, scale, name_of(x));
+            expect_inverse(has_rows ? casts.along_rows : casts.down_columns, name_of(x));
+          };
+          for (const auto& [has_rows, has_columns] : {std::pair{true, true}, {true, false}, {false, true}}) {
+            expect_casts(cast_measured(moved, parts, {to, power_of_two}, has_rows, has_columns), has_rows,
+                         has_columns);
+            expect_casts(cast_scaled(moved, there(scale), to, has_rows, has_columns), has_rows, has_columns);
+          }
+          const at::Tensor place = at::empty({x.numel()}, moved.options().dtype(to));
+          cast_into(place, moved, there(scale));
+          expect_same(place, rows.view({-1}), name_of(x));
+        }
+}
+
+TEST_P(Float8Device, CastsOfVectorsEqualTheComposition) {
+  for (const at::ScalarType from : kSources)
+    for (const at::ScalarType to : kFormats)
+      for (const at::Tensor& x : matrices(from))
+        for (const bool power_of_two : {false, true}) {
+          const at::Tensor of_rows = composite::scale_of(composite::amax(x, 1), to, power_of_two),
+                           of_columns = composite::scale_of(composite::amax(x, 0), to, power_of_two);
+          const at::Tensor moved = there(x);
+          const MeasuredRows measured = cast_rows(moved, {to, power_of_two}, /*measures_columns=*/true);
+          expect_same(measured.along_rows.scale, of_rows, name_of(x));
+          expect_same(measured.along_rows.data, composite::cast(x, of_rows, to, false), name_of(x));
+          expect_inverse(measured.along_rows, name_of(x));
+          for (const at::Tensor& parts : {measured.magnitudes, magnitudes(moved, Over::Column)}) {
+            const ops::ScaledMatrix cast = cast_columns(moved, parts, {to, power_of_two});
+            expect_same(cast.scale, of_columns, name_of(x));
+            expect_same(cast.data, composite::cast(x, of_columns, to, true), name_of(x));
+            expect_inverse(cast, name_of(x));
+          }
+        }
+}
+
+// Hardware multiplies them directly, or the sums are scaled afterwards.
+TEST_P(Float8Device, ProductsOfVectorsAreNearTheExactOnes) {
+  if (!device.is_cpu() && dist::open_cuda_plugin()->compute_capability(0) < 89)
+    GTEST_SKIP() << "this GPU has no Float8 units";
+  const at::Tensor a = at::randn({48, 64}) * at::exp2(at::arange(48).to(at::kFloat) - 24).unsqueeze(1),
+                   b = at::randn({80, 64}) * at::exp2(at::arange(80).to(at::kFloat) / 4).unsqueeze(1);
+  const at::Tensor scale_a = composite::scale_of(composite::amax(a, 1), at::kFloat8_e4m3fn, true);
+  const at::Tensor a8 = composite::cast(a, scale_a, at::kFloat8_e4m3fn, false);
+  for (const bool whole_b : {false, true})
+    for (const bool power_of_two : {false, true})
+      for (const at::ScalarType to : {at::kFloat, at::kBFloat16}) {
+        const at::Tensor amax_b = whole_b ? composite::amax(b, std::nullopt) : composite::amax(b, 1);
+        const at::Tensor scale_b = composite::scale_of(amax_b, at::kFloat8_e4m3fn, power_of_two);
+        const at::Tensor b8 = composite::cast(b, scale_b, at::kFloat8_e4m3fn, false);
+        const at::Tensor wanted = at::mm(a8.to(at::kDouble) / scale_a, (b8.to(at::kDouble) / scale_b).t());
+        const at::Tensor out = at::full({48, 80}, std::nan(""), at::TensorOptions(device).dtype(to));
+        multiply_vectors(out, {.a_NK = there(a8),
+                               .b_MK = there(b8),
+                               .inverse_a = there(scale_a.reciprocal()),
+                               .inverse_b = there(scale_b.reciprocal()),
+                               .power_of_two_scales = power_of_two});
+        const at::Tensor error = (out.cpu().to(at::kDouble) / wanted - 1).abs().median();
+        EXPECT_LT(error.item<double>(), to == at::kFloat ? 1e-6 : 4e-3) << to << whole_b << power_of_two;
+        EXPECT_LT(testing::relative_error(out.cpu(), wanted), to == at::kFloat ? 1e-6 : 4e-3);
+      }
+}
+
 TEST_P(Float8Device, CastsOfBlocksEqualTheComposition) {
   for (const at::ScalarType from : {at::kFloat, at::kBFloat16})
     for (const at::ScalarType to : kFormats)
@@ -135,6 +220,37 @@ TEST_P(Float8Device, CastsOfBlocksEqualTheComposition) {
 
 INSTANTIATE_TEST_SUITE_P(All, Float8Device, ::testing::Values("cpu", "cuda"),
                          [](const auto& info) { return std::string(info.param); });
+
+// As KernelsOnGpu of tests/unit/ops: at most 1.1 times the bytes of inputs and outputs.
+TEST(Float8KernelsOnGpu, ReadAndWriteEveryByteOnce) {
+  if (!dist::open_cuda_plugin()) GTEST_SKIP() << "no GPU is visible";
+  const auto start = reinterpret_cast<void (*)()>(dlsym(RTLD_DEFAULT, "virtual_gpu_start_counting"));
+  const auto count = reinterpret_cast<uint64_t (*)(const char*, const char*, const char*)>(
+      dlsym(RTLD_DEFAULT, "virtual_gpu_count"));
+  if (!start) GTEST_SKIP() << "only virtual GPUs count bytes";
+  const at::Tensor x = at::ones({8192, 256}, at::TensorOptions().device(at::kCUDA).dtype(at::kBFloat16));
+  const auto scale = at::ones({}, x.options().dtype(at::kFloat));
+  const auto bytes = static_cast<double>(x.nbytes()), cast_bytes = bytes / 2;
+  const auto expect_bytes = [&](const char* kernel, double least, const std::function<void()>& run) {
+    start();
+    run();
+    const auto got =
+        static_cast<double>(count("bytes_read", nullptr, kernel) + count("bytes_written", nullptr, kernel));
+    EXPECT_EQ(count("launches", nullptr, nullptr), 1u) << kernel;
+    EXPECT_GE(got, least) << kernel;
+    EXPECT_LE(got, 1.1 * least) << kernel;
+  };
+  constexpr auto e4m3 = at::kFloat8_e4m3fn;
+  at::Tensor parts, of_columns;
+  expect_bytes("magnitudes_kernel", bytes, [&] { parts = magnitudes(x, Over::Matrix); });
+  expect_bytes("cast_kernel", bytes + cast_bytes, [&] { cast_measured(x, parts, {}, true, false); });
+  expect_bytes("cast_tiles_kernel", bytes + 2 * cast_bytes, [&] { cast_measured(x, parts, {}, true, true); });
+  expect_bytes("cast_tiles_kernel", bytes + cast_bytes, [&] { cast_scaled(x, scale, e4m3, false, true); });
+  expect_bytes("measured_rows_kernel", bytes + cast_bytes,
+               [&] { of_columns = cast_rows(x, {}, /*measures_columns=*/true).magnitudes; });
+  expect_bytes("cast_tiles_kernel", bytes + cast_bytes, [&] { cast_columns(x, of_columns, {}); });
+  expect_bytes("magnitudes_of_columns_kernel", bytes, [&] { magnitudes(x, Over::Column); });
+}
 
 struct RecipeOnGpu : ::testing::TestWithParam<const char*> {};
 
