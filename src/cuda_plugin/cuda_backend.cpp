@@ -149,7 +149,7 @@ class CudaSymmetricMemory final : public SymmetricMemory {
     return moment;
   }
   void wait(Moment moment) override {
-    const PeerWait waiting;
+    const PeerWait waiting("peer memory");
     Stream::current(device_).wait(event_of(moment));
   }
 

@@ -197,7 +197,7 @@ struct Work::State {
   }
 
   void wait_for_peers() {
-    const PeerWait on_device;
+    const PeerWait on_device(name_of(call.op));
     const auto start = std::chrono::steady_clock::now();
     work->wait();
     recorder->add_wait(std::chrono::nanoseconds(std::chrono::steady_clock::now() - start).count());

@@ -5,6 +5,7 @@
 #include <exception>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <utility>
 
 #include "dist/flight_record.h"
@@ -106,7 +107,7 @@ std::vector<StreamStep> StreamClock::take() {
   return steps;
 }
 
-PeerWait::PeerWait() {
+PeerWait::PeerWait(const char* what) : range_([what] { return std::string("peer wait ") + what; }) {
   auto& watching = Watching<StreamClock::State>::get();
   if (!watching.any || BackgroundCalls::active()) return;
   {

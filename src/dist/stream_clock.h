@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "dist/stream.h"
+#include "dist/trace_range.h"
 
 namespace titan::dist {
 
@@ -43,15 +44,17 @@ class StreamClock {
 };
 
 /// While it lives, its thread waits for other ranks, or tells its current stream to wait for them. Costs
-/// nothing without a clock; other streams than the clock's and BackgroundCalls don't count.
+/// nothing without a clock; other streams than the clock's and BackgroundCalls don't count. A range of a
+/// trace, "peer wait all_gather", says for which call: `what` is a CollectiveOp's name, or "peer memory".
 class PeerWait {
  public:
-  PeerWait();
+  explicit PeerWait(const char* what);
   ~PeerWait();
   PeerWait(const PeerWait&) = delete;
   PeerWait& operator=(const PeerWait&) = delete;
 
  private:
+  TraceRange range_;
   std::shared_ptr<StreamClock::State> clock_;  // null: it doesn't count
   size_t wait_ = 0;                            // its index in the step
 };

@@ -211,7 +211,7 @@ TEST(Overlap, AStreamIsTimedWithoutWaitingForIt) {
     multiply(others);
   }
   {
-    const dist::PeerWait waiting;
+    const dist::PeerWait waiting("all_gather");
     current.wait(side);
   }
   EXPECT_TRUE(clock.stop());

@@ -320,7 +320,7 @@ void CommContext::finish_backward() {
 void CommContext::hand_over() const {
   if (groups_.empty()) return;
   {
-    const dist::PeerWait waiting;
+    const dist::PeerWait waiting("reduce_scatter");
     const dist::Stream current = groups_.front()->compute_stream();
     current.wait(reduce_stream);
     current.wait(gather_stream);

@@ -269,7 +269,7 @@ void ParamGroup::finish_unshard() {
   at::NoGradGuard no_grad;
   wait_for_gather();
   {
-    const dist::PeerWait waiting;
+    const dist::PeerWait waiting("all_gather");
     compute_stream().wait(context_->gather_stream);
   }
   if (packed_.defined() && layout_.num_ranks() == 1) {  // the part is the whole
