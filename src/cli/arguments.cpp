@@ -206,11 +206,17 @@ TrainArguments parse_train_arguments(const Arguments& words) {
       "--check", arguments.check,
       "report everything that a start would refuse, and stop: settings, files, tokenizer, the "
       "checkpoint to resume from, the model on N ranks, its memory; exit code 2 if anything is wrong");
+  bool report_roofline = false;
+  parser.flag("--report-roofline", report_roofline,
+              "measure the fourth step: a table of its operations and collectives, with their share of the "
+              "device's limits; the same as --metrics.report_roofline");
   parser.app.allow_extras();
   check_short_options(parser, words);
   parser.parse(words);
   check_restarts(parser, arguments.restarts);
   sort_words(parser, arguments, parser.app.remaining());
+  const bool names_a_run = !arguments.config.empty() || !arguments.overrides.empty();
+  if (report_roofline && names_a_run) arguments.overrides.push_back("--metrics.report_roofline=true");
   const auto named = config::override_value(arguments.overrides, "job.config_file");
   if (named && *named != "none") take_config(parser, arguments, *named);
   return arguments;

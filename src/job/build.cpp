@@ -70,16 +70,30 @@ void save_config(const JobConfig& config, const dist::World& world) {
   if (config.job.print_config) log::info("resolved config:\n" + toml);
 }
 
+// Where this rank writes its metrics; unset: nowhere.
+std::optional<std::filesystem::path> metrics_folder(const JobConfig& config, const dist::World& world) {
+  // Rank 0's files stay where tools look for them.
+  if (world.rank() == 0) return record_folder(config);
+  if (!config.metrics.save_for_all_ranks) return std::nullopt;
+  return record_folder(config) / str("rank_", world.rank());
+}
+
+// Every rank measures, so that none is faster than the others.
+std::unique_ptr<RooflineReport> build_roofline(const JobConfig& config, const dist::World& world) {
+  const at::Device device = world.device();
+  RooflineReport::Options options{.folder = metrics_folder(config, world), .limits = {}};
+  if (!device.is_cpu())
+    options.limits = device_limits(config, dist::device_backend()->device_name(device.index()));
+  return std::make_unique<RooflineReport>(world, std::move(options));
+}
+
 // Null if this rank logs no metrics.
 std::unique_ptr<MetricsLogger> build_logger(const JobConfig& config, const dist::World& world,
                                             bool on_terminal) {
-  // Rank 0's files stay where tools look for them.
-  const bool all_ranks = config.metrics.save_for_all_ranks;
-  if (!all_ranks && world.rank() != 0) return nullptr;
-  auto folder = record_folder(config);
-  if (world.rank() != 0) folder /= str("rank_", world.rank());
+  const auto folder = metrics_folder(config, world);
+  if (!folder) return nullptr;
   return std::make_unique<MetricsLogger>(MetricsSinkOptions{.settings = config.metrics,
-                                                            .folder = folder,
+                                                            .folder = *folder,
                                                             .total_steps = config.training.steps,
                                                             .on_terminal = on_terminal});
 }
@@ -132,6 +146,7 @@ RunObservers build_observers(const JobConfig& config, const dist::World& world, 
   if (log) observers.push_back(std::move(structured_log));
   if (config.stragglers.enable && world.size() > 1)
     observers.push_back(std::make_unique<StragglerWatch>(world, meshes.pp.rank(), config.stragglers, log));
+  if (config.metrics.report_roofline) observers.push_back(build_roofline(config, world));
   return observers;
 }
 

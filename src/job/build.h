@@ -13,6 +13,7 @@
 #include "dist/environment.h"
 #include "job/job_config.h"
 #include "observe/profiling.h"
+#include "observe/roofline.h"
 #include "titan/data/feed.h"
 #include "titan/dist/world.h"
 #include "titan/float8/convert.h"
@@ -159,6 +160,9 @@ std::optional<double> job_peak_flops(const JobConfig& config, const std::string&
 
 /// Dense bfloat16 peak of a device by its name ("NVIDIA H100 PCIe"), in FLOP/s; nullopt for an unknown name.
 std::optional<double> peak_flops_of(const std::string& device_name);
+
+/// The limits of a device by its name; for an unknown name, nothing but metrics.peak_flops is known.
+DeviceLimits device_limits(const JobConfig& config, const std::string& device_name);
 
 /// Warns when the device's peak isn't known.
 DeviceRate device_rate(const JobConfig& config, const Meshes& meshes, at::Device device);

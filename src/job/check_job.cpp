@@ -14,6 +14,7 @@
 #include "dist/device_backend.h"
 #include "job/job_config.h"
 #include "job/pipeline_stages.h"
+#include "observe/roofline.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/checkpoint/storage.h"
 #include "titan/data/source.h"
@@ -325,6 +326,24 @@ struct Check {
   void check_metrics() {
     for (const std::string& sink : config.metrics.sinks)
       judge("metrics.sinks", [&] { metrics_sinks().get(sink); });
+    if (config.metrics.report_roofline) check_roofline();
+  }
+
+  void check_roofline() {
+    constexpr const char* kKey = "metrics.report_roofline";
+    constexpr int64_t kSteps = RooflineReport::kWarmUpSteps + 1;
+    require(config.training.steps >= kSteps, kKey,
+            str("measures the step after ", RooflineReport::kWarmUpSteps,
+                " others, and training.steps = ", config.training.steps));
+    require(!config.profiling.enable_profiling && !config.profiling.enable_memory_snapshot, kKey,
+            "can't be combined with profiling.enable_profiling or profiling.enable_memory_snapshot, whose "
+            "work would be part of the times");
+    require(!config.training.enable_cpu_offload, kKey,
+            "can't be combined with training.enable_cpu_offload: the optimizer then runs on the host, beside "
+            "the device whose time is measured");
+    require(
+        config.comm.trace_buf_size > 0, kKey,
+        "takes the times of collectives from the flight recorder, which comm.trace_buf_size = 0 turns off");
   }
 
   void check_validation(int world_size) {

@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <array>
 #include <string_view>
+#include <vector>
+
+#include <ATen/Context.h>
 
 #include "dist/device_backend.h"
 #include "job/build.h"
@@ -79,18 +82,46 @@ namespace {
 
 struct Peak {
   std::string_view part_of_name;
-  double flops;
+  double flops;                           // bfloat16
+  double bytes_per_s = 0;                 // the memory's bandwidth
+  double float8 = 0, tf32 = 0, fp32 = 0;  // other FLOP/s; 0: isn't needed yet, or there are no such units
 };
 
-// Dense bfloat16, from the vendors' data sheets. The first match counts, so a longer name comes before a name
-// that it contains.
+// Dense, from the vendors' data sheets. The first match counts, so a longer name comes before a name that it
+// contains. Data sheets of the GPUs that have a memory bandwidth here (they state sparse figures, twice these):
+// https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-nvidia-us-2188504-web.pdf
+// https://resources.nvidia.com/en-us-gpu-resources/h100-datasheet-24306
+// https://resources.nvidia.com/en-us-gpu-resources/hpc-datasheet-sc23 (H200)
+// https://resources.nvidia.com/en-us-blackwell-architecture/datasheet (HGX B200; GB200)
 constexpr std::array kPeaks = {
-    Peak{"A100", 312e12},     Peak{"H100 NVL", 835e12}, Peak{"H100 PCIe", 756e12}, Peak{"H100", 989e12},
-    Peak{"H200", 989e12},     Peak{"H20", 148e12},      Peak{"GB300", 2.5e15},     Peak{"GB200", 2.5e15},
-    Peak{"B300", 2.25e15},    Peak{"B200", 2.25e15},    Peak{"MI355X", 2500e12},   Peak{"MI300X", 1300e12},
-    Peak{"MI325X", 1300e12},  Peak{"MI250X", 191.5e12}, Peak{"L40S", 362e12},      Peak{"l40s", 362e12},
+    Peak{"A100-SXM4-40GB", 312e12, 1.555e12, 0, 156e12, 19.5e12},
+    Peak{"A100-PCIE-40GB", 312e12, 1.555e12, 0, 156e12, 19.5e12},
+    Peak{"A100 80GB PCIe", 312e12, 1.935e12, 0, 156e12, 19.5e12},
+    Peak{"A100", 312e12, 2.039e12, 0, 156e12, 19.5e12},
+    Peak{"H100 NVL", 835e12, 3.9e12, 1671e12, 418e12, 60e12},
+    Peak{"H100 PCIe", 756e12, 2.0e12, 1513e12, 378e12, 51e12},
+    Peak{"H100", 989e12, 3.35e12, 1979e12, 494e12, 67e12},
+    Peak{"H200", 989e12, 4.8e12, 1979e12, 494e12, 67e12},
+    Peak{"H20", 148e12},
+    Peak{"GB300", 2.5e15},
+    Peak{"GB200", 2.5e15, 8.0e12, 5e15, 1.25e15, 80e12},
+    Peak{"B300", 2.25e15},
+    Peak{"B200", 2.25e15, 7.7e12, 4.5e15, 1.1e15, 75e12},
+    Peak{"MI355X", 2500e12},
+    Peak{"MI300X", 1300e12},
+    Peak{"MI325X", 1300e12},
+    Peak{"MI250X", 191.5e12},
+    Peak{"L40S", 362e12},
+    Peak{"l40s", 362e12},
     Peak{"A6000", 154.85e12},
 };
+
+const Peak* peak_of(const std::string& device_name) {
+  const auto found = std::find_if(kPeaks.begin(), kPeaks.end(), [&](const Peak& peak) {
+    return device_name.find(peak.part_of_name) != std::string::npos;
+  });
+  return found == kPeaks.end() ? nullptr : &*found;
+}
 
 bool multiplies_in_8_bits(const JobConfig& config) {
   return config.model.converts(float8::kConverter) || config.model.converts(float8::kMxConverter);
@@ -99,9 +130,30 @@ bool multiplies_in_8_bits(const JobConfig& config) {
 }  // namespace
 
 std::optional<double> peak_flops_of(const std::string& device_name) {
-  for (const Peak& peak : kPeaks)
-    if (device_name.find(peak.part_of_name) != std::string::npos) return peak.flops;
-  return std::nullopt;
+  const Peak* const peak = peak_of(device_name);
+  return peak ? std::optional(peak->flops) : std::nullopt;
+}
+
+DeviceLimits device_limits(const JobConfig& config, const std::string& device_name) {
+  DeviceLimits limits{.source = "unknown device " + device_name, .flops = {}};
+  const auto add = [&](at::ScalarType dtype, double flops) {
+    if (flops > 0) limits.flops[dtype] = flops;
+  };
+  if (const Peak* const peak = peak_of(device_name)) {
+    limits.source = "data sheet of " + device_name;
+    limits.bytes_per_s = peak->bytes_per_s;
+    for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf}) add(dtype, peak->flops);
+    for (const at::ScalarType dtype : {at::kFloat8_e4m3fn, at::kFloat8_e5m2}) add(dtype, peak->float8);
+    add(at::kFloat, at::globalContext().allowTF32CuBLAS() ? peak->tf32 : peak->fp32);
+  }
+  if (const auto set = config.metrics.peak_flops) {
+    const bool is_8_bit = multiplies_in_8_bits(config);
+    for (const at::ScalarType dtype :
+         is_8_bit ? std::vector{at::kFloat8_e4m3fn, at::kFloat8_e5m2} : std::vector{at::kBFloat16, at::kHalf})
+      limits.flops[dtype] = *set;
+    limits.source += ", metrics.peak_flops";
+  }
+  return limits;
 }
 
 std::optional<double> job_peak_flops(const JobConfig& config, const std::string& device_name) {

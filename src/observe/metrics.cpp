@@ -404,6 +404,11 @@ void describe(config::Table<MetricsSettings>& table) {
   table.field("peak_flops", &MetricsSettings::peak_flops,
               "peak FLOP/s of one device, for mfu; unset: by the GPU's name, unknown for CPUs",
               config::at_least(1));
+  table.field(
+      "report_roofline", &MetricsSettings::report_roofline,
+      "measure the fourth step: per kind of operation its bytes, FLOPs, time and share of the device's "
+      "limits, and the exposed part of collectives; as a table in the log and as roofline.json under "
+      "job.dump_folder (titan train --report-roofline)");
 }
 
 Registry<MakeMetricsSink>& metrics_sinks() {

@@ -36,3 +36,15 @@ VIRTUAL_GPU_MEMORY_ONLY=1 "$gpus" 1 -- "$titan" train "$config" --nproc 1 --job.
 for text in "out of memory on cuda:0" "computed  *in use" "^.*parameters  *[0-9.]* GiB  *[0-9.]* GiB" "all other blocks  *-  *[0-9.]* GiB"; do
   grep -q -- "$text" "$folder/full.log" || failed "the report of memory has no '$text' (exit code $status):" "$folder/full.log"
 done
+
+# The roofline report: the device's times, the limits of its data sheet, and NCCL's collectives, for FSDP, tensor parallelism and a pipeline.
+for layout in "" --parallelism.tensor_parallel_degree=2 "--parallelism.pipeline_parallel_degree=2 --training.local_batch_size=4"; do
+  "$gpus" 2 -- "$titan" train "$config" --nproc 2 --report-roofline --job.dump_folder="$folder/roofline" --training.steps=4 \
+    --training.seq_len=64 $layout >"$folder/roofline.log" 2>&1 || failed "the report of '$layout' fails:" "$folder/roofline.log"
+  for text in "by the device's events; limits: .*989000 GFLOP/s in bfloat16.*3350 GB/s of memory (data sheet of NVIDIA H100" \
+    "products bfloat16 " "attention bfloat16 " "norms .*bandwidth$" "exposed ms"; do
+    grep -q -- "$text" "$folder/roofline.log" || failed "the report of '$layout' has no '$text':" "$folder/roofline.log"
+  done
+  test -s "$folder/roofline/roofline.json" || failed "no roofline.json:" "$folder/roofline.log"
+  rm -rf "$folder/roofline"
+done

@@ -33,6 +33,8 @@ struct MetricsSettings {
   bool save_for_all_ranks = false;
   /// Peak FLOP/s of one device; unset: by the device's name, unknown for CPUs.
   std::optional<double> peak_flops;
+  /// Measure the fourth step by kinds of operations and collectives, against the device's limits.
+  bool report_roofline = false;
 };
 
 void describe(config::Table<MetricsSettings>& table);

@@ -29,5 +29,31 @@ TEST(PeakFlops, DistinguishesDevicesOfSimilarNames) {
   EXPECT_FALSE(peak_flops_of("GeForce 256"));
 }
 
+TEST(DeviceLimits, AreThoseOfTheDataSheets) {
+  JobConfig config;
+  const DeviceLimits h100 = device_limits(config, "NVIDIA H100 80GB HBM3");
+  EXPECT_EQ(h100.bytes_per_s, 3.35e12);
+  EXPECT_EQ(h100.flops, (std::map<at::ScalarType, double>{{at::kBFloat16, 989e12},
+                                                          {at::kHalf, 989e12},
+                                                          {at::kFloat8_e4m3fn, 1979e12},
+                                                          {at::kFloat8_e5m2, 1979e12},
+                                                          {at::kFloat, 67e12}}));
+  EXPECT_EQ(device_limits(config, "NVIDIA A100-SXM4-40GB").bytes_per_s, 1.555e12);
+  EXPECT_EQ(device_limits(config, "NVIDIA A100-SXM4-80GB").bytes_per_s, 2.039e12);
+  EXPECT_EQ(device_limits(config, "NVIDIA A100 80GB PCIe").bytes_per_s, 1.935e12);
+  EXPECT_EQ(device_limits(config, "NVIDIA H200").bytes_per_s, 4.8e12);
+  EXPECT_EQ(device_limits(config, "NVIDIA B200").bytes_per_s, 7.7e12);
+  EXPECT_FALSE(device_limits(config, "NVIDIA A100-SXM4-80GB").flops.contains(at::kFloat8_e4m3fn));
+}
+
+TEST(DeviceLimits, HaveOnlyTheGivenPeakForAnUnknownDevice) {
+  JobConfig config;
+  EXPECT_TRUE(device_limits(config, "GeForce 256").flops.empty());
+  config.metrics.peak_flops = 1e12;
+  const DeviceLimits limits = device_limits(config, "GeForce 256");
+  EXPECT_EQ(limits.flops.at(at::kBFloat16), 1e12);
+  EXPECT_EQ(limits.bytes_per_s, 0);
+}
+
 }  // namespace
 }  // namespace titan::train
