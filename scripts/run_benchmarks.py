@@ -10,7 +10,8 @@ Rows of training are MODEL_DTYPE_RANKS, with the configs in benchmarks/configs. 
   cp2               context parallelism, compared with PyTorch's FSDP2 (PyTorch has no context parallelism on CPUs)
   SCHEDULE2         a pipeline with that schedule, compared with torch.distributed.pipelining with the same one
 Other rows that are compared with PyTorch:
-  host_DTYPE        host time per transformer block with tiny shapes; host_fp32_tp2: under tensor parallelism
+  host_DTYPE        host time per transformer block with tiny shapes; host_fp32_tp2: under tensor parallelism; host_bf16_cuda: on a
+                    virtual GPU, without that one's own work
   checkpoint        saves and loads, compared with torch.distributed.checkpoint
 Single parts:
   tokenizer         compared with the `tokenizers` package
@@ -76,7 +77,7 @@ PARTS |= {f"bubble_{schedule}": [*PIPELINE, schedule] for schedule in SCHEDULES}
 TRAINING = [f"{m}_{d}_{r}" for m in ("debug", "134m") for d in DTYPES for r in (1, 2)]
 TRAINING += [f"{m}_fp32_{kind}2" for m in ("debug", "134m") for kind in ("tp", "atp", "cp")]
 TRAINING += [f"134m_fp32_{schedule}2" for schedule in SCHEDULES]
-ROWS = TRAINING + [f"host_{d}" for d in DTYPES] + ["host_fp32_tp2", "checkpoint"] + list(PARTS)
+ROWS = TRAINING + [f"host_{d}" for d in DTYPES] + ["host_fp32_tp2", "host_bf16_cuda", "checkpoint"] + list(PARTS)
 MIB_PER_KIB = 1 / 1024
 RUN_LIMIT_S = 3600
 
@@ -191,23 +192,27 @@ class TrainingRow:
 @dataclasses.dataclass(frozen=True)
 class HostTimeRow:
     dtype: str
-    tp: int
+    form: str  # "tp2", "cuda" or ""
     plan: Plan
 
     @staticmethod
     def parse(name: str, plan: Plan) -> "HostTimeRow":
-        _, dtype, *tp = name.split("_")
-        return HostTimeRow(dtype, int(tp[0].removeprefix("tp")) if tp else 1, plan)
+        _, dtype, *form = name.split("_")
+        return HostTimeRow(dtype, form[0] if form else "", plan)
 
-    @property
-    def arguments(self) -> list:
-        return ["--dtype", self.dtype, "--repetitions", self.plan.repetitions, "--tp", self.tp]
+    def measure(self, program: list) -> dict[str, float]:
+        command = [*program, "--dtype", self.dtype, "--repetitions", self.plan.repetitions]
+        if self.form == "cuda":
+            command = ["env", "VIRTUAL_GPU_POISON=0", "VIRTUAL_GPU_RACES=0", "VIRTUAL_GPU_MEMORY_ONLY=1", "scripts/virtual_gpus.sh", "1", "--", *command, "--device", "cuda"]
+        elif self.form:
+            command += ["--tp", self.form.removeprefix("tp")]
+        return last_json(run(command, 1).text)
 
     def ours(self) -> dict[str, float]:
-        return last_json(run([HOST_TIME, *self.arguments], 1).text)
+        return self.measure([HOST_TIME])
 
     def pytorch(self) -> dict[str, float]:
-        return last_json(run([PYTHON, "benchmarks/pytorch/host_time.py", *self.arguments], 1).text)
+        return self.measure([PYTHON, "benchmarks/pytorch/host_time.py"])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -325,7 +325,7 @@ BothCasts cast_both(const at::Tensor& x, const std::optional<at::Tensor>& magnit
       operation.call(x, magnitudes, scale, form.dtype, form.power_of_two, rows, columns);
   const at::Tensor& common = scale ? *scale : used;
   BothCasts both;
-  if (rows) both.along_rows = {along_rows, common, inverse};
+  if (rows || !columns) both.along_rows = {along_rows, common, inverse};  // or the scale alone
   if (columns) both.down_columns = {down_columns, common, inverse};
   return both;
 }

@@ -48,7 +48,7 @@ const char* known_kind(std::string_view name) {
       {"log_softmax", "loss"},
       {"nll_loss", "loss"},
       {"embedding", "embedding"},
-      {"titan::float8_cast", "copies"},
+      {"titan::float8_", "copies"},
       {"copy_", "copies"},
       {"aten::cat", "copies"},
       {"aten::constant_pad_nd", "copies"},
@@ -119,6 +119,7 @@ Operation::Operation(const c10::FunctionSchema& schema, c10::DeviceType device)
     kind_ = known;
     is_whole_ = true;
   }
+  if (name_ == "titan::float8_multiply_vectors") is_whole_ = false;  // LibTorch's product is inside
   overwrites_ =
       is_one_of(name_, {"aten::copy_", "aten::_foreach_copy_", "aten::zero_", "aten::_foreach_zero_",
                         "aten::fill_", "aten::uniform_", "aten::normal_", "aten::random_"});
@@ -144,7 +145,8 @@ OperationCost Operation::of_inputs(Values inputs) const {
   }
   correct(inputs, cost);
   if (is_product(name_)) cost.flops = flops_of_product(inputs);
-  if (kind_ == std::string_view("attention")) cost.flops = flops_of_attention(inputs);
+  if (kind_ == std::string_view("attention") && name_ != "titan::merge_attention_")
+    cost.flops = flops_of_attention(inputs);
   if (cost.flops > 0)
     cost.dtype = inputs[place_of({"mat2", "batch2", "W", "q", "query"})].toTensor().scalar_type();
   return cost;
@@ -154,8 +156,9 @@ OperationCost Operation::of_inputs(Values inputs) const {
 void Operation::correct(Values inputs, OperationCost& cost) const {
   if (looks_up_rows_) cost.bytes_read -= bytes_of(inputs[0]);  // add_outputs knows how much of it
   if (name_ == "titan::rotary") {
-    const at::Tensor &x = inputs[0].toTensor(), &table = inputs[1].toTensor();
-    const int64_t rows = inputs[2].isTensor() ? inputs[2].toTensor().numel() : x.size(1);
+    const at::Tensor& table = inputs[1].toTensor();
+    const int64_t rows =
+        inputs[2].isTensor() ? inputs[2].toTensor().numel() : inputs[0].toTensorVector()[0].size(1);
     const auto unread = static_cast<double>(std::max<int64_t>(0, table.size(0) - rows));
     cost.bytes_read -= bytes_of(table) * unread / static_cast<double>(table.size(0));
   }

@@ -90,8 +90,9 @@ void expect_no_copies(const Case& c) {
       });
   }
   EXPECT_EQ(num_looks, kSteps * 2 * kBlocks);
-  // Each weight is cast at least once per step; the emulation uses one cast in both products.
-  EXPECT_GE(casts.num_seen(), size_t{3 * kBlocks * kSteps});
+  // Each weight is cast at least once per step; the emulation uses one cast in both products. Shards that are
+  // gathered in Float8 are cast into the gather's buffer.
+  if (!c.gather.in_float8) EXPECT_GE(casts.num_seen(), size_t{3 * kBlocks * kSteps});
 }
 
 TEST(Float8Memory, FreesCopiesOfAWeightAfterTheLayerUsesIt) {

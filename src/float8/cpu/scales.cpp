@@ -202,10 +202,16 @@ at::Tensor scale_cpu(const at::Tensor& amax, at::ScalarType dtype, bool power_of
   return out;
 }
 
-at::Tensor delayed_scale_cpu(const at::Tensor& amax, const at::Tensor& pending, const at::Tensor& largest,
-                             at::ScalarType dtype, bool power_of_two, bool records) {
-  const float mine = *amax.const_data_ptr<float>(), history = *largest.const_data_ptr<float>();
-  at::Tensor out = at::empty({}, amax.options());
+at::Tensor delayed_scale_cpu(const at::Tensor& magnitudes, const at::Tensor& pending,
+                             const at::Tensor& largest, at::ScalarType dtype, bool power_of_two,
+                             bool records) {
+  const float history = *largest.const_data_ptr<float>();
+  float mine = 0;  // a NaN stays
+  const at::Tensor parts = magnitudes.contiguous();
+  for (int64_t i = 0; i < parts.numel(); ++i)
+    if (const float part = parts.const_data_ptr<float>()[i]; !(part <= mine) && !std::isnan(mine))
+      mine = part;
+  at::Tensor out = at::empty({}, magnitudes.options());
   auto* scale = out.mutable_data_ptr<float>();
   *scale = std::numeric_limits<float>::quiet_NaN();
   if (!std::isfinite(mine)) return out;

@@ -197,7 +197,10 @@ TEST_P(Float8Device, ProductsOfVectorsAreNearTheExactOnes) {
                                .inverse_a = there(scale_a.reciprocal()),
                                .inverse_b = there(scale_b.reciprocal()),
                                .power_of_two_scales = power_of_two});
-        const at::Tensor error = (out.cpu().to(at::kDouble) / wanted - 1).abs().median();
+        // Small rows of a matrix that has one scale are zeros in Float8.
+        const at::Tensor got = out.cpu().to(at::kDouble), is_zero = wanted.eq(0);
+        EXPECT_TRUE(got.masked_select(is_zero).eq(0).all().item<bool>());
+        const at::Tensor error = (got / wanted - 1).abs().masked_select(is_zero.logical_not()).median();
         EXPECT_LT(error.item<double>(), to == at::kFloat ? 1e-6 : 4e-3) << to << whole_b << power_of_two;
         EXPECT_LT(testing::relative_error(out.cpu(), wanted), to == at::kFloat ? 1e-6 : 4e-3);
       }

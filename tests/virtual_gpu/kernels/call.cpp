@@ -75,6 +75,7 @@ c10::IValue StandIns::stand_in(const c10::IValue& value) {
 
 void run_on_device(std::string name, const std::vector<at::Tensor>& reads,
                    const std::vector<at::Tensor>& writes, std::function<void()> work) {
+  const OwnWork own;
   Operation operation{std::move(name), {}, {}};
   size_t largest = 0;
   const auto add = [&](const at::Tensor& t, bool is_written) {

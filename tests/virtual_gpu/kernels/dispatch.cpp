@@ -327,7 +327,10 @@ class Call {
   c10::Device device_ = at::kCUDA;
 };
 
-void kernel(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) { Call(op, stack).run(); }
+void kernel(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
+  const OwnWork own;
+  Call(op, stack).run();
+}
 
 // Copies between the host and a device, or between devices, or of equal layouts, are LibTorch's own: one cudaMemcpyAsync.
 void copy_kernel(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
@@ -380,6 +383,7 @@ void refuse(const c10::OperatorHandle& op, DispatchKeySet, Stack*) {
 // Memory that the allocator hands out isn't written yet, and memory that it takes back may not be read: both are filled with NaN on the
 // stream that owns the memory. In every floating-point type, all bits set is a NaN.
 void poison(const c10::CachingDeviceAllocator::TraceEntry& entry) {
+  const OwnWork own;
   using Action = c10::CachingDeviceAllocator::TraceEntry::Action;
   const bool is_allocated = entry.action_ == Action::ALLOC;
   if (!is_allocated && entry.action_ != Action::FREE_COMPLETED) return;
@@ -415,7 +419,7 @@ struct Install {
     install({"aten::copy_", ""}, c10::KernelFunction::makeFromBoxedFunction<&copy_kernel>());
     install_cuda_only_kernels();
     install_random_kernels();
-    watch_host_accesses();
+    if (checks_races()) watch_host_accesses();
     if (counts()) watch_modules();
   }
 

@@ -1,5 +1,7 @@
 #include "runtime/counters.h"
 
+#include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -73,6 +75,10 @@ void write_counters() {
 
 thread_local std::vector<std::string> open_modules;
 
+thread_local int own_depth = 0;
+thread_local std::chrono::steady_clock::time_point own_begin;
+std::atomic<uint64_t> own_ns = 0;
+
 // The module that this thread is in; null if nobody counts.
 CountsOfModule* counts_here() {
   if (!counters()) return nullptr;
@@ -80,6 +86,15 @@ CountsOfModule* counts_here() {
 }
 
 }  // namespace
+
+OwnWork::OwnWork() {
+  if (own_depth++ == 0) own_begin = std::chrono::steady_clock::now();
+}
+OwnWork::~OwnWork() {
+  if (--own_depth > 0) return;
+  const std::chrono::nanoseconds passed = std::chrono::steady_clock::now() - own_begin;
+  own_ns += static_cast<uint64_t>(passed.count());
+}
 
 bool counts() { return counters() != nullptr; }
 void enter_module(std::string name) { open_modules.push_back(std::move(name)); }
@@ -125,6 +140,9 @@ void count_call(const std::string& call) {
 using namespace virtual_gpu;
 
 extern "C" {
+
+// For benchmarks: the time that threads have spent in OwnWork.
+uint64_t virtual_gpu_own_ns() { return own_ns; }
 
 // For tests: counts from zero from now on.
 void virtual_gpu_start_counting() {

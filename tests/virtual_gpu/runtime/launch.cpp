@@ -46,6 +46,7 @@ const HostKernel* host_version(const void* function) {
 }
 
 cudaError_t launch(const void* function, const Launch& launch) {
+  const OwnWork own;
   if (const HostKernel* kernel = host_version(function)) (*kernel)(launch);
   return cudaSuccess;
 }

@@ -234,6 +234,7 @@ Operation computation(std::string name, std::vector<Range> ranges, std::function
 }
 
 void submit(cudaStream_t handle, Operation operation) {
+  const OwnWork own;
   State& s = state();
   Lock lock(s.mutex);
   Stream& stream = stream_of(handle);
@@ -261,6 +262,7 @@ bool is_capturing(cudaStream_t handle) {
 
 bool computes() { return !state().settings.memory_only; }
 bool poisons() { return state().settings.poisons; }
+bool checks_races() { return state().settings.checks_races; }
 
 // The function knows of all operations that have run before it.
 static void submit_host_function(cudaStream_t handle, const char* name, std::function<void()> function) {

@@ -76,11 +76,24 @@ Range find_allocation(const void* address);
 /// LibTorch's allocator hands out this part of its memory, or takes it back. Called in the order of the stream that owns it.
 void note_part(const void* address, size_t bytes, bool is_handed_out);
 
+/// Whether races are looked for.
+bool checks_races();
+
 /// Whether memory is filled with NaN when the allocator hands it out and when it takes it back.
 bool poisons();
 
 /// Compute capability of the profile, as 90 for 9.0.
 int compute_capability();
+
+/// In its scope the calling thread does the virtual GPU's own work, which takes longer than what a real GPU's libraries do there.
+/// virtual_gpu_own_ns() adds it up, so that a benchmark of the host can leave it out. May be nested.
+class OwnWork {
+ public:
+  OwnWork();
+  ~OwnWork();
+  OwnWork(const OwnWork&) = delete;
+  OwnWork& operator=(const OwnWork&) = delete;
+};
 
 /// Prints the message and ends the program: something is used that the virtual GPU lacks.
 [[noreturn]] void not_supported(const std::string& what, const std::string& remedy);
