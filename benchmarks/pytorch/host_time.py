@@ -55,7 +55,7 @@ def cut(model: Blocks, ranks: int) -> None:
 
 
 def own_work_s() -> float:
-    """What the virtual GPU has done itself; 0 without one."""
+    """The time of the virtual GPU's own work; 0 without one."""
     if not hasattr(PROGRAM, "virtual_gpu_own_ns"):
         return 0.0
     PROGRAM.virtual_gpu_own_ns.restype = ctypes.c_uint64

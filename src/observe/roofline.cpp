@@ -358,7 +358,7 @@ json row_of(const OperationTotals& total, const DeviceLimits& limits) {
 json rows_of(const Collectives& collectives, const std::map<std::string, double>& exposed_s) {
   std::map<std::string, CollectiveTotals> kinds = collectives.by_kind;
   for (const auto& [what, seconds] : exposed_s)
-    if (seconds > 0 && what == "peer memory") kinds[what];  // whose transfers aren't collectives
+    if (seconds > 0 && what == "peer memory") kinds[what];  // has no calls
   json rows = json::array();
   for (const auto& [kind, total] : kinds) {
     const auto waited = exposed_s.find(kind);
