@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <exception>
@@ -13,6 +14,7 @@
 #include <mutex>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <vector>
 
 #include <ATen/core/CachingHostAllocator.h>
@@ -243,12 +245,16 @@ class NcclGroup final : public c10d::ProcessGroupNCCL {
     const std::lock_guard lock(living().mutex);
     living().groups.push_back(this);
   }
-  // LibTorch's destructor would abort as well, but not in this way.
+  // Calls in progress end first: a peer may not have received yet what this rank has sent. LibTorch's destructor would
+  // abort as well, but its watchdog would report calls that it hasn't yet seen finished.
   ~NcclGroup() override {
     {
       const std::lock_guard lock(living().mutex);
       std::erase(living().groups, this);
     }
+    const auto end = std::chrono::steady_clock::now() + getOptions()->timeout;
+    while (!is_aborted_ && has_calls() && std::chrono::steady_clock::now() < end)
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
     NcclGroup::abort();
   }
 
@@ -256,12 +262,7 @@ class NcclGroup final : public c10d::ProcessGroupNCCL {
   // process, so it forgets them; whoever waits for an aborted call reports the failure.
   void abort() override {
     if (is_aborted_.exchange(true)) return;
-    asyncErrorHandling_ = c10d::CleanUpOnly;
-    std::list<WorkNCCL> calls;  // have tensors that their kernels use
-    {
-      const std::lock_guard lock(workMetaListMutex_);
-      calls.swap(workMetaList_);
-    }
+    const std::list<WorkNCCL> calls = take_from_watchdog();
     ProcessGroupNCCL::abort();
   }
 
@@ -284,6 +285,19 @@ class NcclGroup final : public c10d::ProcessGroupNCCL {
   static Living& living() {
     static auto& all = *new Living;
     return all;
+  }
+
+  bool has_calls() {
+    const std::lock_guard lock(workMetaListMutex_);
+    return !workMetaList_.empty();
+  }
+  // The calls have tensors that their kernels may still use.
+  std::list<WorkNCCL> take_from_watchdog() {
+    asyncErrorHandling_ = c10d::CleanUpOnly;
+    std::list<WorkNCCL> calls;
+    const std::lock_guard lock(workMetaListMutex_);
+    calls.swap(workMetaList_);
+    return calls;
   }
 
   std::atomic<bool> is_aborted_{false};

@@ -96,9 +96,12 @@ std::atomic<Seen*> seen{nullptr};
 class Turns {
  public:
   void lock() {
-    while (taken_.test_and_set(std::memory_order_acquire)) std::this_thread::yield();
+    while (taken_.test_and_set(std::memory_order_acquire)) taken_.wait(true, std::memory_order_relaxed);
   }
-  void unlock() { taken_.clear(std::memory_order_release); }
+  void unlock() {
+    taken_.clear(std::memory_order_release);
+    taken_.notify_one();
+  }
 
  private:
   std::atomic_flag taken_;
