@@ -20,10 +20,11 @@ int64_t gathered_bytes(const Spread& spread) {
   return sum;
 }
 
-// The bytes of [rows, columns] over the ranks: chunks of whole rows, padded to multiples of 16 elements.
+// The elements of [rows, columns] that the ranks send: chunks of whole rows, padded to multiples of 16 elements
+// where all parameters go in one gather.
 int64_t padded(int64_t rows, int64_t columns) {
   const int64_t ranks = world().size(), chunk = (rows + ranks - 1) / ranks * columns;
-  return ranks * ((chunk + 15) / 16 * 16);
+  return ranks * (world().has_batches(device()) ? chunk : (chunk + 15) / 16 * 16);
 }
 
 TEST(Float8, SendsHalfTheBytesOfBf16) {

@@ -1,8 +1,10 @@
 #include "runtime/stream.h"
 
+#include <dlfcn.h>
 #include <pthread.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <string_view>
@@ -99,13 +101,14 @@ void schedule() {
       // One stream runs on as long as it can: changing streams costs more than a small operation.
       for (int n = 0; outcome == Outcome::done && n < 64; ++n) {
         any_done = true;
-        outcome = s.settings.max_delay_us > 0 ? Outcome::nothing : run_first(lock, s, stream);
+        if (stops || s.settings.max_delay_us > 0) break;
+        outcome = run_first(lock, s, stream);
         any_retry |= outcome == Outcome::must_retry;
       }
     }
     std::erase_if(s.streams,
                   [](const auto& stream) { return stream->is_destroyed && stream->items.empty(); });
-    if (any_done) {
+    if (any_done || stops) {
       idle_turns = 0;
     } else if (any_retry) {
       // Other ranks run on the same cores, so waiting for them must leave the cores free.
@@ -118,23 +121,27 @@ void schedule() {
   s.changed.notify_all();
 }
 
-// Operations must not run while the program's static objects are destroyed.
-void stop_scheduler() {
-  State& s = state();
-  Lock lock(s.mutex);
-  stops = true;
-  work_available().notify_all();
-  s.changed.wait_for(lock, std::chrono::seconds(5), [] { return has_stopped; });
-}
+std::atomic<bool> has_started = false;
 
 void start_scheduler(State& s) {
   if (s.scheduler_runs) return;
   s.scheduler_runs = true;
   std::thread(schedule).detach();
-  std::atexit(stop_scheduler);
+  has_started = true;
+  std::atexit([] { stop_scheduler(nullptr); });
 }
 
 }  // namespace
+
+bool scheduler_has_started() { return has_started; }
+
+void stop_scheduler(void* /*unused*/) {
+  State& s = state();
+  Lock lock(s.mutex);
+  stops = true;
+  work_available().notify_all();
+  s.changed.wait_for(lock, std::chrono::minutes(2), [] { return has_stopped; });
+}
 
 State::State() {
   settings.num_devices = static_cast<int>(number_from("VIRTUAL_GPU_DEVICES", 1));

@@ -113,6 +113,11 @@ State& state();
 
 using Lock = std::unique_lock<std::mutex>;
 
+/// Whether a thread runs queued operations.
+bool scheduler_has_started();
+/// Ends that thread for good. Waits for the operation that is running, which can take seconds on a busy machine.
+void stop_scheduler(void* unused);
+
 /// The device that this thread has chosen with cudaSetDevice.
 int current_device();
 

@@ -1,0 +1,13 @@
+// What is registered last for the program's end is destroyed first. An operation may make static objects, so the scheduler's end is
+// registered again after each registration: no operation runs while objects that it uses are destroyed.
+
+#include <dlfcn.h>
+
+#include "runtime/stream.h"
+
+extern "C" int __cxa_atexit(void (*handler)(void*), void* argument, void* library) {
+  static auto* const real = reinterpret_cast<decltype(&__cxa_atexit)>(dlsym(RTLD_NEXT, "__cxa_atexit"));
+  const int result = real(handler, argument, library);
+  if (virtual_gpu::scheduler_has_started()) real(virtual_gpu::stop_scheduler, nullptr, nullptr);
+  return result;
+}
