@@ -24,7 +24,7 @@ int64_t gathered_bytes(const Spread& spread) {
 // where all parameters go in one gather.
 int64_t padded(int64_t rows, int64_t columns) {
   const int64_t ranks = world().size(), chunk = (rows + ranks - 1) / ranks * columns;
-  return ranks * (world().has_batches(device()) ? chunk : (chunk + 15) / 16 * 16);
+  return ranks * (world().everyone()->has_batches(device()) ? chunk : (chunk + 15) / 16 * 16);
 }
 
 TEST(Float8, SendsHalfTheBytesOfBf16) {
