@@ -1,4 +1,4 @@
-// What is registered last for the program's end is destroyed first. An operation may make static objects, so the scheduler's end is
+// Static objects are destroyed at the program's end, the last registered first. An operation may make some, so the scheduler's end is
 // registered again after each registration: no operation runs while objects that it uses are destroyed.
 
 #include <dlfcn.h>
