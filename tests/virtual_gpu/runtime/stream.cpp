@@ -1,6 +1,5 @@
 #include "runtime/stream.h"
 
-#include <dlfcn.h>
 #include <pthread.h>
 
 #include <algorithm>
