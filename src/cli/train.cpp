@@ -369,7 +369,10 @@ int check_only(const TrainArguments& arguments, const LoadedJob& job, const dist
     log::info(str("this rank ends because rank ", why.told_by, " failed"));
   else
     log::error("the job fails: " + why.text);
-  if (why.covers_own_error) throw ReportedError{code_of(error)};
+  // With a lost peer's data a rank's loss isn't a number, which would end the run for good (UnsoundRun).
+  const Error consequence(reason_of(error));
+  if (why.covers_own_error) throw ReportedError{code_of(why.is_about_peer ? consequence : error)};
+  if (why.is_about_peer) throw consequence;
   throw;
 }
 

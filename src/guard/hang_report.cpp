@@ -224,7 +224,8 @@ std::optional<Cause> cause_in(const std::string& request) {
 
 Explanation explanation_of(const Cause& cause, const FailureScene& scene) {
   const bool is_told = cause.text.find(scene.failure) != std::string::npos;
-  return {cause.text, cause.told_by, is_told || (scene.is_about_peer && cause.told_by >= 0)};
+  return {cause.text, cause.told_by, is_told || (scene.is_about_peer && cause.told_by >= 0),
+          scene.is_about_peer};
 }
 
 }  // namespace
@@ -307,7 +308,7 @@ Explanation explain_alone(const FailureScene& scene, const std::string& known) {
   if (!scene.is_about_peer)
     return {str("rank ", scene.rank, " failed: ", scene.failure, "; ", known, last_words), -1, true};
   if (const auto cause = cause_in(scene.record_request)) return explanation_of(*cause, scene);
-  return {str(known, last_words, "; this is rank ", scene.rank, ": ", scene.failure), -1, true};
+  return {str(known, last_words, "; this is rank ", scene.rank, ": ", scene.failure), -1, true, true};
 }
 
 }  // namespace titan::dist

@@ -117,6 +117,7 @@ TEST(Watchdog, NamesTheCauseOfAFailureNotItsFirstEffect) {
   EXPECT_EQ(why.text, "rank 0 failed: no space left");
   EXPECT_EQ(why.told_by, 0);
   EXPECT_TRUE(why.covers_own_error);
+  EXPECT_EQ(why.is_about_peer, !is_culprit);
   if (!is_culprit) EXPECT_GT(std::chrono::steady_clock::now() - start, 1500ms) << "launchers blame the first";
 }
 

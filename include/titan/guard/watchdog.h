@@ -99,6 +99,9 @@ struct Explanation {
   int told_by = -1;
   /// This rank's error adds nothing to `text`: it is part of it, or only says that a peer is gone.
   bool covers_own_error = false;
+  /// This rank's error follows from a call that failed or was cut off, because a peer is lost. It may say
+  /// anything, as the results of such a call hold no data.
+  bool is_about_peer = false;
 };
 
 /// One per process and run, made by all ranks of the world in the same order. progress() may be called by any

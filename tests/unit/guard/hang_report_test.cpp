@@ -82,6 +82,7 @@ TEST(ExplainAlone, NamesTheRankThatReportedAnErrorOfItsOwn) {
   scene.is_about_peer = true;
   EXPECT_EQ(explain_alone(scene, "the store is gone").text,
             "the store is gone; this is rank 1: connection closed");
+  EXPECT_TRUE(explain_alone(scene, "the store is gone").is_about_peer);
   scene.record_request = "failure of rank 0: connection closed";
   EXPECT_EQ(explain_alone(scene, "the store is gone").told_by, -1);
   scene.record_request = "failure of rank 0 itself: no space";
@@ -89,9 +90,11 @@ TEST(ExplainAlone, NamesTheRankThatReportedAnErrorOfItsOwn) {
   EXPECT_EQ(why.text, "rank 0 failed: no space");
   EXPECT_EQ(why.told_by, 0);
   EXPECT_TRUE(why.covers_own_error);
+  EXPECT_TRUE(why.is_about_peer);
   scene.is_about_peer = false;
   EXPECT_EQ(explain_alone(scene, "the store is gone").text,
             "rank 1 failed: connection closed; the store is gone");
+  EXPECT_FALSE(explain_alone(scene, "the store is gone").is_about_peer);
 }
 
 TEST(ErrorOfCall, IsRecognizedWithinALongerText) {
