@@ -477,6 +477,10 @@ int train_command(const Arguments& words) {
       job.config, job.origins, starts_ranks ? arguments.num_ranks : launch.size, files_to_check(launch));
   check_requeue(job.config.fault_tolerance);
   check_peer_states(arguments, job.config.checkpoint, launch);
+  // Whether a converter can multiply the parts that tensor parallelism makes shows when they are made.
+  if (starts_ranks && !job.config.model.converters.empty() &&
+      job.config.parallelism.tensor_parallel_degree > 1)
+    train::build_each_stage(job.config, arguments.num_ranks);
   return starts_ranks ? launch_ranks(arguments, job) : run_rank(job.config, launch, checked);
 }
 

@@ -54,6 +54,11 @@ void DryRun::run_stage(size_t i, const at::Tensor& input) {
   models_[i]->loss(input, labels_BS, labels_BS.numel() * meshes_.dp_degree()).backward();
 }
 
+void build_each_stage(const JobConfig& config, int world_size) {
+  const auto depth = static_cast<int>(config.parallelism.pipeline_parallel_degree);
+  for (int stage = 0; stage < depth; ++stage) const DryRun built(config, world_size, stage * (world_size / depth));
+}
+
 int smallest_world(const ParallelismSettings& settings) {
   const int64_t shard = std::max<int64_t>(settings.data_parallel_shard_degree, 1);
   return static_cast<int>(settings.pipeline_parallel_degree * settings.data_parallel_replicate_degree *

@@ -51,6 +51,10 @@ class DryRun {
   std::vector<TensorType> boundaries_;  // the input of each stage
 };
 
+/// Builds the models of a rank of each pipeline stage. Throws ConfigError if a plan leaves a part of a layer that
+/// can't be computed.
+void build_each_stage(const JobConfig& config, int world_size);
+
 /// The product of the degrees; data_parallel_shard_degree = -1 counts as 1.
 int smallest_world(const ParallelismSettings& settings);
 

@@ -62,7 +62,7 @@ class StartCheck {
   }
 
   void build_model() {
-    const DryRun run(config_, world_size_);
+    build_each_stage(config_, world_size_);
     const ModelSizes sizes = config_.spec().sizes(config_.args());
     report.facts.push_back(
         str(config_.model_title(), ", ", sizes.num_params, " parameters, on ", world_size_, " rank(s)"));
