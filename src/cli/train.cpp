@@ -19,6 +19,7 @@
 #include "cli/text.h"
 #include "core/process.h"
 #include "dist/environment.h"
+#include "dist/stream.h"
 #include "guard/flight_dump.h"
 #include "guard/startup_watch.h"
 #include "job/build.h"
@@ -381,6 +382,11 @@ train::RunEnd run_trainer(const train::JobConfig& config, const dist::World& wor
                           const dist::Launch& launch, const train::CheckedFiles& checked,
                           train::StartupWatch& startup) {
   const auto watchdog = train::make_watchdog(config, world);
+  // Work of the default stream can't be recorded, and autograd runs a parameter's node on the stream that was
+  // current when the parameter was made.
+  const dist::Stream usual = dist::Stream::current(world.device());
+  const dist::Stream stream = config.compile.enable ? dist::Stream::create(world.device()) : usual;
+  const dist::StreamGuard on_stream(stream);
   train::MemoryWitness witness(world.device());
   try {
     train::Trainer trainer = train::build_trainer(config, world, on_terminal(launch), checked, watchdog);

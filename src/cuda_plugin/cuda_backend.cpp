@@ -21,11 +21,13 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/cuda/CUDAEvent.h>
+#include <ATen/cuda/CUDAGraph.h>
 #include <c10/core/AllocatorConfig.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <c10/util/env.h>
 #include <cuda.h>
@@ -163,6 +165,9 @@ class CudaSymmetricMemory final : public SymmetricMemory {
   }
 
   void grow(int64_t bytes) {
+    // LibTorch takes memory on the current stream and fills it by copies of the default one, which waits for no
+    // other.
+    const c10::cuda::CUDAStreamGuard on_default_stream(c10::cuda::getDefaultCUDAStream(device_.index()));
     at::Tensor piece =
         symm::empty_strided_p2p({bytes}, {1}, at::kByte, device_, std::nullopt, /*alloc_id=*/std::nullopt);
     // The piece and its signals were zeroed on the default stream, and peers may access them right after the
@@ -378,6 +383,31 @@ void meet(const GroupSpec& spec) {
   }
 }
 
+class CudaGraph final : public DeviceGraph {
+ public:
+  // A pool of memory without graphs can't be used again.
+  CudaGraph() {
+    if (num_living++ == 0) memory = at::cuda::graph_pool_handle();
+  }
+  ~CudaGraph() override { --num_living; }
+
+  // Other threads may call the driver meanwhile.
+  void begin() override {
+    C10_CUDA_CHECK(cudaDeviceSynchronize());
+    c10::cuda::CUDACachingAllocator::emptyCache();
+    graph_.capture_begin(memory, cudaStreamCaptureModeThreadLocal);
+  }
+  void end() override { graph_.capture_end(); }
+  void launch() override { graph_.replay(); }
+
+ private:
+  // One thread makes and destroys all graphs.
+  inline static int num_living = 0;
+  inline static decltype(at::cuda::graph_pool_handle()) memory;
+
+  at::cuda::CUDAGraph graph_;
+};
+
 class CudaBackend final : public DeviceBackend {
  public:
   c10::DeviceType device_type() const override { return c10::kCUDA; }
@@ -437,6 +467,13 @@ class CudaBackend final : public DeviceBackend {
   }
   std::unique_ptr<SymmetricMemory> make_symmetric_memory(const GroupSpec& spec) override {
     return std::make_unique<CudaSymmetricMemory>(spec);
+  }
+
+  std::unique_ptr<DeviceGraph> make_graph() override { return std::make_unique<CudaGraph>(); }
+  bool is_recorded(const c10::Stream& stream) const override {
+    cudaStreamCaptureStatus status{};
+    C10_CUDA_CHECK(cudaStreamIsCapturing(c10::cuda::CUDAStream(stream), &status));
+    return status != cudaStreamCaptureStatusNone;
   }
 
   DeviceMemory memory(int index) const override {

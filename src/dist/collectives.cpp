@@ -22,6 +22,7 @@
 #include "dist/device_backend.h"
 #include "dist/flight_record.h"
 #include "dist/stream_clock.h"
+#include "dist/work_graph.h"
 #include "titan/core/error.h"
 
 namespace titan::dist {
@@ -148,6 +149,11 @@ T reduce(Group& group, T value, ReduceOp op, Label label) {
   return *tensor.data_ptr<T>();
 }
 
+const std::shared_ptr<FlightRecorder>& recorder_of_unmade_calls() {
+  static const auto recorder = std::make_shared<FlightRecorder>(/*num_entries=*/0, /*least_slots=*/1);
+  return recorder;
+}
+
 std::vector<int64_t> all_gather_sizes(Group& group, int64_t size, Label label) {
   at::Tensor mine = at::full({1}, size, at::kLong), all = at::zeros({group.size()}, at::kLong);
   group.all_gather(all, mine, label).wait();
@@ -171,6 +177,7 @@ struct Work::State {
   int group_rank = 0;
   int peer_in_world = -1;          // the peer's world rank
   CallChecker* checker = nullptr;  // the group's; the group outlives its calls
+  bool is_recorded = false;        // in a graph: it is made when that is launched
 
   void wait() {
     const CollectiveRange traced("wait ", call, group_size);
@@ -187,8 +194,8 @@ struct Work::State {
   }
 
   void finish() {
-    DeviceBackend* devices =
-        out.defined() && !out.is_cpu() && !host_out.defined() ? device_backend() : nullptr;
+    const bool on_device = out.defined() && !out.is_cpu() && !host_out.defined() && !is_recorded;
+    DeviceBackend* devices = on_device ? device_backend() : nullptr;
     std::function<DeviceCall()> ask = devices ? devices->completion_of(*work) : nullptr;
     if (ask)
       recorder->finish_when(number, std::move(ask));
@@ -316,18 +323,26 @@ Work Group::launch(CallRecord call, const at::Tensor& out, const at::Tensor& in,
   // A tensor that is sent may be needed unchanged: a stage's output by its own backward.
   const bool writes = call.op != CollectiveOp::Send;
   if (writes) bump_version(out);
-  call.sequence = next_sequence(call);
+  state->is_recorded = out.defined() && !out.is_cpu() && WorkGraph::records(out.device());
+  if (state->is_recorded)
+    WorkGraph::add([this, call](const std::function<DeviceCall()>& ask) {
+      CallRecord made = call;
+      made.sequence = next_sequence(call);
+      recorder_->finish_when(recorder_->start(made), ask);
+    });
+  else
+    call.sequence = next_sequence(call);
   state->call = call;
   state->group_rank = rank_;
   state->group_size = size();
   if (call.peer >= 0) state->peer_in_world = ranks_[static_cast<size_t>(call.peer)];
-  state->recorder = recorder_;
+  state->recorder = state->is_recorded ? recorder_of_unmade_calls() : recorder_;
   state->checker = checker_.get();
   c10d::Backend* backend = nullptr;
   try {
     backend = &backends_->for_tensor(out);
   } catch (const std::exception& error) {  // the members didn't connect
-    state->number = recorder_->start(call);
+    state->number = state->recorder->start(call);
     state->fail(error);
   }
   at::Tensor sent = in, received = out;
@@ -336,7 +351,7 @@ Work Group::launch(CallRecord call, const at::Tensor& out, const at::Tensor& in,
     received = in.is_same(out) ? sent : pinned_like(out);
     if (writes) state->host_out = received;
   }
-  state->number = recorder_->start(call);
+  state->number = state->recorder->start(call);
   const CollectiveRange traced("", call, size());
   try {
     if (checker_) check(call);

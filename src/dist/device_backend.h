@@ -85,6 +85,19 @@ struct OutOfMemory {
   std::vector<Block> blocks;  ///< in use, by address
 };
 
+/// A recording of device work (dist/work_graph.h has the rules).
+class DeviceGraph {
+ public:
+  virtual ~DeviceGraph() = default;
+  /// Records the current stream from now on. Waits for the device and frees the allocator's unused blocks, because the
+  /// recording has memory of its own.
+  virtual void begin() = 0;
+  /// Throws c10::Error if the work can't be recorded.
+  virtual void end() = 0;
+  /// Queues the recording on the current stream.
+  virtual void launch() = 0;
+};
+
 /// The parameters of a group to make.
 struct GroupSpec {
   std::string name;
@@ -123,6 +136,9 @@ class DeviceBackend {
   virtual std::string why_no_symmetric_memory(const std::string& address) const = 0;
   /// On the current device, for a group whose devices can all share memory. Allocates nothing yet.
   virtual std::unique_ptr<SymmetricMemory> make_symmetric_memory(const GroupSpec& spec) = 0;
+  virtual std::unique_ptr<DeviceGraph> make_graph() = 0;
+  /// Whether the stream's work is recorded instead of done.
+  virtual bool is_recorded(const c10::Stream& stream) const = 0;
   virtual DeviceMemory memory(int index) const = 0;
   /// Locks host memory so that copies between it and a device overlap the computation. It is unlocked before
   /// it is unmapped. Throws Error.

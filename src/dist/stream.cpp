@@ -1,9 +1,13 @@
 #include "dist/stream.h"
 
 #include <algorithm>
+#include <atomic>
 #include <mutex>
 
 #include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "dist/device_backend.h"
+#include "titan/core/error.h"
 
 namespace titan::dist {
 namespace {
@@ -21,7 +25,48 @@ StreamNames& stream_names() {
   return names;
 }
 
+/// The recording in progress in this process.
+struct Recording {
+  std::atomic<bool> any{false};
+  std::mutex mutex;
+  std::shared_ptr<const Event> launch;
+};
+
+Recording& recording() {
+  static Recording the_one;
+  return the_one;
+}
+
+// The recording that the stream takes part in, or null.
+std::shared_ptr<const Event> recording_of(const c10::Stream& stream) {
+  if (!recording().any || !device_backend()->is_recorded(stream)) return nullptr;
+  const std::lock_guard lock(recording().mutex);
+  return recording().launch;
+}
+
+// Whether `launch` belongs to the recording in progress, which hasn't been launched yet.
+bool is_in_progress(const std::shared_ptr<const Event>& launch) {
+  if (!launch || !recording().any) return false;
+  const std::lock_guard lock(recording().mutex);
+  return recording().launch == launch;
+}
+
 }  // namespace
+
+RecordingScope::RecordingScope(std::shared_ptr<const Event> launch) {
+  const std::lock_guard lock(recording().mutex);
+  TITAN_CHECK(!recording().launch, "device work is being recorded already");
+  recording().launch = std::move(launch);
+  recording().any = true;
+}
+
+RecordingScope::~RecordingScope() {
+  const std::lock_guard lock(recording().mutex);
+  recording().any = false;
+  recording().launch = nullptr;
+}
+
+bool Stream::is_recorded() const { return stream_ && recording_of(*stream_); }
 
 Stream Stream::current(at::Device device) {
   if (!has_streams(device)) return {};
@@ -41,7 +86,15 @@ Event Stream::record() const {
 }
 
 void Stream::wait(const Event& event) const {
-  if (stream_ && event.event_) event.event_->block(*stream_);
+  if (!stream_ || !event.event_) return;
+  if (event.is_recorded())
+    event.event_->block(*stream_);  // this stream takes part from now on
+  else if (is_recorded())
+    return;  // the event is before every launch
+  else if (event.launch_)
+    wait(*event.launch_);
+  else
+    event.event_->block(*stream_);
 }
 
 void Stream::wait(const Stream& other) const {
@@ -60,6 +113,7 @@ void Event::record(const Stream& stream) {
   if (!stream.stream_) return;
   const auto flag = timed_ ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT;
   if (!event_) event_.emplace(stream.stream_->device_type(), flag);
+  launch_ = recording_of(*stream.stream_);
   event_->record(*stream.stream_);
 }
 
@@ -73,9 +127,16 @@ double Event::seconds_since(const Event& earlier) const {
   return event_ && earlier.event_ ? 1e-3 * earlier.event_->elapsedTime(*event_) : 0;
 }
 
-bool Event::done() const { return !event_ || event_->query(); }
+bool Event::is_recorded() const { return is_in_progress(launch_); }
+
+bool Event::done() const {
+  if (launch_) return !is_recorded() && launch_->done();
+  return !event_ || event_->query();
+}
 
 void Event::synchronize() const {
+  TITAN_CHECK(!is_recorded(), "the host can't wait for work that is being recorded");
+  if (launch_) return launch_->synchronize();
   if (event_) event_->synchronize();
 }
 

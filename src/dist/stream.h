@@ -1,8 +1,10 @@
 #pragma once
 
 // Streams and events of a device, as values. On the CPU (and meta) they are empty and every call is a no-op,
-// so that code that overlaps copies with computation is written once.
+// so that code that overlaps copies with computation is written once. Work that they queue may be recorded
+// instead of done ([Note: work graphs]).
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -29,6 +31,8 @@ class Stream {
   static Stream create(at::Device device, Priority priority = Priority::Normal);
 
   bool on_device() const { return stream_.has_value(); }
+  /// Whether its work is being recorded (dist/work_graph.h).
+  bool is_recorded() const;
   /// Marks the work queued so far.
   Event record() const;
   /// Later work of this stream starts after `event`. Doesn't block the host.
@@ -61,8 +65,10 @@ class Event {
 
   /// Moves the mark to what `stream` has queued by now; the device's event object is reused.
   void record(const Stream& stream);
+  /// Whether it was recorded in a graph that is still being made, and so isn't done.
+  bool is_recorded() const;
   bool done() const;
-  /// Blocks the host.
+  /// Blocks the host. Throws Error if is_recorded().
   void synchronize() const;
   /// How long after `earlier` the device reached it. Both are timed and done.
   double seconds_since(const Event& earlier) const;
@@ -71,6 +77,17 @@ class Event {
   friend class Stream;
   bool timed_ = false;
   std::optional<c10::Event> event_;
+  std::shared_ptr<const Event> launch_;  // recorded in a graph: the end of that graph's last launch
+};
+
+/// While it lives, streams of this process may be recorded, and events of theirs belong to `launch`, which is
+/// recorded at the end of each launch.
+class RecordingScope {
+ public:
+  explicit RecordingScope(std::shared_ptr<const Event> launch);
+  ~RecordingScope();
+  RecordingScope(const RecordingScope&) = delete;
+  RecordingScope& operator=(const RecordingScope&) = delete;
 };
 
 /// Makes a stream the current one of its device until the end of the scope.

@@ -117,7 +117,7 @@ PeerWait::PeerWait(const char* what) : range_([what] { return std::string("peer 
   if (!clock_) return;
   const std::lock_guard lock(clock_->mutex);
   auto& step = clock_->open;
-  if (!step || !(Stream::current(step->device) == step->stream)) {
+  if (!step || !(Stream::current(step->device) == step->stream) || step->stream.is_recorded()) {
     clock_ = nullptr;  // this mutex is locked: the clock itself keeps its state
     return;
   }

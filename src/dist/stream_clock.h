@@ -44,7 +44,7 @@ class StreamClock {
 };
 
 /// While it lives, its thread waits for other ranks, or tells its current stream to wait for them. Costs
-/// nothing without a clock; other streams than the clock's and BackgroundCalls don't count. A range of a
+/// nothing without a clock; other streams than the clock's, BackgroundCalls and recorded work don't count. A range of a
 /// trace, "peer wait all_gather", says for which call: `what` is a CollectiveOp's name, or "peer memory".
 class PeerWait {
  public:

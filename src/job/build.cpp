@@ -158,6 +158,7 @@ TrainerOptions build_options(const JobConfig& config, const dist::World& world) 
   options.train_timeout_s = collective_timeout_s(config.comm, config.checkpoint);
   // With shards in host memory the optimizer runs on the host: the device can't skip its step.
   if (config.training.enable_cpu_offload) options.read_late = false;
+  options.record_steps = config.compile.enable;
   options.seed_checkpoint = config.checkpoint.enable && config.checkpoint.create_seed_checkpoint;
   options.seed = config.debug.seed_or_default();
   options.on_start = [config, world] { save_config(config, world); };

@@ -346,6 +346,29 @@ struct Check {
         "takes the times of collectives from the flight recorder, which comm.trace_buf_size = 0 turns off");
   }
 
+  // Each of these waits for the device or for other ranks in the middle of a step, or must see it run.
+  void check_graphs(int world_size) {
+    if (!config.compile.enable) return;
+    constexpr const char* kKey = "compile.enable";
+    require(!runs_on_cpu(config), kKey, "records steps as CUDA graphs, which a CPU doesn't have");
+    require(config.optimizer.implementation == "fused", kKey,
+            "needs optimizer.implementation = \"fused\": the others wait for the device in each step");
+    require(config.parallelism.pipeline_parallel_degree == 1, kKey,
+            "can't be combined with pipeline parallelism, whose stages wait for each other on the host");
+    require(config.activation_checkpoint.mode != "offload", kKey,
+            "can't be combined with activation_checkpoint.mode = \"offload\", which moves data on the host");
+    require(world_size == 1 || config.comm.backend != "gloo", kKey,
+            "can't be combined with comm.backend = \"gloo\", which copies through the host");
+    const std::pair<const char*, bool> others[] = {
+        {"training.enable_cpu_offload", config.training.enable_cpu_offload},
+        {"debug.check_collectives", config.debug.check_collectives},
+        {"debug.detect_anomaly", config.debug.detect_anomaly},
+        {"debug.nan_trace", config.debug.nan_trace},
+        {"metrics.report_roofline", config.metrics.report_roofline},
+    };
+    for (const auto& [key, on] : others) require(!on, kKey, str("can't be combined with ", key));
+  }
+
   void check_validation(int world_size) {
     const ValidationSettings& validation = config.validation;
     if (!validation.enable) return;
@@ -505,6 +528,7 @@ CheckedFiles check_job(const JobConfig& config, const config::Origins& origins, 
   check.check_checkpoint(world_size);
   check.check_fault_tolerance();
   check.check_metrics();
+  check.check_graphs(world_size);
   check.check_validation(world_size);
   CheckedFiles checked;
   if (files != JobFiles::Ignore) checked.tokenizer = check.check_tokenizer();

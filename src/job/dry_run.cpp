@@ -56,7 +56,8 @@ void DryRun::run_stage(size_t i, const at::Tensor& input) {
 
 void build_each_stage(const JobConfig& config, int world_size) {
   const auto depth = static_cast<int>(config.parallelism.pipeline_parallel_degree);
-  for (int stage = 0; stage < depth; ++stage) const DryRun built(config, world_size, stage * (world_size / depth));
+  for (int stage = 0; stage < depth; ++stage)
+    const DryRun built(config, world_size, stage * (world_size / depth));
 }
 
 int smallest_world(const ParallelismSettings& settings) {

@@ -92,16 +92,20 @@ void describe(config::Table<JobSettings>& table);
 void describe(config::Table<DebugSettings>& table);
 void describe(config::Table<ExperimentalSettings>& table);
 
-// Tables of TorchTitan whose feature doesn't exist here (yet). Their keys are known, so that a TorchTitan
+/// [compile]
+struct CompileSettings {
+  bool enable = false;  ///< record steps as CUDA graphs
+};
+
+void describe(config::Table<CompileSettings>& table);
+
+// A table of TorchTitan whose feature doesn't exist here (yet). Its keys are known, so that a TorchTitan
 // config is read, and the key that would turn the feature on is refused: a setting that can't be honoured is
 // an error, never a warning.
 
-/// [compile]
-struct CompileSettings {};
 /// [memory_estimation]
 struct MemoryEstimationSettings {};
 
-void describe(config::Table<CompileSettings>& table);
 void describe(config::Table<MemoryEstimationSettings>& table);
 
 /// [comm]

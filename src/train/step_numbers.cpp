@@ -35,14 +35,15 @@ class ReadAtOnce final : public StepNumbers {
  public:
   ReadAtOnce(TrainerParts& parts, double max_norm) : parts_(parts), max_norm_(max_norm) {}
 
-  void clip(int64_t step, const at::Tensor& loss) override {
+  ClippedStep clip(int64_t step, const at::Tensor& loss) override {
     values_ = {.step = step,
                .grad_norm = optim::clip_grad_norm(parts_.parameters, max_norm_, parts_.meshes.pp)};
     values_.local_loss = loss.item<double>();
     const double flag = flag_of(parts_.world, !std::isfinite(values_.local_loss));
     values_.loss_rank = rank_from(parts_.world, parts_.world.everyone()->max(flag, kFiniteLabel));
+    return {};
   }
-  void update_weights() override {
+  void update_weights(int64_t /*step*/, const ClippedStep& /*clipped*/) override {
     if (values_.finite()) parts_.optimizer.step();
   }
   StepValues read() override { return values_; }
@@ -58,29 +59,27 @@ class ReadLate final : public StepNumbers {
  public:
   ReadLate(TrainerParts& parts, double max_norm) : parts_(parts), max_norm_(max_norm) {}
 
-  void clip(int64_t step, const at::Tensor& loss) override {
+  ClippedStep clip(int64_t /*step*/, const at::Tensor& loss) override {
     const at::NoGradGuard no_grad;
     const dist::World& world = parts_.world;
     auto norm = optim::launch_grad_norm(parts_.parameters, max_norm_, parts_.device, parts_.meshes.pp);
     const at::Tensor flag =
         at::where(loss.isfinite(), flag_of(world, false), flag_of(world, true)).to(at::kDouble);
     if (world.size() > 1) world.everyone()->all_reduce(flag, dist::ReduceOp::Max, kFiniteLabel).wait();
-    skip_ = flag.gt(0).logical_or_(norm.norm.isfinite().logical_not_()).to(at::kFloat);
-    clipped_ = {step, loss, flag, std::move(norm)};
+    const at::Tensor skip = flag.gt(0).logical_or_(norm.norm.isfinite().logical_not_()).to(at::kFloat);
+    return {loss.detach().to(at::kDouble), flag, skip, std::move(norm)};
   }
-  void update_weights() override {
+  void update_weights(int64_t step, const ClippedStep& clipped) override {
     const at::NoGradGuard no_grad;
-    parts_.optimizer.step_unless(skip_, clipped_.norm.factor);
+    parts_.optimizer.step_unless(clipped.skip, clipped.norm.factor);
     queued_ = {};  // frees its memory for reuse
-    const at::Tensor values = at::cat(
-        {clipped_.loss.detach().to(at::kDouble).view({1}), clipped_.flag.view({1}), clipped_.norm.squares});
+    const at::Tensor values = at::cat({clipped.loss.view({1}), clipped.flag.view({1}), clipped.norm.squares});
     const bool on_device = !values.is_cpu();
     queued_.host = at::empty(values.sizes(), values.options().device(at::kCPU).pinned_memory(on_device));
     queued_.host.copy_(values, /*non_blocking=*/on_device);
     queued_.copied = dist::Stream::current(values.device()).record();
-    queued_.step = clipped_.step;
-    queued_.norm = std::move(clipped_.norm);
-    clipped_ = {};
+    queued_.step = step;
+    queued_.norm = clipped.norm;
   }
   StepValues read() override {
     queued_.copied.synchronize();
@@ -93,11 +92,6 @@ class ReadLate final : public StepNumbers {
   bool are_late() const override { return true; }
 
  private:
-  struct Clipped {
-    int64_t step = 0;
-    at::Tensor loss, flag;
-    optim::LaunchedGradNorm norm;
-  };
   // A copy from the device to the host.
   struct Queued {
     int64_t step = 0;
@@ -108,8 +102,6 @@ class ReadLate final : public StepNumbers {
 
   TrainerParts& parts_;
   double max_norm_;
-  at::Tensor skip_;
-  Clipped clipped_;
   Queued queued_;
 };
 

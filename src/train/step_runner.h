@@ -14,6 +14,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "titan/data/loader.h"
+#include "titan/optim/clip.h"
 #include "titan/train/model_spec.h"
 #include "titan/train/parallel_dims.h"
 #include "titan/train/policy.h"
@@ -67,6 +68,13 @@ void check_valid_tokens(int64_t global_valid_tokens);
 at::Tensor checked_loss(TrainableModel& model, const at::Tensor& input, const at::Tensor& labels_BS,
                         int64_t global_valid_tokens);
 
+/// A step after clipping: device tensors that the host hasn't read.
+struct ClippedStep {
+  at::Tensor loss, flag;  ///< double scalars: this rank's loss; above 0 if any rank's isn't finite
+  at::Tensor skip;        ///< fp32 scalar: 1 if the step isn't finite
+  optim::LaunchedGradNorm norm;
+};
+
 /// Brings a step's loss and gradient norm to the host. If they are read at once, the host waits for the
 /// device in every step. If they are read late, it doesn't: the device itself skips the update of a step that
 /// isn't finite, and the host reads the numbers when the next step's work is queued.
@@ -76,9 +84,9 @@ class StepNumbers {
   /// Clips the gradients by their norm over all ranks, and exchanges whether the losses are finite. If the numbers
   /// are read late, update_weights() multiplies the gradients, because the optimizer can do that in its own pass.
   /// `loss`: this rank's, a double scalar on the device. Collective over the world.
-  virtual void clip(int64_t step, const at::Tensor& loss) = 0;
-  /// Steps the optimizer, unless the numbers of the step that was clipped last aren't finite.
-  virtual void update_weights() = 0;
+  virtual ClippedStep clip(int64_t step, const at::Tensor& loss) = 0;
+  /// Steps the optimizer, unless the step's numbers aren't finite.
+  virtual void update_weights(int64_t step, const ClippedStep& clipped) = 0;
   /// Waits for the device. Returns the numbers of the step that was clipped last or, if they are read late,
   /// of the step that was updated last.
   virtual StepValues read() = 0;

@@ -9,6 +9,7 @@
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "train/checkpoints/run_checkpoints.h"
+#include "train/step_graphs.h"
 #include "train/step_runner.h"
 
 namespace titan::train {
@@ -18,6 +19,10 @@ Trainer::Trainer(TrainerParts parts, TrainerOptions options)
   const bool late =
       options_.read_late.value_or(parts_.device.is_cuda() && parts_.optimizer.can_skip_on_device());
   numbers_ = make_step_numbers(parts_, options_.max_norm, late);
+  if (options_.record_steps) {
+    TITAN_CHECK(late, "steps can be recorded only on a GPU, with numbers that are read late");
+    graphs_ = std::make_unique<StepGraphs>(parts_, *numbers_);
+  }
   for (const std::string& name : trainer_policies().names())
     if (auto policy = trainer_policies().get(name)(parts_))
       parts_.policies.push_back({name, std::move(policy)});
@@ -82,10 +87,15 @@ bool Trainer::train_step() {
   const bool has_labels = tokens.global > 0;
   if (has_labels) {
     parts_.optimizer.zero_grad();
-    const at::Tensor loss = forward_backward(*input);
+    ClippedStep clipped;
+    at::Tensor loss;
+    if (graphs_)
+      clipped = run_graph(*input);
+    else
+      loss = forward_backward(*input);
     const PhaseScope optimizer = phase(Phase::Optimizer);
-    clip(loss);
-    update(*std::move(input));
+    if (!graphs_) clipped = numbers_->clip(progress_.step, loss);
+    update(*std::move(input), clipped);
   } else {
     log::warning_rank0(
         str("step ", progress_.step, ": the global batch has no valid labels; weights unchanged"));
@@ -145,17 +155,20 @@ at::Tensor Trainer::forward_backward(const StepInput& input) {
   return parts_.runner->forward_backward(input.batches, input.tokens.global);
 }
 
-void Trainer::clip(const at::Tensor& loss) { numbers_->clip(progress_.step, loss); }
+ClippedStep Trainer::run_graph(const StepInput& input) {
+  const PhaseScope forward_backward = phase(Phase::ForwardBackward);
+  return graphs_->run(progress_.step, input);
+}
 
 // The previous step's late numbers are read here, once this step's work is queued, so that the device stays
 // busy while the host waits for them. A save may still be reading what the optimizer is about to write.
-void Trainer::update(StepInput input) {
+void Trainer::update(StepInput input, const ClippedStep& clipped) {
   settle();
   if (parts_.checkpoints) parts_.checkpoints->wait_for_staging();
   for (const auto& [name, policy] : parts_.policies) policy->before_update();
   unread_ = std::move(input);
   if (!numbers_->are_late()) settle();
-  numbers_->update_weights();
+  numbers_->update_weights(progress_.step, clipped);
 }
 
 const StepValues& Trainer::settle() {

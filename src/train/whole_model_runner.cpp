@@ -38,7 +38,16 @@ at::Tensor WholeModelRunner::forward(const data::Batch& batch, int64_t global_va
 }
 
 at::Tensor WholeModelRunner::on_device(const at::Tensor& host) const {
-  return host.to(device_, host.scalar_type(), /*non_blocking=*/true);
+  if (host.device() == device_) return host;
+  at::Tensor arrived;
+  {
+    const dist::StreamGuard on_copies(copies_);
+    arrived = host.to(device_, host.scalar_type(), /*non_blocking=*/true);
+  }
+  const dist::Stream current = dist::Stream::current(device_);
+  current.wait(copies_);
+  current.keep_alive(arrived);
+  return arrived;
 }
 
 }  // namespace titan::train

@@ -36,6 +36,8 @@ class DevicesApart final : public dist::DeviceBackend {
   std::string device_name(int) const override { return ""; }
   int compute_capability(int) const override { return 0; }
   c10::intrusive_ptr<c10d::Backend> make_group(const dist::GroupSpec&) override { return {}; }
+  std::unique_ptr<dist::DeviceGraph> make_graph() override { return nullptr; }
+  bool is_recorded(const c10::Stream&) const override { return false; }
   dist::DeviceMemory memory(int) const override { return {}; }
   void lock_pages(void*, int64_t) override {}
   void unlock_pages(void*) override {}

@@ -257,7 +257,7 @@ TEST(Float8, RefusesToSplitBlocks) {
                                                "--parallelism.tensor_parallel_degree", "2",
                                                "--quantize.linear.mx.filter_fqns", "output"});
   EXPECT_EQ(result.status, 2);
-  EXPECT_THAT(result.err, Not(HasSubstr("rank 0")));
+  EXPECT_THAT(result.err, ::testing::Not(HasSubstr("rank 0")));
   EXPECT_THAT(result.err, HasSubstr("MXFP8 of 32: layers.0.attention.wk: 64 to 16"));
   EXPECT_THAT(result.err, HasSubstr("filter_fqns"));
 }

@@ -30,8 +30,10 @@
 namespace titan::train {
 
 class RunCheckpoints;  // src/train/checkpoints/run_checkpoints.h
+class StepGraphs;      // src/train/step_graphs.h
 class StepNumbers;     // src/train/step_runner.h
 class StepRunner;      // src/train/step_runner.h
+struct ClippedStep;    // src/train/step_runner.h
 
 /// The objects that a trainer works with.
 struct TrainerParts {
@@ -68,6 +70,9 @@ struct TrainerOptions {
   /// never waits for the host. The device itself skips a non-finite step, and the error comes one step later.
   /// Needs the fused optimizer. Unset: true on a GPU with that optimizer.
   std::optional<bool> read_late;
+  /// On a GPU: records forward, backward and clipping as a CUDA graph (docs/gpu_performance.md). Needs read_late, a runner of
+  /// whole models, and a current stream other than the default one since before the models were made.
+  bool record_steps = false;
   int64_t tokens_per_epoch = 0;  ///< about; 0: unknown. Only rank 0 uses it, in its log
   bool seed_checkpoint = false;  ///< save the model as step 0 instead of training
   uint64_t seed = 0;             ///< seeds random numbers whose saved state doesn't fit this run's ranks
@@ -131,8 +136,8 @@ class Trainer {
   std::optional<StepInput> fetch();
   std::optional<std::vector<data::Batch>> next_batches();
   void schedule_step();
-  void clip(const at::Tensor& loss);
-  void update(StepInput input);
+  ClippedStep run_graph(const StepInput& input);
+  void update(StepInput input, const ClippedStep& clipped);
   void log_step(const StepValues& values, const TokenCounts& tokens);
   void judge(const StepValues& values, const StepInput& input);
   std::string explain(const NonFiniteStep& step);
@@ -149,8 +154,9 @@ class Trainer {
   TrainerOptions options_;
   Progress progress_;
   std::unique_ptr<StepNumbers> numbers_;
-  std::optional<StepInput> unread_;  // input of the step whose numbers haven't been read
-  StepValues values_;                // the last ones read
+  std::unique_ptr<StepGraphs> graphs_;  // null: steps aren't recorded
+  std::optional<StepInput> unread_;     // input of the step whose numbers haven't been read
+  StepValues values_;                   // the last ones read
   int64_t last_step_ = 0;
   bool stopping_ = false;
   bool is_loaded_ = false;

@@ -15,6 +15,7 @@
 #include "checkpoint/save/checkpointer_impl.h"
 #include "core/threads.h"
 #include "core/units.h"
+#include "dist/stream.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
@@ -168,8 +169,14 @@ void read_stretch(const SavedState& saved, const NamedTensor& tensor, const Stre
 void read_tensors(const SavedState& saved, const std::vector<NamedTensor>& tensors, int num_threads) {
   std::vector<Stretch> stretches;
   for (size_t i = 0; i < tensors.size(); ++i) add_stretches(tensors, saved, i, stretches);
-  run_tasks(num_threads, stretches.size(),
-            [&](size_t index) { read_stretch(saved, tensors[stretches[index].tensor], stretches[index]); });
+  // The threads' copies follow what this thread has queued.
+  dist::Stream current;
+  for (const NamedTensor& tensor : tensors)
+    if (!tensor.data.local.is_cpu()) current = dist::Stream::current(tensor.data.local.device());
+  run_tasks(num_threads, stretches.size(), [&](size_t index) {
+    const dist::StreamGuard on_current(current);
+    read_stretch(saved, tensors[stretches[index].tensor], stretches[index]);
+  });
 }
 
 // ---- lines of problems

@@ -288,7 +288,8 @@ void Staging::launch_from_device() {
   if (device_.empty()) return;
   at::NoGradGuard no_grad;
   const at::Device device = device_.front().from.device();
-  const dist::Stream side = dist::Stream::create(device);
+  // LibTorch has 32 streams, and gives them out in turn: another one for each save would become the training's.
+  static const dist::Stream side = dist::Stream::create(device);
   dist::name_stream("checkpoint copies", side);
   side.wait(dist::Stream::current(device));
   dist::StreamGuard guard(side);

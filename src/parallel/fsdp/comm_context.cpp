@@ -94,8 +94,8 @@ void BufferPool::begin_forward() {
 
 std::vector<at::Tensor> BufferPool::take_idle(bool wait) {
   return take_if([wait](const Free& free) {
-    if (wait) free.used.synchronize();
-    return wait || free.used.done();
+    if (wait && !free.used.is_recorded()) free.used.synchronize();
+    return free.used.done();
   });
 }
 

@@ -41,7 +41,8 @@ class BufferPool {
   /// Gives back buffers that haven't been used for many forwards: those of the first steps, or of a
   /// validation.
   void begin_forward();
-  /// Takes out the idle buffers that all streams have finished with; with `wait`, waits for them.
+  /// Takes out the idle buffers that all streams have finished with; with `wait`, waits for them, except for those of
+  /// a recording in progress, which are never done.
   std::vector<at::Tensor> take_idle(bool wait);
 
   int64_t num_allocations() const { return num_allocations_; }

@@ -47,6 +47,9 @@ class FsdpState : public nn::CallHook, public std::enable_shared_from_this<FsdpS
   int64_t visit_ = -1;
 };
 
+/// Gives up the parameters that forwards have gathered and kept, at and below `root`, and unused prefetches.
+void reshard_all(torch::nn::Module& root);
+
 /// The states of the hookable modules at and below `root`, each once, in registration order.
 std::vector<std::shared_ptr<FsdpState>> states_below(torch::nn::Module& root);
 

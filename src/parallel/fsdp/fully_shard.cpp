@@ -247,6 +247,11 @@ void set_last_micro_batch(const nn::AnyRef& root, bool last) {
   for (const auto& state : fsdp::states_below(root.module())) state->set_last_micro_batch(last);
 }
 
+void fsdp::reshard_all(torch::nn::Module& root) {
+  for (const auto& state : states_below(root))
+    if (state->group() && state->context()) state->group()->reshard();
+}
+
 void discard_gradients(const nn::AnyRef& root) {
   const auto root_state = std::dynamic_pointer_cast<FsdpState>(root.host().fsdp_hook);
   if (root_state && root_state->context()) return root_state->context()->discard_gradients();

@@ -352,11 +352,28 @@ TEST_F(JobConfigTest, StoredTokenIdsAreCheckedBeforeTheStart) {
 }
 
 TEST_F(JobConfigTest, RefusesFeaturesThatDontExist) {
-  for (auto words : std::vector<std::vector<std::string>>{{"--activation_checkpoint.debug"},
-                                                          {"--compile.enable"},
-                                                          {"--model.converters", "quantize.grouped_mm.mx"},
-                                                          {"--metrics.enable_wandb"}})
+  for (auto words : std::vector<std::vector<std::string>>{
+           {"--activation_checkpoint.debug"},
+           {"--compile.enable", "--compile.backend", "eager", "--training.device", "cuda"},
+           {"--model.converters", "quantize.grouped_mm.mx"},
+           {"--metrics.enable_wandb"}})
     EXPECT_EQ(problems_of(words).size(), 1u) << words[0];
+}
+
+TEST_F(JobConfigTest, StepsAreRecordedOnlyWhereNothingWaitsForTheHost) {
+  const auto problems = [&](std::vector<std::string> words, int ranks = 2) {
+    words.insert(words.begin(), {"--compile.enable", "--training.device", "cuda"});
+    return problems_of(words, ranks);
+  };
+  EXPECT_TRUE(problems({}).empty());
+  EXPECT_EQ(problems_of({"--compile.enable", "--training.device", "cpu"}).size(), 1u);
+  EXPECT_EQ(problems({"--parallelism.pipeline_parallel_degree", "2"}).size(), 1u);
+  EXPECT_EQ(problems({"--optimizer.implementation", "foreach"}).size(), 1u);
+  EXPECT_EQ(problems({"--comm.backend", "gloo"}).size(), 1u);
+  EXPECT_TRUE(problems({"--comm.backend", "gloo"}, 1).empty());
+  for (const char* other : {"--training.enable_cpu_offload", "--debug.nan_trace", "--debug.check_collectives",
+                            "--debug.detect_anomaly", "--metrics.report_roofline"})
+    EXPECT_EQ(problems({other}).size(), 1u) << other;
 }
 
 TEST_F(JobConfigTest, DegreesMustMultiplyToTheRanks) {

@@ -387,6 +387,11 @@ void poison(const c10::CachingDeviceAllocator::TraceEntry& entry) {
   using Action = c10::CachingDeviceAllocator::TraceEntry::Action;
   const bool is_allocated = entry.action_ == Action::ALLOC;
   if (!is_allocated && entry.action_ != Action::FREE_COMPLETED) return;
+  // The default stream is the device's; a thread that frees may be on another device.
+  const c10::cuda::CUDAGuard on_its_device(entry.device_);
+  const auto stream = reinterpret_cast<cudaStream_t>(entry.stream_);
+  // Memory of a graph's results stays the graph's, and only its launches use it.
+  if (!is_allocated && entry.mempool_ != c10::MempoolId_t{0, 0} && !is_capturing(stream)) return;
   auto* address = reinterpret_cast<void*>(entry.addr_);
   const size_t bytes = entry.size_;
   const size_t poisoned_bytes = std::min(bytes, size_t{256} << 20);  // more would take the host's memory
@@ -395,9 +400,7 @@ void poison(const c10::CachingDeviceAllocator::TraceEntry& entry) {
     if (poisons()) std::memset(address, 0xff, poisoned_bytes);
   });
   operation.is_bookkeeping = true;
-  // The default stream is the device's; a thread that frees may be on another device.
-  const c10::cuda::CUDAGuard on_its_device(entry.device_);
-  submit(reinterpret_cast<cudaStream_t>(entry.stream_), std::move(operation));
+  submit(stream, std::move(operation));
 }
 
 // Registered when the library is opened, after LibTorch's own: the newest registration wins. Never undone, because the

@@ -29,6 +29,13 @@ Stack pointwise_out(const Stack& arguments) {
   return {out};
 }
 
+// The same for two arguments.
+Stack pointwise_of_two_out(const Stack& arguments) {
+  const at::Tensor out = arguments.back().toTensor();
+  out.resize_(at::infer_size(arguments[0].toTensor().sizes(), arguments[1].toTensor().sizes()));
+  return {out};
+}
+
 Stack index_select(const Stack& arguments) {
   const at::Tensor& self = arguments[0].toTensor();
   const int64_t dim = c10::maybe_wrap_dim(arguments[1].toInt(), self.dim());
@@ -48,7 +55,10 @@ const ShapeRule* shape_rule(const std::string& name) {
   static const std::unordered_map<std::string, ShapeRule> rules = {
       {"aten::_foreach_norm", foreach_norm},
       {"aten::abs", pointwise_out},
+      {"aten::logical_and", pointwise_of_two_out},
       {"aten::logical_not", pointwise_out},
+      {"aten::logical_or", pointwise_of_two_out},
+      {"aten::logical_xor", pointwise_of_two_out},
       {"aten::index_select", index_select},
       {"aten::embedding_dense_backward", embedding_dense_backward},
   };

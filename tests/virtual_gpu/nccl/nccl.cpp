@@ -28,14 +28,22 @@ void copy_bytes(char* to, const char* from, size_t bytes) {
   if (to != from) std::memmove(to, from, bytes);
 }
 
-// The ticket is taken when the host submits the call; a captured call takes one at each launch.
+// The ticket is taken when the host submits the call; a captured call takes one when the host launches the graph.
 struct Turn {
   CommunicatorPtr communicator;
-  std::optional<uint64_t> ticket;
+  uint64_t ticket = 0;
 };
-Turn turn_of(const CommunicatorPtr& c, cudaStream_t stream) {
-  if (is_capturing(stream)) return {c, {}};
-  return {c, c->take_ticket()};
+
+// The operation runs the task that `make` makes of a turn.
+template <class MakeTask>
+void set_task(Operation& operation, const CommunicatorPtr& c, cudaStream_t stream, MakeTask make) {
+  const auto begin = [c, make] {
+    return begin_task([turn = Turn{c, c->take_ticket()}, make] { return make(turn); });
+  };
+  if (is_capturing(stream))
+    operation.begin_at_launch = begin;
+  else
+    operation.begin = begin();
 }
 
 // Called for each part of a round, when all ranks' parts are in their slots.
@@ -47,7 +55,7 @@ struct Round {
 };
 Task exchange(Turn turn, std::vector<Round> rounds) {
   Communicator& c = *turn.communicator;
-  const uint64_t ticket = turn.ticket ? *turn.ticket : c.take_ticket();
+  const uint64_t ticket = turn.ticket;
   co_await until([&c, ticket] { return c.is_turn(ticket); });
   for (const Round& round : rounds) {
     for (size_t offset = 0; offset < round.bytes; offset += slot_bytes) {
@@ -82,8 +90,8 @@ ncclResult_t submit_now(Collective collective) {
   if (is_left_out(largest)) {
     collective.operation.begin = computation("", {}, [] {}).begin;
   } else {
-    collective.operation.begin =
-        begin_task([turn = turn_of(c, stream), rounds = rounds] { return exchange(turn, rounds); });
+    set_task(collective.operation, c, stream,
+             [rounds = rounds](const Turn& turn) { return exchange(turn, rounds); });
   }
   submit(stream, std::move(collective.operation));
   return ncclSuccess;
@@ -175,7 +183,7 @@ bool move_parts(const std::vector<Transfer>& transfers, std::vector<size_t>& num
 
 Task move_all(Turn turn, std::vector<Transfer> transfers) {
   Communicator& c = *turn.communicator;
-  const uint64_t ticket = turn.ticket ? *turn.ticket : c.take_ticket();
+  const uint64_t ticket = turn.ticket;
   co_await until([&c, ticket] { return c.is_turn(ticket); });
   std::vector<size_t> num_moved(transfers.size());
   co_await until([&] { return move_parts(transfers, num_moved) || c.is_aborted(); });
@@ -227,8 +235,7 @@ ncclResult_t submit_group() {
       cudaEventRecord(event, other);
       cudaStreamWaitEvent(stream, event, 0);
     }
-    const Turn turn = turn_of(c, stream);
-    operation.begin = begin_task([turn, mine] { return move_all(turn, mine); });
+    set_task(operation, c, stream, [mine](const Turn& turn) { return move_all(turn, mine); });
     submit(stream, std::move(operation));
     for (cudaStream_t other : other_streams) {
       cudaEventRecord(event, stream);

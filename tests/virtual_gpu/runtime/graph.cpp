@@ -11,17 +11,25 @@
 namespace virtual_gpu {
 namespace {
 
-// A stream other than the origin must have been joined: its last item is a marker that another stream waits for.
+bool is_waited_for(const Graph& graph, const Marker* marker) {
+  for (const auto& [stream, items] : graph.lanes)
+    for (const Item& item : items)
+      if (const auto* wait = std::get_if<WaitFor>(&item); wait && wait->marker.get() == marker) return true;
+  return false;
+}
+
+// A stream other than the origin must have been joined: another stream waits for a marker after its last operation.
 bool all_are_joined(const Capture& capture) {
   for (const auto& [stream, items] : capture.graph->lanes) {
-    if (stream == capture.origin || items.empty()) continue;
-    const auto* last = std::get_if<Reached>(&items.back());
-    if (!last) return std::holds_alternative<WaitFor>(items.back()) && items.size() == 1;
-    bool is_waited_for = false;
-    for (const auto& [other, other_items] : capture.graph->lanes)
-      for (const Item& item : other_items)
-        if (const auto* wait = std::get_if<WaitFor>(&item)) is_waited_for |= wait->marker == last->marker;
-    if (!is_waited_for) return false;
+    if (stream == capture.origin) continue;
+    const auto last = std::find_if(items.rbegin(), items.rend(),
+                                   [](const Item& item) { return std::holds_alternative<Operation>(item); });
+    if (last == items.rend()) continue;
+    if (std::none_of(last.base(), items.end(), [&](const Item& item) {
+          const auto* reached = std::get_if<Reached>(&item);
+          return reached && is_waited_for(*capture.graph, reached->marker.get());
+        }))
+      return false;
   }
   return true;
 }
@@ -50,6 +58,7 @@ void launch(Lock& lock, const Graph& graph, Stream& origin) {
         lane->items.push_back(WaitFor{fresh(wait->marker)});
       } else {
         Operation operation = std::get<Operation>(item);
+        if (operation.begin_at_launch) operation.begin = operation.begin_at_launch();
         stamp(origin, operation);
         count_operation(operation);
         lane->items.push_back(std::move(operation));

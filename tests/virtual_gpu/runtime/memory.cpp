@@ -203,10 +203,15 @@ void note_part(const void* address, size_t bytes, bool is_handed_out) {
   const auto block = find_in(blocks(), address);
   if (block == blocks().end()) return;  // freed meanwhile
   block->second.has_parts = true;
-  if (is_handed_out)
-    parts()[reinterpret_cast<uintptr_t>(address)] = {bytes};
-  else
-    parts().erase(reinterpret_cast<uintptr_t>(address));
+  const auto begin = reinterpret_cast<uintptr_t>(address);
+  if (!is_handed_out) {
+    parts().erase(begin);
+    return;
+  }
+  // A graph's later launches hand out memory that holds the results of the one before.
+  if (const auto before = find_in(parts(), address); before != parts().end()) parts().erase(before);
+  parts().erase(parts().lower_bound(begin), parts().lower_bound(begin + bytes));
+  parts()[begin] = {bytes};
 }
 
 void* reserve(size_t bytes) {

@@ -35,6 +35,8 @@ struct Operation {
   std::vector<Range> ranges;
   /// Called once for each run: once for a queued operation, and at each launch of a graph that recorded it.
   std::function<Attempt()> begin;
+  /// If the operation is recorded: makes `begin` when the host launches the graph. May be empty.
+  std::function<std::function<Attempt()>()> begin_at_launch = nullptr;
   std::shared_ptr<const Stamp> stamp = nullptr;  ///< given when it is queued; see runtime/races.h
   Count* count = nullptr;                        ///< where it is counted; see runtime/counters.h
   bool is_bookkeeping = false;  ///< the virtual GPU needs it, and a real one does not: not counted
