@@ -67,8 +67,8 @@ ClippedStep StepGraphs::run_as_usual(int64_t step, const StepInput& input) {
   return numbers_.clip(step, parts_.runner->forward_backward(input.batches, input.tokens.global));
 }
 
-// What a validation has gathered and kept may be in memory that a launch uses, or that a recording would use and
-// FSDP would free later.
+// A validation may have gathered parameters and kept them, in memory that a launch uses, or that a recording would
+// use and FSDP would free later.
 void StepGraphs::reshard() {
   for (const auto& model : parts_.models) fsdp::reshard_all(model->root().module());
 }
