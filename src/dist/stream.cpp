@@ -113,7 +113,8 @@ void Event::record(const Stream& stream) {
   if (!stream.stream_) return;
   const auto flag = timed_ ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT;
   if (!event_) event_.emplace(stream.stream_->device_type(), flag);
-  launch_ = recording_of(*stream.stream_);
+  // Other threads may ask an event that no recording concerns.
+  if (auto launch = recording_of(*stream.stream_); launch != launch_) launch_ = std::move(launch);
   event_->record(*stream.stream_);
 }
 

@@ -59,8 +59,8 @@ WorkGraph::~WorkGraph() {
 }
 
 void WorkGraph::record(const std::function<void()>& queue) {
-  IdleMemory::give_back(
-      /*wait=*/true);  // owners of idle memory would hand it to the recording, and free it later
+  // Its owners would hand it to the recording, and free it later.
+  IdleMemory::give_back(/*wait=*/true);
   const RecordingScope scope(impl_->launched);
   impl_->graph->begin();
   std::exception_ptr error;

@@ -6,8 +6,9 @@
 // what it reads must be at the same place at each launch, and what the host computes is computed only once.
 //
 // The recording belongs to one stream. Another stream takes part by waiting for an event of it, and needs a
-// name (name_stream): the first stream waits for the named ones at the end, and before each launch. So an event from
-// before the recording is also before every launch, and a wait for it is left out. An event of the recording is over, for everyone else, when the last launch is.
+// name (name_stream): the first stream waits for the named ones at the end, and before each launch. So an event
+// from before the recording is also before every launch, and a wait for it is left out. An event of the
+// recording is over, for everyone else, when the last launch is.
 //
 // Collectives of a recording reach their peers only when it is launched, so the flight recorder gets them then.
 
