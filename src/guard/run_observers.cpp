@@ -1,5 +1,7 @@
 #include "guard/run_observers.h"
 
+#include <exception>
+
 #include "guard/module_probes.h"
 #include "titan/core/log.h"
 
@@ -51,7 +53,9 @@ RunWatchdog::RunWatchdog(std::shared_ptr<dist::Watchdog> watchdog, const dist::W
 }
 
 RunWatchdog::~RunWatchdog() {
-  watchdog_->leave();
+  // While an error unwinds, a destructor may wait for work of a GPU that waits for a lost peer, and the watchdog
+  // ends that work. The rank is watched until explain().
+  if (std::uncaught_exceptions() == 0) watchdog_->leave();
   remove_probes(models_, [&](const nn::CallHook& hook) {
     const auto* progress = dynamic_cast<const ForwardProgress*>(&hook);
     return progress && progress->watchdog() == watchdog_.get();

@@ -237,6 +237,7 @@ class Watchdog::Impl {
 
   Explanation explain(const std::string& failure) {
     explains_ = true;
+    leave();
     const Mail::Inbox inbox = desk_->inbox();
     FailureScene scene{.rank = world_.rank(),
                        .size = world_.size(),

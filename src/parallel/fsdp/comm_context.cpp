@@ -1,6 +1,7 @@
 #include "parallel/fsdp/comm_context.h"
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
@@ -32,7 +33,13 @@ BufferPool::BufferPool(at::Device device) : device_(device) {
 
 BufferPool::~BufferPool() {
   idle_.reset();
-  for (const Free& free : free_) free.used.synchronize();
+  for (Free& free : free_) {
+    // While an error unwinds, streams may wait for a peer that is lost. The memory is given up, then.
+    if (std::uncaught_exceptions() > 0)
+      static_cast<void>(free.bytes.unsafeReleaseTensorImpl());
+    else
+      free.used.synchronize();
+  }
 }
 
 at::Tensor BufferPool::take_fitting(int64_t bytes, const dist::Stream& user) {

@@ -29,7 +29,8 @@ namespace titan::fsdp {
 class BufferPool {
  public:
   explicit BufferPool(at::Device device);
-  /// Blocks until all streams have finished with the buffers, because the allocator knows only one stream.
+  /// Blocks until all streams have finished with the buffers, because the allocator knows only one stream. While an
+  /// error unwinds, keeps their memory from all other use instead.
   ~BufferPool();
 
   /// A buffer of `numel` elements of `dtype`. `user` waits for the stream that used it last, and so may write

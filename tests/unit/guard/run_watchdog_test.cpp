@@ -2,6 +2,7 @@
 #include <future>
 
 #include "guard/run_observers.h"
+#include "titan/core/error.h"
 #include "unit/train/toy_model.h"
 
 namespace titan::train {
@@ -50,6 +51,31 @@ TEST_F(RunWatchdogs, NameThePhaseThatSurroundsTheOneThatEnded) {
   watchdog.end(Phase::Save, 7, /*failed=*/false);
   ASSERT_EQ(found.wait_for(60s), std::future_status::ready);
   EXPECT_THAT(found.get(), ::testing::HasSubstr("hangs in finish of step 7, without progress for"));
+}
+
+// A destructor may wait for a GPU whose work waits for a lost peer.
+TEST_F(RunWatchdogs, WatchWhileAnErrorUnwinds) {
+  auto verdict = std::make_shared<std::promise<std::string>>();
+  auto found = verdict->get_future();
+  dist::WatchdogLimits limits;
+  limits.compute = {300ms, "compute.limit"};
+  const auto hangs = std::make_shared<dist::Watchdog>(
+      world_, dist::WatchdogOptions{.judges = false, .on_hang = [verdict](const std::string& text) {
+                                      verdict->set_value(text);
+                                    }});
+  struct Waits {
+    std::future<std::string>& found;
+    std::future_status& end;
+    ~Waits() { end = found.wait_for(60s); }
+  };
+  std::future_status end = std::future_status::timeout;
+  try {
+    const Waits waits{found, end};
+    const RunWatchdog watchdog(hangs, limits, limits, {model_});
+    throw Error("the connection to rank 1 broke");
+  } catch (const Error&) {
+  }
+  EXPECT_EQ(end, std::future_status::ready);
 }
 
 // The hooks surround each other, and may be removed in any order.
