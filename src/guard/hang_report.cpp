@@ -208,14 +208,28 @@ Cause wait_for_explanation(c10d::Store& store) {
   return cause;
 }
 
-// Ranks learn of a failure when they are asked for their records: "failure of rank 0 itself: no space".
+// Ranks learn of a failure when they are asked for their records: "failure of rank 0 itself: no space". Once the
+// cause is found, a second request passes it on, because the store may end before a rank fails and asks for it:
+// "failure of the job, told by no rank: lost: rank 1".
 constexpr std::string_view kItself = " itself: ";
+constexpr std::string_view kToldBy = "the job, told by ";
 std::string request_of(const FailureScene& scene) {
   return str(kFailureOf, "rank ", scene.rank, scene.is_about_peer ? ": " : kItself, scene.failure);
 }
 
-// The cause, if the rank that asked for records failed by itself.
+void leave_explanation(c10d::Store& store, const Cause& cause) {
+  store.set(kExplanationKey, json_text(nlohmann::json(cause)));
+  const std::string teller = cause.told_by < 0 ? "no rank" : str("rank ", cause.told_by);
+  request_records(store, str(kFailureOf, kToldBy, teller, ": ", cause.text));
+}
+
+// The cause, if it was found, or if the rank that asked for records failed by itself.
 std::optional<Cause> cause_in(const std::string& request) {
+  const std::string told_by = str(kFailureOf, kToldBy);
+  if (request.starts_with(told_by)) {
+    const size_t end = request.find(": ");
+    return Cause{request.substr(end + 2), first_rank_named(request.substr(0, end))};
+  }
   const int rank = first_rank_named(request);
   const std::string start = str(kFailureOf, "rank ", rank, kItself);
   if (rank < 0 || !request.starts_with(start)) return std::nullopt;
@@ -289,7 +303,7 @@ Explanation explain_failure(const FailureScene& scene) {
     if (leave_failure(*store, scene) == 1) {
       request_records(*store, request_of(scene));
       cause = find_cause(*store, scene);
-      store->set(kExplanationKey, json_text(nlohmann::json(cause)));
+      leave_explanation(*store, cause);
     } else {
       cause = wait_for_explanation(*store);
     }

@@ -91,6 +91,8 @@ TEST(ExplainAlone, NamesTheRankThatReportedAnErrorOfItsOwn) {
   EXPECT_EQ(why.told_by, 0);
   EXPECT_TRUE(why.covers_own_error);
   EXPECT_TRUE(why.is_about_peer);
+  scene.record_request = "failure of the job, told by no rank: lost: rank 2";
+  EXPECT_EQ(explain_alone(scene, "the store is gone").text, "lost: rank 2");
   scene.is_about_peer = false;
   EXPECT_EQ(explain_alone(scene, "the store is gone").text,
             "rank 1 failed: connection closed; the store is gone");
@@ -127,6 +129,12 @@ TEST(ExplainFailure, KeepsAnErrorThatNamesARankWithAnotherError) {
   EXPECT_EQ(why.text, "rank 1 failed: the file of rank 0 is damaged");
   EXPECT_EQ(why.told_by, 1);
   EXPECT_EQ(first.get().text, why.text);
+  // For a rank that fails only when the store is gone.
+  FailureScene last;
+  last.rank = 2;
+  last.is_about_peer = true;
+  last.record_request = store->get_to_str("record_reason");
+  EXPECT_EQ(explain_alone(last, "the store is gone").text, why.text);
 }
 
 // Another rank has reported a failure first, and doesn't say what it found.
