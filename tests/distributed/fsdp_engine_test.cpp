@@ -1,8 +1,10 @@
 // Compares fully_shard with the same network unsharded: values, every gradient, and which groups are gathered
 // when.
 
+#include <algorithm>
 #include <functional>
 #include <optional>
+#include <vector>
 
 #include <gtest/gtest.h>
 
@@ -50,6 +52,76 @@ TEST(FsdpEngineMemory, GathersAtMostTwoGroupsAndAllocatesBuffersOnce) {
       }
     }
   }
+}
+
+/// The layouts in which something is gathered.
+std::vector<DataLayout> gathering_layouts() {
+  std::vector<DataLayout> found;
+  for (const DataLayout& layout : layouts(testing::world().size()))
+    if (layout.shard > 1) found.push_back(layout);
+  return found;
+}
+
+TEST(FsdpEnginePrefetch, GathersAsFarAheadAsAsked) {
+  const int size = testing::world().size(), rank = testing::world().rank();
+  const ToyOptions options{.num_blocks = 6};
+  const at::Tensor batch = input_rows(12, options.dim, at::kDouble);
+  Toy reference(options, at::kDouble);
+  loss_of(reference(batch)).backward();
+  for (const DataLayout& layout : gathering_layouts())
+    for (const int prefetch : {0, 1, 2, 9}) {
+      Toy model = sharded_toy(options, at::kDouble, {.mesh = mesh_of(layout), .prefetch = prefetch});
+      for (int step = 0; step < 3; ++step) {
+        forget_gradients(model);
+        const at::Tensor loss = loss_of(model(my_rows(batch, rank, size)));
+        const int forward = std::min(prefetch, step > 0 ? 5 : 0);
+        EXPECT_EQ(fsdp_stats(model).max_gathered_groups, 2 + forward)
+            << "the root, a block and the next ones";
+        loss.backward();
+        const FsdpStats stats = fsdp_stats(model);
+        EXPECT_EQ(stats.max_gathered_groups, 2 + std::min(prefetch, 5)) << prefetch << " in step " << step;
+        EXPECT_EQ(stats.gathered_groups, 0);
+        expect_equal_gradients(model, reference, 1e-12, str("prefetch ", prefetch));
+      }
+    }
+}
+
+TEST(FsdpEnginePrefetch, FollowsTheListsOfModules) {
+  const int size = testing::world().size(), rank = testing::world().rank();
+  const ToyOptions options{.num_blocks = 6};
+  const at::Tensor batch = input_rows(12, options.dim, at::kDouble);
+  Toy reference(options, at::kDouble);
+  loss_of(reference(batch)).backward();
+  for (const DataLayout& layout : gathering_layouts()) {
+    Toy model = sharded_toy(options, at::kDouble, {.mesh = mesh_of(layout), .prefetch = 0});
+    auto& blocks = model->blocks;
+    set_forward_prefetch(blocks[0], {blocks[1], blocks[2], blocks[3]});
+    set_backward_prefetch(blocks[5], {blocks[3]});
+    for (int step = 0; step < 2; ++step) {
+      forget_gradients(model);
+      const at::Tensor loss = loss_of(model(my_rows(batch, rank, size)));
+      EXPECT_EQ(fsdp_stats(model).max_gathered_groups, 5)
+          << "the root and blocks 0 to 3, in the first step, too";
+      loss.backward();
+      EXPECT_EQ(fsdp_stats(model).max_gathered_groups, 4) << "the root and blocks 5 to 3";
+      expect_equal_gradients(model, reference, 1e-12, "lists");
+    }
+    set_forward_prefetch(blocks[0], {});
+    EXPECT_GT(loss_of(model(my_rows(batch, rank, size))).item<double>(), 0);
+    EXPECT_EQ(fsdp_stats(model).max_gathered_groups, 2) << "an empty list gathers nothing ahead";
+  }
+}
+
+TEST(FsdpEnginePrefetch, RefusesModulesThatWereNotSharded) {
+  const DataLayout layout{1, testing::world().size()};
+  Toy model = sharded_toy({}, at::kFloat, {.mesh = mesh_of(layout)});
+  Toy plain(ToyOptions{}, at::kFloat);
+  EXPECT_THROW(set_forward_prefetch(model->blocks[0], {plain->blocks[1]}), Error);
+  EXPECT_THROW(set_backward_prefetch(plain->blocks[0], {}), Error);
+  EXPECT_THROW(fully_shard(plain, {.mesh = mesh_of(layout), .prefetch = -1}), Error);
+  Toy other = sharded_toy({}, at::kFloat, {.mesh = mesh_of(layout)});
+  set_forward_prefetch(model->blocks[0], {other->blocks[1]});
+  EXPECT_THROW(model(input_rows(2, 6, at::kFloat)), Error) << "of another root";
 }
 
 TEST(FsdpEngineMemory, CountsKeptGradients) {

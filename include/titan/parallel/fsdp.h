@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 
@@ -50,6 +51,9 @@ struct FsdpOptions {
   /// false: keep whole gradients until the last micro-batch; their memory is logged.
   bool reduce_every_micro_batch = true;
   bool cpu_offload = false;  ///< keep shards in pinned host memory; GPUs only
+  /// How many of the following groups are gathered while this one computes, in the forward and in the backward.
+  /// Each holds its parameters that much longer. Not used by pipelines, whose schedules gather whole stages.
+  int prefetch = 1;
 };
 
 /// Gathered copies follow the shards: every write to a shard by a LibTorch operation or a collective raises
@@ -57,6 +61,13 @@ struct FsdpOptions {
 /// (.data(), variable_data()) aren't noticed.
 void fully_shard(const nn::AnyRef& module, const FsdpOptions& options);
 void fully_shard(std::initializer_list<nn::AnyRef> modules, const FsdpOptions& options);
+
+/// Replaces `FsdpOptions::prefetch` for one group: while the forward of `module` computes, the groups of `next` are
+/// gathered, in this order, also in the first step, when the order of the forward isn't known. None: nothing is
+/// gathered ahead. All modules were given to fully_shard, below one root. All ranks make the same call.
+void set_forward_prefetch(const nn::AnyRef& module, const std::vector<nn::AnyRef>& next);
+/// The same for the backward, which always gathers in its own order: it gathers ahead up to the last of `next`.
+void set_backward_prefetch(const nn::AnyRef& module, const std::vector<nn::AnyRef>& next);
 
 /// Tells all groups below `root` whether the coming backward is the last of its optimizer step (default:
 /// true).
@@ -68,8 +79,8 @@ void discard_gradients(const nn::AnyRef& root);
 /// Numbers for tests and logs, summed over the groups below `root`.
 struct FsdpStats {
   int64_t groups = 0;
-  int64_t gathered_groups = 0;                   ///< groups with gathered storages right now
-  int64_t max_gathered_groups = 0;               ///< high-water mark since the last call
+  int64_t gathered_groups = 0;      ///< groups whose parameters are gathered, or being gathered, right now
+  int64_t max_gathered_groups = 0;  ///< high-water mark since the last call
   int64_t communication_buffer_allocations = 0;  ///< since construction; constant from the third step on
   int64_t sharded_bytes = 0;
   int64_t kept_gradient_bytes = 0;  ///< whole gradients kept between micro-batches; 0 if each is reduced

@@ -190,11 +190,41 @@ int64_t CommContext::visit(const std::shared_ptr<ParamGroup>& group) {
 }
 
 // Prefetches only while this forward follows the last one's order. A model that takes another path gathers
-// without prefetching.
+// without prefetching, unless its groups have lists.
 void CommContext::prefetch_forward() {
-  const size_t next = order_.size();
-  if (next < previous_order_.size() && order_.back() == previous_order_[next - 1])
-    previous_order_[next]->start_unshard();
+  const ParamGroup& now = *order_.back();
+  if (const auto& list = now.forward_prefetch()) {
+    for (const auto& listed : *list)
+      if (const auto group = listed.lock()) checked(now, *group).start_unshard();
+    return;
+  }
+  const size_t begin = order_.size();
+  if (begin > previous_order_.size() || &now != previous_order_[begin - 1]) return;
+  const size_t end = std::min(begin + static_cast<size_t>(now.options().prefetch), previous_order_.size());
+  for (size_t next = begin; next < end; ++next) previous_order_[next]->start_unshard();
+}
+
+ParamGroup& CommContext::checked(const ParamGroup& now, ParamGroup& listed) const {
+  TITAN_CHECK(listed.belongs_to(*this), "the prefetch list of '", now.name(),
+              "' has a module that isn't below the same sharded root");
+  return listed;
+}
+
+// The index in ends_ of the last visit that the backward gathers ahead while that of `turn` computes.
+int64_t CommContext::prefetched_by(int64_t turn) const {
+  const ParamGroup& now = *visits_[static_cast<size_t>(ends_[static_cast<size_t>(turn)])].group;
+  const auto& list = now.backward_prefetch();
+  if (!list) return turn - now.options().prefetch;
+  int64_t last = turn;
+  for (const auto& listed : *list) {
+    const auto group = listed.lock();
+    if (!group) continue;
+    checked(now, *group);
+    int64_t next = turn - 1;
+    while (next >= 0 && visits_[static_cast<size_t>(ends_[static_cast<size_t>(next)])].group != group) --next;
+    if (next >= 0) last = std::min(last, next);
+  }
+  return last;
 }
 
 void CommContext::expect_backward(int64_t visit) {
@@ -260,7 +290,8 @@ void CommContext::pre_backward(int64_t iteration, int64_t visit) {
     group.start_unshard();
     group.finish_unshard();
   }
-  if (next_gather_ == turn - 1 && next_gather_ >= 0) issue_gather();
+  const int64_t last = std::max<int64_t>(prefetched_by(turn), 0);
+  while (next_gather_ >= last) issue_gather();
 }
 
 void CommContext::post_backward(int64_t iteration, int64_t visit) {

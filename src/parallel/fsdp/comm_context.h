@@ -95,8 +95,8 @@ class CommContext : public std::enable_shared_from_this<CommContext> {
   void begin_forward();
   /// Ends the root's forward: frees unused prefetches before the optimizer can write the shards.
   void end_forward();
-  /// Called when a group is about to run: gathers it, waits, and starts the gather of the group that came
-  /// next last time. Returns the visit's number, or -1 if no gradients are recorded.
+  /// Called when a group is about to run: gathers it, waits, and starts the gathers of the groups that came
+  /// next last time, or of those that its list names. Returns the visit's number, or -1 if no gradients are recorded.
   int64_t visit(const std::shared_ptr<ParamGroup>& group);
   /// Called when the forward of the visit's group, or of one of its modules, ends with an output that
   /// requires a gradient, so the visit will have a backward.
@@ -144,7 +144,7 @@ class CommContext : public std::enable_shared_from_this<CommContext> {
   dist::Stream reduce_stream;
   BufferPool pool;
 
-  /// Groups with gathered storages: now, and the maximum since reset.
+  /// Groups whose parameters are gathered or being gathered: now, and the maximum since reset.
   int64_t num_gathered = 0;
   int64_t max_gathered = 0;
   void count_gathered(int64_t change);
@@ -159,6 +159,8 @@ class CommContext : public std::enable_shared_from_this<CommContext> {
   };
 
   void prefetch_forward();
+  int64_t prefetched_by(int64_t turn) const;
+  ParamGroup& checked(const ParamGroup& now, ParamGroup& listed) const;
   void cancel_prefetches();
   void start_backward();
   void abandon_backward();

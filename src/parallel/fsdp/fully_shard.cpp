@@ -205,6 +205,8 @@ void check_offload(const std::vector<nn::AnyRef>& modules, const FsdpOptions& op
 
 // Resharding to a mesh of one rank means keeping the gathered parameters.
 FsdpOptions normalized(FsdpOptions options) {
+  TITAN_CHECK(options.prefetch >= 0, "fully_shard: prefetch is ", options.prefetch,
+              ", which must not be negative");
   ReshardAfterForward& policy = options.reshard_after_forward;
   if (policy.kind == ReshardAfterForward::Kind::ToSize && policy.size == 1)
     policy = ReshardAfterForward::never();
@@ -225,7 +227,36 @@ void shard_together(const std::vector<nn::AnyRef>& modules, const FsdpOptions& o
   for (nn::HookHost* host : collector.hosts()) host->param_owner = group;
 }
 
+const FsdpState& state_of(const nn::AnyRef& module) {
+  const auto* state = dynamic_cast<const FsdpState*>(module.host().fsdp_hook.get());
+  TITAN_CHECK(state, "prefetching: '", module.module().name(), "' wasn't given to fully_shard");
+  return *state;
+}
+
+// Modules whose parameters all belong to other groups gather nothing.
+ParamGroup::Groups groups_of(const std::vector<nn::AnyRef>& modules) {
+  ParamGroup::Groups groups;
+  for (const nn::AnyRef& module : modules)
+    if (const auto& group = state_of(module).group()) groups.push_back(group);
+  return groups;
+}
+
+ParamGroup& group_of(const nn::AnyRef& module) {
+  const auto& group = state_of(module).group();
+  TITAN_CHECK(group, "prefetching: all parameters below '", module.module().name(),
+              "' belong to other calls of fully_shard, so nothing is gathered for it");
+  return *group;
+}
+
 }  // namespace
+
+void set_forward_prefetch(const nn::AnyRef& module, const std::vector<nn::AnyRef>& next) {
+  group_of(module).set_forward_prefetch(groups_of(next));
+}
+
+void set_backward_prefetch(const nn::AnyRef& module, const std::vector<nn::AnyRef>& next) {
+  group_of(module).set_backward_prefetch(groups_of(next));
+}
 
 void fully_shard(const nn::AnyRef& module, const FsdpOptions& options) { fully_shard({module}, options); }
 

@@ -178,7 +178,10 @@ void ParamGroup::start_unshard() {
   if (kept_part_.defined() && stale())
     context_->pool.release(std::exchange(kept_part_, {}), compute_stream());
   gathered_version_ = flat_shard_._version();
-  if (!holds_whole_parameters()) return start_gather();
+  if (!holds_whole_parameters()) {
+    start_gather();
+    return context_->count_gathered(1);
+  }
   bind_compute_params(flat_shard_);
   state_ = State::Gathered;
 }
@@ -262,6 +265,7 @@ void ParamGroup::cancel_unshard() {
   wait_for_gather();
   context_->pool.release(std::exchange(packed_.defined() ? packed_ : full_, {}), context_->gather_stream);
   state_ = State::Sharded;
+  context_->count_gathered(-1);
 }
 
 void ParamGroup::finish_unshard() {
@@ -282,7 +286,6 @@ void ParamGroup::finish_unshard() {
   if (kept_part_.defined()) context_->pool.release(std::exchange(kept_part_, {}), compute_stream());
   bind_compute_params(full_);
   state_ = State::Gathered;
-  context_->count_gathered(1);
 }
 
 // From part-major (each rank's chunks of all parameters) to parameter-major (each parameter whole).

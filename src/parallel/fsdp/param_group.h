@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -69,6 +70,13 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   /// Follows the policy after a forward: reshard, keep, or keep a part on a smaller mesh.
   void after_forward();
 
+  // ---- prefetching: other groups, instead of the next `options().prefetch`
+  using Groups = std::vector<std::weak_ptr<ParamGroup>>;
+  void set_forward_prefetch(Groups next) { forward_prefetch_ = std::move(next); }
+  void set_backward_prefetch(Groups next) { backward_prefetch_ = std::move(next); }
+  const std::optional<Groups>& forward_prefetch() const { return forward_prefetch_; }
+  const std::optional<Groups>& backward_prefetch() const { return backward_prefetch_; }
+
   // ---- reducing
   /// Adds scale * grad to the gradient that this backward has collected for a slot. `grad` has the whole
   /// parameter's shape; `scale` is a scalar tensor, or undefined for 1.
@@ -93,6 +101,7 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   void join(CommContext& context, const std::string& name);
   /// Called when the context is destroyed.
   void leave();
+  bool belongs_to(const CommContext& context) const { return context_ == &context; }
   const char* name() const { return name_; }
   /// For the outermost module's group, whose "Default" policy keeps the parameters gathered.
   void make_root() { is_root_ = true; }
@@ -180,6 +189,7 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   bool takes_batches_ = false;  // whether gather_group_ takes several calls at once
   dist::Work gather_work_;
   dist::Stream forward_stream_;
+  std::optional<Groups> forward_prefetch_, backward_prefetch_;
   CommContext* context_ = nullptr;
   const char* name_ = "";
 };
