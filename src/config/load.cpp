@@ -419,9 +419,11 @@ class Loader {
     for (size_t i = 0; i < meant.size(); ++i) {
       Catalog::Entry entry = catalog_.find(meant[i].name);
       if (entry.field == nullptr) {
+        constexpr size_t kMostSuggestions = 100;  // each compares all keys
+        const bool suggests = problems_.size() < kMostSuggestions;
         report(meant[i], catalog_.is_table(meant[i].name)
                              ? "is a table of settings, not a value"
-                             : "unknown key" + catalog_.suggest_key(meant[i].name));
+                             : "unknown key" + (suggests ? catalog_.suggest_key(meant[i].name) : ""));
       } else if (last[entry.field] == i) {
         apply(meant[i], entry, settings);
       }

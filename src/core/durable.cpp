@@ -379,6 +379,19 @@ int64_t keep_rows_up_to(int64_t step, const fs::path& path) {
 
 // ---- folders
 
+std::optional<fs::path> keep_earlier_file(const fs::path& path) {
+  std::error_code error;
+  if (!fs::is_regular_file(path, error)) return std::nullopt;
+  const std::string name = path.filename().string();
+  const size_t stem = std::min(name.find('.', 1), name.size());
+  fs::path kept = path;
+  for (int number = 1; fs::exists(kept, error); ++number)
+    kept.replace_filename(str(name.substr(0, stem), ".", number, name.substr(stem)));
+  fs::rename(path, kept, error);
+  TITAN_CHECK(!error, "cannot rename ", path.string(), " to ", kept.string(), ": ", error.message());
+  return kept;
+}
+
 void make_folder(const fs::path& folder) {
   fs::path part;
   for (const fs::path& name : folder) {

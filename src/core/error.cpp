@@ -8,6 +8,8 @@
 #include <memory>
 #include <numeric>
 
+#include "core/utf8.h"
+
 namespace titan {
 namespace {
 
@@ -74,8 +76,30 @@ bool contains_either_way(std::string_view a, std::string_view b) {
 
 }  // namespace
 
+namespace {
+
+// A file that isn't what its reader takes it for may have a million problems, or one of a million characters.
+std::vector<std::string> readable(std::vector<std::string> problems) {
+  constexpr size_t kMost = 100, kLongest = 4000;
+  if (problems.size() > kMost) {
+    const size_t num_more = problems.size() - kMost;
+    problems.resize(kMost);
+    problems.push_back(str("and ", num_more, " more problems"));
+  }
+  for (std::string& problem : problems) {
+    if (problem.size() <= kLongest) continue;
+    size_t end = kLongest;
+    while (end > 0 && !starts_character(problem[end])) --end;
+    problem.resize(end);
+    problem += "...";
+  }
+  return problems;
+}
+
+}  // namespace
+
 ConfigError::ConfigError(std::vector<std::string> problems)
-    : Error(list_str(problems, "\n")), problems_(std::move(problems)) {}
+    : Error(list_str(problems = readable(std::move(problems)), "\n")), problems_(std::move(problems)) {}
 
 namespace detail {
 

@@ -33,6 +33,10 @@ void write_file_atomic(const std::filesystem::path& path,
                        const std::function<void(const AppendBytes&)>& write,
                        std::optional<int64_t> num_bytes = {});
 
+/// If `path` exists, renames it to make room for another: "config.toml" becomes "config.1.toml", or the next number that
+/// is free. Returns the new name; nullopt: nothing was there.
+std::optional<std::filesystem::path> keep_earlier_file(const std::filesystem::path& path);
+
 /// Makes the folder and its parents; an Error names the part that could not be made.
 void make_folder(const std::filesystem::path& folder);
 

@@ -371,6 +371,19 @@ void use_expandable_segments(int device) {
       str(settings, settings.empty() ? "" : ",", "expandable_segments:True"));
 }
 
+// 13000 -> "13.0"
+std::string cuda_version(int number) { return str(number / 1000, ".", number % 1000 / 10); }
+
+// The set variables of CUDA's libraries, NCCL and LibTorch, by name.
+std::string variables_of_gpus() {
+  std::vector<std::string> found;
+  for (char** variable = environ; *variable; ++variable)
+    for (const char* prefix : {"CUDA_", "CUBLAS_", "CUDNN_", "NCCL_", "PYTORCH_", "TORCH_"})
+      if (std::string_view(*variable).starts_with(prefix)) found.emplace_back(*variable);
+  std::ranges::sort(found);
+  return found.empty() ? "none" : list_str(found);
+}
+
 // NCCL waits without a limit for members that never connect, so that all meet in the store first.
 void meet(const GroupSpec& spec) {
   const std::string count = "titan.members", all_here = "titan.all_here";
@@ -426,6 +439,15 @@ class CudaBackend final : public DeviceBackend {
   }
 
   std::string device_name(int index) const override { return at::cuda::getDeviceProperties(index)->name; }
+  std::string settings() const override {
+    int runtime = 0, driver = 0;
+    static_cast<void>(cudaRuntimeGetVersion(&runtime));
+    static_cast<void>(cudaDriverGetVersion(&driver));
+    const std::string allocator = c10::CachingAllocator::getAllocatorSettings();
+    return str("CUDA ", cuda_version(runtime), ", driver for CUDA ", cuda_version(driver), ", NCCL ",
+               c10d::getNcclVersion(), ", allocator ", allocator.empty() ? "as LibTorch sets it" : allocator,
+               ", NCCL on streams of high priority; environment: ", variables_of_gpus());
+  }
   int compute_capability(int index) const override {
     const auto* properties = at::cuda::getDeviceProperties(index);
     return 10 * properties->major + properties->minor;

@@ -118,6 +118,9 @@ class DeviceBackend {
   virtual void set_device(int index) = 0;
   /// "NVIDIA H100 80GB HBM3"; tables of peak FLOPS are keyed by it.
   virtual std::string device_name(int index) const = 0;
+  /// Versions, what was set for this process, and variables of the environment that change how it runs: one line for the
+  /// log of a run.
+  virtual std::string settings() const { return ""; }
   /// 90 for compute capability 9.0.
   virtual int compute_capability(int index) const = 0;
   /// A communicator (NCCL) of the current device.

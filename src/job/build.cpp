@@ -49,13 +49,9 @@ void seed_generators(const DebugSettings& debug, const Meshes& meshes) {
 // Replaces the settings of an earlier start. If they differ, they are kept as config.1.toml, ...
 void save_settings(const std::filesystem::path& file, const std::string& text) {
   std::error_code error;
-  if (std::filesystem::is_regular_file(file, error) && read_file(file) != text) {
-    std::filesystem::path kept = file;
-    for (int number = 1; std::filesystem::exists(kept, error); ++number)
-      kept.replace_filename(str(file.stem().string(), ".", number, file.extension().string()));
-    std::filesystem::rename(file, kept);
-    log::info(str("the different settings of an earlier start in this folder are kept: ", kept.string()));
-  }
+  if (std::filesystem::is_regular_file(file, error) && read_file(file) == text) return;
+  if (const auto kept = keep_earlier_file(file))
+    log::info(str("the different settings of an earlier start in this folder are kept: ", kept->string()));
   write_file_atomic(file, text);
 }
 
@@ -175,6 +171,7 @@ void describe_job(const JobConfig& config, const dist::World& world, const Meshe
                       meshes.tp.size() > 1 ? str(", tensor parallel ", meshes.tp.size()) : "",
                       meshes.pp.size() > 1 ? str(", pipeline parallel ", meshes.pp.size()) : "",
                       config.parallelism.plan.empty() ? "" : ", plan ", config.parallelism.plan));
+  if (world.device().is_cuda()) log::info_rank0("GPU settings: " + dist::device_backend()->settings());
 }
 
 // training.device = "auto" may have found no GPU, which check_job couldn't know.

@@ -56,6 +56,11 @@ using torch::profiler::impl::ActivityType;
 using torch::profiler::impl::ProfilerConfig;
 using torch::profiler::impl::ProfilerState;
 
+void keep_earlier_runs(const std::filesystem::path& path) {
+  if (const auto kept = keep_earlier_file(path))
+    log::info_rank0(str("profiling: the file of an earlier run in this folder is kept: ", kept->string()));
+}
+
 ProfilerConfig profiler_config() {
   return ProfilerConfig(ProfilerState::KINETO, /*report_input_shapes=*/true);
 }
@@ -214,6 +219,7 @@ void StepProfiler::save(int64_t step) {
   profiler::disableProfiler()->save(plain.path());
   const MappedFile trace(plain.path());
   const auto path = folder / str("rank", options_.rank, "_trace.json.gz");
+  keep_earlier_runs(path);
   write_gzip_atomic(path, with_stream_names(trace.text()));
   log::info_rank0(str("profiling: wrote ", path.string(), " in ", seconds_since(start), " s"));
 }
@@ -269,6 +275,7 @@ void MemorySnapshots::write(const std::filesystem::path& iteration) const {
   const auto path = options_.folder / iteration / str("rank", options_.rank, "_memory_snapshot.pickle");
   try {
     make_folder(path.parent_path());
+    keep_earlier_runs(path);
     write_file_atomic(path, snapshot(options_.device));
     log::info_rank0(str("profiling: wrote ", path.string()));
   } catch (const std::exception& error) {

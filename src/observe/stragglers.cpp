@@ -23,7 +23,6 @@ namespace {
 constexpr double kSigmaOfMad = 1.4826;
 constexpr double kLeastSigma = 0.02;  // times the median: clocks and kernels aren't more exact
 constexpr double kSigmaOfOne = 0.2;   // times its value: one rank to compare with shows no spread
-constexpr std::chrono::minutes kBetweenWarnings(10);  // about the same rank
 
 double median_of(std::vector<double> values) {
   const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
@@ -199,13 +198,17 @@ void StragglerWatch::update_straggler(int64_t step, const std::optional<Straggle
   }
 }
 
-void StragglerWatch::warn(int64_t step) {
-  const auto now = std::chrono::steady_clock::now();
-  const auto [last, is_first] = last_warnings_.try_emplace(straggler_->rank, now);
-  has_warned_ = is_first || now - last->second >= kBetweenWarnings;
-  if (!has_warned_) return;
+bool WarningTimes::may_warn(int rank, Time now) {
+  constexpr std::chrono::minutes kBetween(10);
+  const auto [last, is_first] = last_.try_emplace(rank, now);
+  if (!is_first && now - last->second < kBetween) return false;
   last->second = now;
-  log::warning_rank0(warning_text(step));
+  return true;
+}
+
+void StragglerWatch::warn(int64_t step) {
+  has_warned_ = warning_times_.may_warn(straggler_->rank, std::chrono::steady_clock::now());
+  if (has_warned_) log::warning_rank0(warning_text(step));
 }
 
 std::string StragglerWatch::warning_text(int64_t step) const {

@@ -59,6 +59,16 @@ struct Straggler {
 std::optional<Straggler> find_straggler(const std::vector<RankPace>& ranks, const StragglerSettings& settings,
                                         double least_share = 0.01);
 
+/// Allows one warning about a rank in ten minutes.
+class WarningTimes {
+ public:
+  using Time = std::chrono::steady_clock::time_point;
+  bool may_warn(int rank, Time now);
+
+ private:
+  std::map<int, Time> last_;  // by rank
+};
+
 /// Compares the ranks at each logged step, by one all-gather of four numbers. Rank 0 logs when a rank becomes
 /// the straggler, at most once in ten minutes for each rank, and when it has recovered. The first interval includes lazy set-up and is ignored.
 class StragglerWatch : public RunObserver {
@@ -106,8 +116,8 @@ class StragglerWatch : public RunObserver {
   int64_t intervals_ = 0;  // in a row with this candidate
   int64_t absent_ = 0;     // in a row in which the straggler wasn't the slowest
   std::optional<Straggler> straggler_;
-  std::map<int, std::chrono::steady_clock::time_point> last_warnings_;  // by rank
-  bool has_warned_ = false;                                             // about this straggler
+  WarningTimes warning_times_;
+  bool has_warned_ = false;  // about this straggler
 };
 
 }  // namespace titan::train

@@ -72,9 +72,10 @@ at::Tensor log_sum_exp(const at::Tensor& x) {
 struct ChunkLoop {
   const LossOptions& options;
   at::Tensor hidden_ND, weight_VD, labels_N;
-  at::Tensor grad_hidden_ND;            // undefined if it isn't needed
-  std::vector<at::Tensor> grad_weight;  // [V, D] in blocks of rows; empty if it isn't needed
-  at::Tensor loss_sum;                  // double
+  at::Tensor grad_hidden_ND;  // undefined if it isn't needed
+  std::vector<at::Tensor>
+      grad_weight;      // [V, D] in blocks of rows, written by run(); empty if it isn't needed
+  at::Tensor loss_sum;  // double
 
   const VocabularyPart& part() const { return options.part; }
   bool with_grad() const { return grad_hidden_ND.defined() || !grad_weight.empty(); }
@@ -85,7 +86,7 @@ struct ChunkLoop {
   int64_t fewest_rows(int64_t row_bytes) const {
     const bool has_kernel = row_bytes % 16 == 0 && hidden_ND.scalar_type() != at::kDouble &&
                             hidden_ND.scalar_type() != at::kHalf && !(part().parts && part().gather_logits);
-    return hidden_ND.is_cuda() && has_kernel ? 2048 : 1;
+    return hidden_ND.is_cuda() && has_kernel ? 4096 : 1;
   }
 
   // All ranks of a split vocabulary cut the same chunks.
@@ -98,6 +99,8 @@ struct ChunkLoop {
         std::max(fewest_rows(row_bytes), options.chunk_bytes / std::max<int64_t>(row_bytes, 1));
     const int64_t count = hidden_ND.size(0);
     loss_sum = at::zeros({}, hidden_ND.options().dtype(at::kDouble));
+    if (count == 0)
+      for (const at::Tensor& block : grad_weight) block.zero_();
     for (int64_t first = 0; first < count; first += rows) run_chunk(first, std::min(rows, count - first));
   }
 
@@ -112,7 +115,10 @@ struct ChunkLoop {
       grad_hidden_ND.narrow(0, first, rows).copy_(products.grad_input(logits, weight_VD));
     int64_t row = 0;
     for (const at::Tensor& block : grad_weight) {
-      products.add_grad_weight(block, logits.narrow(1, row, block.size(0)), hidden);
+      const at::Tensor grad = logits.narrow(1, row, block.size(0));
+      const bool is_written = first == 0 && products.put_grad_weight(block, grad, hidden, /*adds=*/false);
+      if (first == 0 && !is_written) block.zero_();
+      if (!is_written) products.add_grad_weight(block, grad, hidden);
       row += block.size(0);
     }
   }
@@ -229,7 +235,7 @@ at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weig
     if (recorded && weight_VD.requires_grad()) {
       if (options.weight_sink) loop.grad_weight = options.weight_sink->lend(wide);
       lent = !loop.grad_weight.empty();
-      if (!lent) loop.grad_weight = {at::zeros(weight_VD.sizes(), weight_VD.options().dtype(wide))};
+      if (!lent) loop.grad_weight = {at::empty(weight_VD.sizes(), weight_VD.options().dtype(wide))};
     }
     loop.run();
     loss = loop.loss_sum.mul(scale).to(wide);

@@ -74,9 +74,11 @@ TEST(ActivationCheckpointRun, RefusesImpossibleSettings) {
   EXPECT_NE(refusal(mode("memory_budget") + Words{"--activation_checkpoint.memory_budget_bytes", "1000"})
                 .find("less than"),
             std::string::npos);
-  EXPECT_NE(refusal(mode("selective") + Words{"--activation_checkpoint.selective_ac_option", "7"})
-                .find("activation_checkpoint.selective_ac_option = 7: selects no layer: the model has 6"),
+  const std::string no_layer =
+      refusal(mode("selective") + Words{"--activation_checkpoint.selective_ac_option", "7"});
+  EXPECT_NE(no_layer.find("activation_checkpoint.selective_ac_option = 7: selects no layer: the model has 6"),
             std::string::npos);
+  EXPECT_EQ(no_layer.find("[rank "), std::string::npos) << "the launcher refuses it";
   EXPECT_NE(refusal(mode("full") + Words{"--activation_checkpoint.memory_budget_bytes", "1000000"})
                 .find("memory_budget_bytes = 1000000: is read only with activation_checkpoint.mode"),
             std::string::npos);

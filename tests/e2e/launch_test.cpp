@@ -151,6 +151,20 @@ TEST(Launch, KillsRanksThatIgnoreTheRequestToEnd) {
   std::filesystem::remove(failed);
 }
 
+TEST(Launch, SaysWhatIsNotSavedIfARankDoesNotEnd) {
+  Words words = launch(
+      2, shell("if [ $RANK = 1 ]; then trap '' TERM; fi; echo ready; while :; do sleep 0.1; done"), "all");
+  words.insert(words.begin() + 2, {"--grace", "0.5"});
+  Command job(words);
+  ASSERT_TRUE(job.wait_for_output("[rank 0] ready") && job.wait_for_output("[rank 1] ready"));
+  job.signal(SIGTERM);
+  const CommandResult result = job.wait(30);
+  EXPECT_EQ(result.status, 128 + SIGTERM);
+  EXPECT_THAT(result.err,
+              HasSubstr("rank 1 (it was killed because it didn't end in time); steps after the newest "
+                        "complete checkpoint aren't saved"));
+}
+
 TEST(Launch, CtrlCEndsAllRanks) {
   Command job(launch(2, {kRankProgram, "60", "hang"}, "all"));
   ASSERT_TRUE(job.wait_for_output("rank 0 of") && job.wait_for_output("rank 1 of"));

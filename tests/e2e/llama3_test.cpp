@@ -70,7 +70,7 @@ TEST(Llama3Debug, TwoRunsAreBitEqual) {
   EXPECT_TRUE(outcome_of("warn_only", {"--debug.deterministic", "--debug.deterministic_warn_only"}) == first);
   if (tests_on_gpu()) return;
   // On the CPU the kernels are deterministic by default.
-  for (const char* name : {"third", "fourth"}) EXPECT_TRUE(outcome_of(name, {}) == first) << name;
+  EXPECT_TRUE(outcome_of("default", {}) == first);
 }
 
 // One rank in bfloat16 keeps a cast of its weights, which has to follow the optimizer.

@@ -17,7 +17,7 @@ class PeerRestart : public ::testing::Test {
   /// 40 steps; on disk only the model after the last, unless `more` says otherwise.
   Words words(const Words& more = {}) const {
     return resumable(config_) + Words{"--nproc",
-                                      "3",
+                                      num_ranks_,
                                       "--training.steps",
                                       "40",
                                       "--lr_scheduler.total_steps",
@@ -99,6 +99,7 @@ class PeerRestart : public ::testing::Test {
   const fs::path config_ = fresh_folder("config"), run_ = fresh_folder("run"),
                  memory_ = fresh_folder("memory");
   const HeldSteps steps_{fresh_folder("steps")};
+  std::string num_ranks_ = "3";
 
  private:
   static std::vector<fs::path> entries_of(const fs::path& folder) {
@@ -166,6 +167,25 @@ TEST_F(PeerRestart, FewerRanksResumeFromTheSameMemory) {
   ASSERT_EQ(result.status, 0) << result.err;
   EXPECT_THAT(result.err, AllOf(HasSubstr("2 of 3 ranks"), HasSubstr("loaded from " + memory_.string())));
   expect_same_curve(words(), 1e-5);
+}
+
+// Rank 0 has the first and the last stage, and so both copies of the tied weight.
+TEST_F(PeerRestart, ResumesTheTiedStagesOfAVSchedule) {
+  num_ranks_ = "2";
+  const Words tied = {"--training.local_batch_size",
+                      "4",
+                      "--parallelism.pipeline_parallel_degree",
+                      "2",
+                      "--parallelism.pipeline_parallel_schedule",
+                      "ZBVZeroBubble",
+                      "--model.args.tie_embeddings"};
+  steps_.hold(11);
+  Command job = start(with_peers("1", tied));
+  kill_rank(job, 0, 11, 2);
+  const CommandResult result = job.wait(100);
+  ASSERT_EQ(result.status, 0) << result.err;
+  EXPECT_THAT(result.err, HasSubstr("loaded from " + memory_.string()));
+  expect_same_curve(words(tied), 0);
 }
 
 TEST_F(PeerRestart, FallsBackToTheDiskIfMemoryIsDamaged) {

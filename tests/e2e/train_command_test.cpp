@@ -390,8 +390,9 @@ TEST(Compare, ShowsDifferentSettingsAndTheFirstDifferentLoss) {
   CommandResult result = run({titan_program(), "compare", a.string(), b.string(), c.string()});
   EXPECT_EQ(result.status, 0) << result.err;
   // The first step's loss doesn't depend on the learning rate.
-  EXPECT_THAT(result.out, AllOf(HasSubstr("optimizer.lr"), HasSubstr("the losses first differ at step 2"),
-                                HasSubstr("all 4 losses are equal, bit for bit")));
+  EXPECT_THAT(result.out,
+              AllOf(HasSubstr("optimizer.lr"), HasSubstr("the losses first differ at step 2"),
+                    HasSubstr("all 4 losses are equal, bit for bit"), ContainsRegex("\n +ranks +1 +1 +1\n")));
 }
 
 TEST(Compare, NamesAFolderWithoutARun) {

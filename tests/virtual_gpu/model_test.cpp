@@ -109,9 +109,10 @@ enum class Kernels { Launched, Run };
 /// A step of an 8B model with so many blocks. The allocator needs a few steps until it has all its memory. The bytes of LibTitan's kernels
 /// are counted only if they run.
 StepCounts count_step(const dist::World& world, int64_t num_layers, int64_t seq_len, Words words,
-                      Kernels kernels = Kernels::Launched) {
-  words.insert(words.end(), {str("--model.args.n_layers=", num_layers), "--model.args.vocab_size=1024",
-                             str("--training.seq_len=", seq_len)});
+                      Kernels kernels = Kernels::Launched, int64_t vocabulary = 1024) {
+  words.insert(words.end(),
+               {str("--model.args.n_layers=", num_layers), str("--model.args.vocab_size=", vocabulary),
+                str("--training.seq_len=", seq_len)});
   const JobConfig config = load_preset("llama3_8b", world.size(), words);
   Training training(config, world);
   const nn::TraceLabels labels(training.model().root());
@@ -190,6 +191,19 @@ TEST(Block, ClippingTakesNoPassOverTheGradients) {
   EXPECT_EQ(count("launches", nullptr, "aten::_foreach_norm"), 1);
   EXPECT_EQ(count("launches", nullptr, "aten::_fused_adamw_"), 1);
   EXPECT_EQ(count("launches", nullptr, "aten::_foreach_mul_"), 0);
+}
+
+// The loss, and the gradients of hidden states and weight: products, too. Each chunk of tokens reads and writes the weight's whole gradient.
+TEST(LossHead, MovesAtMost30GigabytesInAStep) {
+  if (!in_memory_only_mode()) GTEST_SKIP() << "runs on virtual GPUs in memory-only mode";
+  constexpr int64_t tokens = 8192, vocabulary = 128'256;
+  count_step(nccl_world(), 1, tokens, {"--activation_checkpoint.mode=none"}, Kernels::Launched, vocabulary);
+  ASSERT_GT(count("launches", "output", "cross_entropy_kernel"), 0);
+  constexpr int64_t by_kernel =
+      2 * tokens * vocabulary * 2;  // it isn't run; it reads and writes the logits in bf16
+  const int64_t bytes = count("bytes_read", "output") + count("bytes_written", "output") + by_kernel;
+  std::printf("the loss head: %.2f GB\n", static_cast<double>(bytes) / 1e9);
+  EXPECT_LE(bytes, 30'000'000'000);
 }
 
 struct Layout {

@@ -197,8 +197,8 @@ class GradSink {
   /// The default computes the gradient at once.
   virtual void accept(DueGradient gradient) { accept(gradient.compute(), {}); }
 
-  /// Lends memory of the sink for a gradient that is summed before its backward (the loss head's): zeros, as
-  /// blocks of the gradient's rows in order. Empty: there is none, and the caller allocates its own.
+  /// Lends memory of the sink for a gradient that is summed before its backward (the loss head's): blocks of the
+  /// gradient's rows in order, with values of no meaning. Empty: there is none, and the caller allocates its own.
   virtual std::vector<at::Tensor> lend(at::ScalarType /*dtype*/) { return {}; }
   /// Takes lent blocks back and adds scale * their values. Blocks that are dropped instead add nothing.
   virtual void accept_lent(const std::vector<at::Tensor>& /*blocks*/, const at::Tensor& /*scale*/) {}

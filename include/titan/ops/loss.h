@@ -41,7 +41,7 @@ class TokenLoss {
 struct LossOptions {
   int64_t global_valid_tokens = 0;  ///< the sum is divided by this; 0: the loss and its gradients are 0
   int64_t chunk_bytes =
-      64 * 1024 * 1024;  ///< size of the logits that exist at one time; on a GPU, at least 2,048 rows do
+      64 * 1024 * 1024;  ///< size of the logits that exist at one time; on a GPU, at least 4,096 rows do
   std::shared_ptr<const Products> products;
   std::shared_ptr<GradSink> weight_sink = nullptr;  ///< receives the weight's gradient in the backward
   VocabularyPart part = {};                         ///< the rows of the vocabulary that the weight has

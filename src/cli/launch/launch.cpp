@@ -144,7 +144,7 @@ class Launcher {
         return 0;
       case GroupEnd::Kind::Stopped:
         tell("not all ranks shut down cleanly: ", end.ended_badly,
-             "; steps after the newest complete checkpoint may be lost");
+             "; steps after the newest complete checkpoint aren't saved");
         return 128 + end.stop_signal;
       case GroupEnd::Kind::CantStart:
         return after_no_start(end);

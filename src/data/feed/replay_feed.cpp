@@ -89,8 +89,8 @@ std::unique_ptr<Lane> ReplayFeed::open(const LaneState& state, int64_t) const {
   TITAN_CHECK(state.lane >= 0 && state.lane < input_.shape()[1] && state.position >= 0 &&
                   state.position < kMostSteps && state.epoch == 0 && state.token_offset == 0,
               "the recorded batches in ", input_.path().parent_path().string(),
-              " have no such position: row ", state.lane, " of ", input_.shape()[1], ", epoch ", state.epoch,
-              ", step ", state.position, ", token ", state.token_offset);
+              " have no such position: row ", state.lane + 1, " of ", input_.shape()[1], ", epoch ",
+              state.epoch, ", step ", state.position + 1, ", token ", state.token_offset);
   return std::make_unique<ReplayLane>(std::static_pointer_cast<const ReplayFeed>(shared_from_this()), state);
 }
 

@@ -171,20 +171,20 @@ std::vector<at::Tensor> GradientCollector::lend(size_t slot, at::ScalarType dtyp
   if (!can_lend_place(slot, dtype)) {
     const at::Tensor buffer =
         context_->pool.acquire(place.rows() * place.row_numel, dtype, dist::Stream::current(config_.device));
-    return {buffer.view(place.shape).zero_()};
+    return {buffer.view(place.shape)};
   }
   local() ? make_flat_grad() : open_collected();
   lent_slot_ = slot;
   if (by_parameter_) {
     const at::Tensor whole = place_by_parameter(slot).narrow(0, 0, place.rows() * place.row_numel);
-    return lent_ = {whole.view(place.shape).zero_()};
+    return lent_ = {whole.view(place.shape)};
   }
   const at::Tensor& packed = local() ? flat_grad_ : collected_;
   std::vector<int64_t> sizes = place.shape;
   int64_t offset = place.offset;
   for (int64_t row = 0; row < place.rows(); row += place.chunk_rows, offset += layout_.trainable_numel()) {
     sizes[0] = std::min(place.chunk_rows, place.rows() - row);
-    lent_.push_back(part_of(packed, offset, sizes).zero_());
+    lent_.push_back(part_of(packed, offset, sizes));
   }
   return lent_;
 }

@@ -301,6 +301,14 @@ TEST(Load, LongValuesAreCutInMessages) {
   EXPECT_LT(problem.size(), 200u);
 }
 
+TEST(Load, ManyUnknownKeysAreCounted) {
+  std::string text = "[training]\n";
+  for (int i = 0; i < 20'000; ++i) text += "step_" + std::to_string(i) + " = 1\n";
+  const Problems problems = load_text(text).problems;
+  ASSERT_EQ(problems.size(), 101u);
+  EXPECT_EQ(problems.back(), "and 19900 more problems");
+}
+
 TEST(Load, ReportsMissingFilesAndWrongFileTypes) {
   EXPECT_EQ(load_sample({"none.toml", {}}).problems,
             Problems{"cannot read none.toml: No such file or directory (ENOENT)"});

@@ -15,6 +15,14 @@ TEST(Error, ConfigErrorHoldsEveryProblem) {
   EXPECT_EQ(error.problems(), (Names{"one", "two"}));
 }
 
+TEST(Error, ConfigErrorIsReadableWhateverItsInput) {
+  const ConfigError error(Names(20'000, std::string(5000, 'x').replace(3999, 2, "\u00e9")));
+  ASSERT_EQ(error.problems().size(), 101u);
+  EXPECT_EQ(error.problems().front(), std::string(3999, 'x') + "...")
+      << "the character at its end isn't cut in two";
+  EXPECT_EQ(error.problems().back(), "and 19900 more problems");
+}
+
 TEST(Error, CheckNamesThePlace) {
   try {
     TITAN_CHECK(1 + 1 == 3, "expected ", 3, ", got ", 2);

@@ -120,6 +120,18 @@ TEST_F(FileTest, RefusesToReadAFolder) {
 
 TEST_F(FileTest, ReadsFilesThatHideTheirSize) { EXPECT_FALSE(read_file("/proc/self/status").empty()); }
 
+TEST_F(FileTest, KeepsEarlierFilesUnderNumbers) {
+  EXPECT_EQ(keep_earlier_file(folder_ / "a.json.gz"), std::nullopt);
+  for (const char* kept : {"a.1.json.gz", "a.2.json.gz"}) {
+    write_file_atomic(folder_ / "a.json.gz", kept);
+    EXPECT_EQ(keep_earlier_file(folder_ / "a.json.gz"), folder_ / kept);
+    EXPECT_EQ(read_file(folder_ / kept), kept);
+  }
+  write_file_atomic(folder_ / "plain", "");
+  EXPECT_EQ(keep_earlier_file(folder_ / "plain"), folder_ / "plain.1");
+  EXPECT_FALSE(fs::exists(folder_ / "plain"));
+}
+
 TEST_F(FileTest, MakesFoldersAndSaysWhichPartFailed) {
   make_folder(folder_ / "a" / "b");
   make_folder(folder_ / "a" / "b");

@@ -103,6 +103,8 @@ TEST_F(SourceTest, RefusesFilesThatArePlainlySomethingElse) {
     std::filesystem::remove(path);
   }
   EXPECT_NE(refusal("text", folder_.write("a.txt", lines)).find("is JSON Lines"), std::string::npos);
+  EXPECT_NE(refusal("text", folder_.path() / "a.txt").find("training.dataset = \"jsonl\" reads it"),
+            std::string::npos);
   EXPECT_NE(refusal("text", folder_.write("a.jsonl", lines.substr(0, 8))).find("is JSON Lines"),
             std::string::npos);
   EXPECT_EQ(build("jsonl", folder_.path() / "a.txt")->size(), 2);

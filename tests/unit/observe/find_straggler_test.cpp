@@ -84,5 +84,16 @@ TEST(FindStraggler, FindsTheSlowestOfSeveral) {
   EXPECT_EQ(found->rank, 5);
 }
 
+TEST(WarningTimes, AllowOneWarningPerRankInTenMinutes) {
+  using namespace std::chrono_literals;
+  WarningTimes times;
+  const WarningTimes::Time start{};
+  EXPECT_TRUE(times.may_warn(3, start));
+  EXPECT_TRUE(times.may_warn(1, start + 1min));
+  EXPECT_FALSE(times.may_warn(3, start + 9min));
+  EXPECT_TRUE(times.may_warn(3, start + 10min));
+  EXPECT_FALSE(times.may_warn(3, start + 19min)) << "the last warning counts";
+}
+
 }  // namespace
 }  // namespace titan::train

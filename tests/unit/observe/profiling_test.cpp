@@ -64,6 +64,16 @@ TEST(StepProfiler, ReportsWritingToTheWatchdogAsASave) {
   EXPECT_TRUE(std::filesystem::exists(folder.path() / "traces/iteration_2/rank0_trace.json.gz"));
 }
 
+TEST(StepProfiler, KeepsTheTraceOfAnEarlierRun) {
+  data::TemporaryFolder folder;
+  for (int run = 0; run < 2; ++run) {
+    StepProfiler profiler(options_in(folder.path() / "traces"));
+    two_steps(profiler);
+  }
+  EXPECT_TRUE(std::filesystem::exists(folder.path() / "traces/iteration_2/rank0_trace.json.gz"));
+  EXPECT_TRUE(std::filesystem::exists(folder.path() / "traces/iteration_2/rank0_trace.1.json.gz"));
+}
+
 TEST(StepProfiler, EndsTheReportedSaveWhenWritingFails) {
   data::TemporaryFolder folder;
   std::ofstream(folder.path() / "traces") << "a file where the folder would be";

@@ -44,6 +44,11 @@ TEST(RunLog, RemovesLinesThatAreNotRows) {
     EXPECT_EQ(keep_rows_up_to(5, path), 1);
     EXPECT_EQ(text_of(path), row) << rest;
   }
+  std::ofstream(folder.path() / "metrics.jsonl") << row << "{\"step\": 2, \"lo";
+  ::testing::internal::CaptureStderr();
+  MetricsLogger({.settings = {}, .folder = folder.path()}).begin_after(5);
+  EXPECT_NE(::testing::internal::GetCapturedStderr().find("metrics.jsonl: removed 1 incomplete row(s)"),
+            std::string::npos);
   keep_rows_up_to(5, folder.path() / "none.jsonl");
   EXPECT_FALSE(fs::exists(folder.path() / "none.jsonl"));
 }

@@ -97,6 +97,9 @@ OwnWork::~OwnWork() {
 }
 
 bool counts() { return counters() != nullptr; }
+void write_counts() {
+  if (counters() && !counters()->empty()) write_counters();
+}
 void enter_module(std::string name) { open_modules.push_back(std::move(name)); }
 void leave_module() {
   if (!open_modules.empty()) open_modules.pop_back();

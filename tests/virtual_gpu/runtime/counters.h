@@ -20,5 +20,7 @@ void count_operation(Operation& operation);
 void count_ranges(const Operation& operation, const std::vector<Range>& ranges);
 void count_host_wait(const std::string& call);
 void count_allocation(const std::string& call, size_t bytes);
+/// For programs that end without exit(). Writes nothing if nothing was counted, because a launcher shares its rank's file.
+void write_counts();
 
 }  // namespace virtual_gpu
