@@ -74,32 +74,28 @@ bool contains_either_way(std::string_view a, std::string_view b) {
   return a.find(b) != std::string_view::npos || b.find(a) != std::string_view::npos;
 }
 
-}  // namespace
-
-namespace {
-
 // A file that isn't what its reader takes it for may have a million problems, or one of a million characters.
-std::vector<std::string> readable(std::vector<std::string> problems) {
-  constexpr size_t kMost = 100, kLongest = 4000;
-  if (problems.size() > kMost) {
-    const size_t num_more = problems.size() - kMost;
-    problems.resize(kMost);
-    problems.push_back(str("and ", num_more, " more problems"));
+std::string readable(const std::string& text) {
+  constexpr size_t kMostLines = 200, kLongest = 4000;
+  std::string result;
+  size_t begin = 0;
+  for (size_t line = 0; line < kMostLines && begin <= text.size(); ++line) {
+    const size_t end = std::min(text.find('\n', begin), text.size());
+    size_t cut = std::min(end, begin + kLongest);
+    while (cut < end && cut > begin && !starts_character(text[cut])) --cut;
+    result +=
+        str(line > 0 ? "\n" : "", std::string_view(text).substr(begin, cut - begin), cut < end ? "..." : "");
+    begin = end + 1;
   }
-  for (std::string& problem : problems) {
-    if (problem.size() <= kLongest) continue;
-    size_t end = kLongest;
-    while (end > 0 && !starts_character(problem[end])) --end;
-    problem.resize(end);
-    problem += "...";
-  }
-  return problems;
+  if (begin > text.size()) return result;
+  const auto num_left = 1 + std::count(text.begin() + static_cast<std::ptrdiff_t>(begin), text.end(), '\n');
+  return str(result, "\nand ", num_left, num_left == 1 ? " more line" : " more lines");
 }
 
 }  // namespace
 
 ConfigError::ConfigError(std::vector<std::string> problems)
-    : Error(list_str(problems = readable(std::move(problems)), "\n")), problems_(std::move(problems)) {}
+    : Error(readable(list_str(problems, "\n"))), problems_(std::move(problems)) {}
 
 namespace detail {
 

@@ -210,23 +210,23 @@ Cause wait_for_explanation(c10d::Store& store) {
 
 // Ranks learn of a failure when they are asked for their records: "failure of rank 0 itself: no space". Once the
 // cause is found, a second request passes it on, because the store may end before a rank fails and asks for it:
-// "failure of the job, told by no rank: lost: rank 1".
+// "failure of the job: lost: rank 1", or "failure of the job, caused by rank 0: no space".
 constexpr std::string_view kItself = " itself: ";
-constexpr std::string_view kToldBy = "the job, told by ";
+constexpr std::string_view kTheJob = "the job";
 std::string request_of(const FailureScene& scene) {
   return str(kFailureOf, "rank ", scene.rank, scene.is_about_peer ? ": " : kItself, scene.failure);
 }
 
+// The request comes first: once the explanation is there, the rank that keeps the store may end.
 void leave_explanation(c10d::Store& store, const Cause& cause) {
+  const std::string by = cause.told_by < 0 ? "" : str(", caused by rank ", cause.told_by);
+  request_records(store, str(kFailureOf, kTheJob, by, ": ", cause.text));
   store.set(kExplanationKey, json_text(nlohmann::json(cause)));
-  const std::string teller = cause.told_by < 0 ? "no rank" : str("rank ", cause.told_by);
-  request_records(store, str(kFailureOf, kToldBy, teller, ": ", cause.text));
 }
 
 // The cause, if it was found, or if the rank that asked for records failed by itself.
 std::optional<Cause> cause_in(const std::string& request) {
-  const std::string told_by = str(kFailureOf, kToldBy);
-  if (request.starts_with(told_by)) {
+  if (request.starts_with(str(kFailureOf, kTheJob))) {
     const size_t end = request.find(": ");
     return Cause{request.substr(end + 2), first_rank_named(request.substr(0, end))};
   }

@@ -54,8 +54,11 @@ RunWatchdog::RunWatchdog(std::shared_ptr<dist::Watchdog> watchdog, const dist::W
 
 RunWatchdog::~RunWatchdog() {
   // While an error unwinds, a destructor may wait for work of a GPU that waits for a lost peer, and the watchdog
-  // ends that work. The rank is watched until explain().
-  if (std::uncaught_exceptions() == 0) watchdog_->leave();
+  // ends that work. The rank is watched until explain(). A destructor may also wait for a save.
+  if (std::uncaught_exceptions() == 0)
+    watchdog_->leave();
+  else
+    watchdog_->progress(dist::ProgressKind::Checkpoint, "clean-up");
   remove_probes(models_, [&](const nn::CallHook& hook) {
     const auto* progress = dynamic_cast<const ForwardProgress*>(&hook);
     return progress && progress->watchdog() == watchdog_.get();

@@ -19,7 +19,8 @@ class RunWatchdog final : public RunObserver {
   /// `startup`: the limits until the first step is over; `training`: the limits after it.
   RunWatchdog(std::shared_ptr<dist::Watchdog> watchdog, const dist::WatchdogLimits& startup,
               dist::WatchdogLimits training, const std::vector<nn::AnyRef>& models);
-  /// Removes its hooks from the models. While an error unwinds, the watchdog watches until Watchdog::explain().
+  /// Removes its hooks from the models. While an error unwinds, the watchdog watches until Watchdog::explain(),
+  /// with the limit of a save.
   ~RunWatchdog() override;
   void begin(Phase phase, int64_t step) override;
   void end(Phase phase, int64_t step, bool failed) override;

@@ -58,7 +58,7 @@ using torch::profiler::impl::ProfilerState;
 
 void keep_earlier_runs(const std::filesystem::path& path) {
   if (const auto kept = keep_earlier_file(path))
-    log::info_rank0(str("profiling: the file of an earlier run in this folder is kept: ", kept->string()));
+    log::info_rank0(str("profiling: an earlier file of this step is kept: ", kept->string()));
 }
 
 ProfilerConfig profiler_config() {

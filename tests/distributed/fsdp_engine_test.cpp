@@ -112,6 +112,48 @@ TEST(FsdpEnginePrefetch, FollowsTheListsOfModules) {
   }
 }
 
+/// One block runs twice, around another whose gradient isn't needed on every rank.
+class RunsTwiceImpl : public nn::Module {
+ public:
+  explicit RunsTwiceImpl(at::ScalarType dtype)
+      : first(6, 7, dtype), twice(6, 7, dtype), between(6, 7, dtype) {
+    register_module("first", first);
+    register_module("twice", twice);
+    register_module("between", between);
+  }
+  at::Tensor forward(const at::Tensor& x, bool detaches) {
+    const at::Tensor h = twice(first(x)), y = between(h);
+    return twice(detaches ? h + y.detach() - h.detach() : y);
+  }
+  testing::Block first, twice, between;
+};
+TITAN_MODULE(RunsTwice);
+
+// All ranks gather in the same order, whichever backwards they reach.
+TEST(FsdpEnginePrefetch, KeepsTheOrderIfAGroupRunsTwice) {
+  const int size = testing::world().size(), rank = testing::world().rank();
+  const at::Tensor batch = input_rows(12, 6, at::kDouble);
+  RunsTwice reference(at::kDouble);
+  for (int r = 0; r < size; ++r) loss_of(reference(my_rows(batch, r, size), r == 1)).backward();
+  for (const DataLayout& layout : gathering_layouts())
+    for (const int prefetch : {0, 1, 2, 9, -1}) {
+      const bool by_lists = prefetch < 0;
+      const FsdpOptions options{.mesh = mesh_of(layout), .prefetch = by_lists ? 0 : prefetch};
+      RunsTwice model(at::kDouble);
+      fully_shard(model->first, options);
+      fully_shard(model->twice, options);
+      fully_shard(model->between, options);
+      fully_shard(model, options);
+      if (by_lists) set_backward_prefetch(model->twice, {model->between, model->first});
+      for (int step = 0; step < 3; ++step) {
+        forget_gradients(model);
+        loss_of(model(my_rows(batch, rank, size), rank == 1)).backward();
+        expect_equal_gradients(model, reference, 1e-12, str("prefetch ", prefetch));
+        EXPECT_EQ(fsdp_stats(model).gathered_groups, 0);
+      }
+    }
+}
+
 TEST(FsdpEnginePrefetch, RefusesModulesThatWereNotSharded) {
   const DataLayout layout{1, testing::world().size()};
   Toy model = sharded_toy({}, at::kFloat, {.mesh = mesh_of(layout)});

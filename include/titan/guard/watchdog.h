@@ -143,7 +143,8 @@ class Watchdog {
   /// first error that isn't about a peer (a full disk, a wrong setting); or else the result of the flight
   /// records. Makes all ranks write their records. Takes some seconds, because silence takes time to notice,
   /// and gives up after kExplainsWithin. Launchers blame the first rank to end, so it then returns a little
-  /// later on ranks that aren't to blame. Doesn't throw. Call it once, when the process is about to end.
+  /// later on ranks that aren't to blame. Doesn't throw. Leaves, as leave() does. Call it once, when
+  /// the process is about to end.
   Explanation explain(const std::string& failure) noexcept;
 
  private:

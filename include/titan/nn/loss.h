@@ -61,7 +61,7 @@ struct LossHeadOptions {
   Init init;
   at::Tensor tied_weight = {};  ///< the embedding's [vocab, dim], for models that share it
   int64_t chunk_bytes =
-      64 * 1024 * 1024;  ///< size of the logits that exist at one time; on a GPU, at least 2,048 rows do
+      64 * 1024 * 1024;  ///< size of the logits that exist at one time; on a GPU, at least 4,096 rows do
   Construct construct = {};
   Loss loss = nullptr;
 };

@@ -63,8 +63,8 @@ void fully_shard(const nn::AnyRef& module, const FsdpOptions& options);
 void fully_shard(std::initializer_list<nn::AnyRef> modules, const FsdpOptions& options);
 
 /// Replaces `FsdpOptions::prefetch` for one group: while the forward of `module` computes, the groups of `next` are
-/// gathered, in this order, also in the first step, when the order of the forward isn't known. None: nothing is
-/// gathered ahead. All modules were given to fully_shard, below one root. All ranks make the same call.
+/// gathered, in this order, also in the first step, when the order of the forward isn't known. An empty list:
+/// nothing is gathered ahead. All modules were given to fully_shard, below one root. All ranks make the same call.
 void set_forward_prefetch(const nn::AnyRef& module, const std::vector<nn::AnyRef>& next);
 /// The same for the backward, which always gathers in its own order: it gathers ahead up to the last of `next`.
 void set_backward_prefetch(const nn::AnyRef& module, const std::vector<nn::AnyRef>& next);

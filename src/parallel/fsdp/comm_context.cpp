@@ -33,12 +33,20 @@ BufferPool::BufferPool(at::Device device) : device_(device) {
 
 BufferPool::~BufferPool() {
   idle_.reset();
+  const bool unwinds = std::uncaught_exceptions() > 0;
+  const auto is_done = [](const dist::Event& event) {
+    try {
+      return event.done();
+    } catch (const std::exception&) {  // the device failed
+      return false;
+    }
+  };
   for (Free& free : free_) {
-    // While an error unwinds, streams may wait for a peer that is lost. The memory is given up, then.
-    if (std::uncaught_exceptions() > 0)
-      static_cast<void>(free.bytes.unsafeReleaseTensorImpl());
-    else
+    // While an error unwinds, streams may wait for a peer that is lost. Memory in use is given up, then.
+    if (!unwinds)
       free.used.synchronize();
+    else if (!is_done(free.used))
+      static_cast<void>(free.bytes.unsafeReleaseTensorImpl());
   }
 }
 
@@ -210,6 +218,17 @@ ParamGroup& CommContext::checked(const ParamGroup& now, ParamGroup& listed) cons
   return listed;
 }
 
+// Whether the group of a later visit runs in the backward before that, from the visit of `turn` on: then it is gathered,
+// and freed, once more, and no rank gathers ahead past it, whichever of its visits' backwards it reaches.
+bool CommContext::runs_before(int64_t later, int64_t turn) const {
+  const auto group_at = [this](int64_t end) {
+    return visits_[static_cast<size_t>(ends_[static_cast<size_t>(end)])].group.get();
+  };
+  for (int64_t end = later + 1; end <= turn; ++end)
+    if (group_at(end) == group_at(later)) return true;
+  return false;
+}
+
 // The index in ends_ of the last visit that the backward gathers ahead while that of `turn` computes.
 int64_t CommContext::prefetched_by(int64_t turn) const {
   const ParamGroup& now = *visits_[static_cast<size_t>(ends_[static_cast<size_t>(turn)])].group;
@@ -291,7 +310,7 @@ void CommContext::pre_backward(int64_t iteration, int64_t visit) {
     group.finish_unshard();
   }
   const int64_t last = std::max<int64_t>(prefetched_by(turn), 0);
-  while (next_gather_ >= last) issue_gather();
+  while (next_gather_ >= last && !runs_before(next_gather_, turn)) issue_gather();
 }
 
 void CommContext::post_backward(int64_t iteration, int64_t visit) {

@@ -30,7 +30,7 @@ class BufferPool {
  public:
   explicit BufferPool(at::Device device);
   /// Blocks until all streams have finished with the buffers, because the allocator knows only one stream. While an
-  /// error unwinds, keeps their memory from all other use instead.
+  /// error unwinds, gives up the memory of those in use instead.
   ~BufferPool();
 
   /// A buffer of `numel` elements of `dtype`. `user` waits for the stream that used it last, and so may write
@@ -160,6 +160,7 @@ class CommContext : public std::enable_shared_from_this<CommContext> {
 
   void prefetch_forward();
   int64_t prefetched_by(int64_t turn) const;
+  bool runs_before(int64_t later, int64_t turn) const;
   ParamGroup& checked(const ParamGroup& now, ParamGroup& listed) const;
   void cancel_prefetches();
   void start_backward();

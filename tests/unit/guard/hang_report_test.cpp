@@ -91,7 +91,7 @@ TEST(ExplainAlone, NamesTheRankThatReportedAnErrorOfItsOwn) {
   EXPECT_EQ(why.told_by, 0);
   EXPECT_TRUE(why.covers_own_error);
   EXPECT_TRUE(why.is_about_peer);
-  scene.record_request = "failure of the job, told by no rank: lost: rank 2";
+  scene.record_request = "failure of the job: lost: rank 2";
   EXPECT_EQ(explain_alone(scene, "the store is gone").text, "lost: rank 2");
   scene.is_about_peer = false;
   EXPECT_EQ(explain_alone(scene, "the store is gone").text,

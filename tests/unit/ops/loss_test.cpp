@@ -1,7 +1,7 @@
 #include <gtest/gtest.h>
-#include <cmath>
 
 #include <barrier>
+#include <cmath>
 #include <thread>
 
 #include <ATen/ATen.h>

@@ -98,7 +98,12 @@ OwnWork::~OwnWork() {
 
 bool counts() { return counters() != nullptr; }
 void write_counts() {
-  if (counters() && !counters()->empty()) write_counters();
+  if (!counters()) return;
+  const bool has_counted = [] {
+    const Lock lock(state().mutex);
+    return !counters()->empty();
+  }();
+  if (has_counted) write_counters();
 }
 void enter_module(std::string name) { open_modules.push_back(std::move(name)); }
 void leave_module() {
