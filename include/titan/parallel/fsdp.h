@@ -52,7 +52,8 @@ struct FsdpOptions {
   bool reduce_every_micro_batch = true;
   bool cpu_offload = false;  ///< keep shards in pinned host memory; GPUs only
   /// How many of the following groups are gathered while this one computes, in the forward and in the backward.
-  /// Each holds its parameters that much longer. Not used by pipelines, whose schedules gather whole stages.
+  /// Each holds its parameters that much longer. 0: none; the backwards of all ranks then have to reach the same
+  /// groups. Not used by pipelines, whose schedules gather whole stages.
   int prefetch = 1;
 };
 
