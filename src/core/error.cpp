@@ -76,7 +76,7 @@ bool contains_either_way(std::string_view a, std::string_view b) {
 
 // A file that isn't what its reader takes it for may have a million problems, or one of a million characters.
 std::string readable(const std::string& text) {
-  constexpr size_t kMostLines = 200, kLongest = 4000;
+  constexpr size_t kMostLines = 2000, kLongest = 4000;
   std::string result;
   size_t begin = 0;
   for (size_t line = 0; line < kMostLines && begin <= text.size(); ++line) {
