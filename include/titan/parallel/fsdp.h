@@ -68,6 +68,7 @@ void fully_shard(std::initializer_list<nn::AnyRef> modules, const FsdpOptions& o
 /// nothing is gathered ahead. All modules were given to fully_shard, below one root. All ranks make the same call.
 void set_forward_prefetch(const nn::AnyRef& module, const std::vector<nn::AnyRef>& next);
 /// The same for the backward, which always gathers in its own order: it gathers ahead up to the last of `next`.
+/// With an empty list the backwards of all ranks have to reach the same groups, as with a prefetch of 0.
 void set_backward_prefetch(const nn::AnyRef& module, const std::vector<nn::AnyRef>& next);
 
 /// Tells all groups below `root` whether the coming backward is the last of its optimizer step (default:
