@@ -1,5 +1,7 @@
 // fully_shard in unusual steps: other paths, several backwards, and exceptions.
 
+#include <array>
+
 #include "distributed/toy_case.h"
 #include "parallel/fsdp/fsdp_state.h"
 
@@ -54,19 +56,26 @@ TEST_F(FsdpPaths, OneForwardMayHaveTwoBackwards) {
   }
 }
 
-// The ranks' backwards differ, so each rank gathers and reduces the blocks that it skips for the others.
+// The ranks' backwards differ, so each rank gathers and reduces the blocks that it skips for the others. Several blocks
+// follow those that are skipped: the ranks may get that far apart.
 TEST_F(FsdpPaths, RanksMayUseDifferentBlocks) {
-  Toy reference(kOptions, at::kDouble), model = sharded_toy(kOptions, at::kDouble, fsdp());
-  model->path.detached = rank % 2 == 0 ? -1 : 1;
-  for (int step = 0; step < 3; ++step) {
-    reference->zero_grad();
-    forget_gradients(model);
-    for (int r = 0; r < size; ++r) {
-      reference->path.detached = r % 2 == 0 ? -1 : 1;
-      loss_of(reference(my_rows(batch, r, size))).backward();
+  constexpr ToyOptions kDeep{.num_blocks = 7};
+  const auto path = [](int r) { return std::array{-1, 5, 3}[static_cast<size_t>(r % 3)]; };
+  for (const int prefetch : {0, 1, 3}) {
+    FsdpOptions options = fsdp();
+    options.prefetch = prefetch;
+    Toy reference(kDeep, at::kDouble), model = sharded_toy(kDeep, at::kDouble, options);
+    model->path.detached = path(rank);
+    for (int step = 0; step < 3; ++step) {
+      reference->zero_grad();
+      forget_gradients(model);
+      for (int r = 0; r < size; ++r) {
+        reference->path.detached = path(r);
+        loss_of(reference(my_rows(batch, r, size))).backward();
+      }
+      loss_of(model(mine)).backward();
+      expect_equal_gradients(model, reference, kTolerance, str("prefetch ", prefetch, " step ", step));
     }
-    loss_of(model(mine)).backward();
-    expect_equal_gradients(model, reference, kTolerance, str("step ", step));
   }
 }
 

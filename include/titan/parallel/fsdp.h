@@ -52,8 +52,7 @@ struct FsdpOptions {
   bool reduce_every_micro_batch = true;
   bool cpu_offload = false;  ///< keep shards in pinned host memory; GPUs only
   /// How many of the following groups are gathered while this one computes, in the forward and in the backward.
-  /// Each holds its parameters that much longer. 0: none; the backwards of all ranks then have to reach the same
-  /// groups. Not used by pipelines, whose schedules gather whole stages.
+  /// Each holds its parameters that much longer. 0: none. Not used by pipelines, whose schedules gather whole stages.
   int prefetch = 1;
 };
 
@@ -68,7 +67,6 @@ void fully_shard(std::initializer_list<nn::AnyRef> modules, const FsdpOptions& o
 /// nothing is gathered ahead. All modules were given to fully_shard, below one root. All ranks make the same call.
 void set_forward_prefetch(const nn::AnyRef& module, const std::vector<nn::AnyRef>& next);
 /// The same for the backward, which always gathers in its own order: it gathers ahead up to the last of `next`.
-/// With an empty list the backwards of all ranks have to reach the same groups, as with a prefetch of 0.
 void set_backward_prefetch(const nn::AnyRef& module, const std::vector<nn::AnyRef>& next);
 
 /// Tells all groups below `root` whether the coming backward is the last of its optimizer step (default:

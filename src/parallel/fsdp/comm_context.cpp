@@ -256,6 +256,7 @@ void CommContext::start_backward() {
   in_backward_ = true;
   next_gather_ = static_cast<int64_t>(ends_.size()) - 1;
   next_reduce_ = static_cast<int64_t>(visits_.size()) - 1;
+  reached_ = static_cast<int64_t>(ends_.size());
   for (size_t end = 0; end < ends_.size(); ++end)
     visits_[static_cast<size_t>(ends_[end])].end = static_cast<int64_t>(end);
   // The engine runs the callback when the backward that fired the first hook ends. Hooks are outside of
@@ -304,6 +305,7 @@ void CommContext::pre_backward(int64_t iteration, int64_t visit) {
   if (!in_backward_) start_backward();
   const int64_t turn = visits_[static_cast<size_t>(visit)].end;
   while (next_gather_ >= turn) issue_gather();
+  skip_to(visit);
   ParamGroup& group = *visits_[static_cast<size_t>(visit)].group;
   if (group.backward_reads_parameters()) {
     group.start_unshard();
@@ -311,6 +313,23 @@ void CommContext::pre_backward(int64_t iteration, int64_t visit) {
   }
   const int64_t last = std::max<int64_t>(prefetched_by(turn), 0);
   while (next_gather_ >= last && !runs_before(next_gather_, turn)) issue_gather();
+}
+
+// Before this rank waits for a gather: visits that ran after this one and weren't reached never will be, since the engine
+// runs the newest operations first. Those that began before it enclose it, and may still collect gradients.
+void CommContext::skip_to(int64_t visit) {
+  Visit& now = visits_[static_cast<size_t>(visit)];
+  TITAN_CHECK(!now.skipped, "the backward of '", now.group->name(),
+              "' came after that of a module that ran before it in the forward, so its gradients were "
+              "reduced already: "
+              "a sharded model's backward has to run its modules in the reverse of their forwards' order");
+  for (int64_t end = now.end + 1; end < reached_; ++end) {
+    if (ends_[static_cast<size_t>(end)] < visit) continue;
+    Visit& skipped = visits_[static_cast<size_t>(ends_[static_cast<size_t>(end)])];
+    skipped.skipped = skipped.ready = true;
+  }
+  reached_ = std::min(reached_, now.end);
+  issue_ready_reductions();
 }
 
 void CommContext::post_backward(int64_t iteration, int64_t visit) {
@@ -367,7 +386,7 @@ void CommContext::finish_backward() {
   for (Visit& visit : visits_) {
     visit.group->cancel_unshard();
     visit.group->reshard();
-    visit.ready = false;  // a retained graph may run its backward again
+    visit.ready = visit.skipped = false;  // a retained graph may run its backward again
   }
   hand_over();
   in_backward_ = false;

@@ -80,7 +80,9 @@ class ParamGroup;
 /// backward reduces in its reverse. A backward reaches the groups in the reverse of the order in which their
 /// forwards ended, and gathers in that order. (The two orders differ where a group encloses others: the
 /// outermost module's own group, or an embedding with the output that is tied to it.) A visit that a rank's
-/// backward never reaches is still gathered and reduced, in its turn. The forward alone decides which visits
+/// backward skips is still gathered and reduced, in its turn, as soon as the backward reaches one that ran
+/// before it: another rank that did reach the skipped one may wait for its reduction before it goes on to the
+/// next gather. The forward alone decides which visits
 /// take part: those with an output that requires a gradient. (If a group runs several times in one forward,
 /// all ranks' backwards have to reach the same runs; if it has several modules, all ranks' forwards have to
 /// end with the same one.) Gathers and reductions use separate process groups, so their relative order is
@@ -154,8 +156,9 @@ class CommContext : public std::enable_shared_from_this<CommContext> {
     std::shared_ptr<ParamGroup> group;
     bool with_backward = false;
     bool at_end = false;
-    bool ready = false;  // its gradients are complete
-    int64_t end = 0;     // its index in ends_
+    bool ready = false;    // its gradients are complete
+    bool skipped = false;  // this rank's backward has passed it without reaching it
+    int64_t end = 0;       // its index in ends_
   };
 
   void prefetch_forward();
@@ -168,6 +171,7 @@ class CommContext : public std::enable_shared_from_this<CommContext> {
   void issue_gather();
   void issue_remaining_gathers();
   void issue_ready_reductions();
+  void skip_to(int64_t visit);
   void issue_reduction(ParamGroup& group);
   void issue_last_reductions();
   void advance_reductions(size_t num_young);
@@ -184,6 +188,7 @@ class CommContext : public std::enable_shared_from_this<CommContext> {
   int64_t num_forwards_ = 0;
   int64_t next_gather_ = -1;  // backward: index in ends_ of the next visit to gather
   int64_t next_reduce_ = -1;  // backward: the next visit to reduce
+  int64_t reached_ = 0;       // backward: the lowest index in ends_ that it has reached
   bool in_backward_ = false;
   bool host_shards_ = false;
   bool last_micro_batch_ = true;
