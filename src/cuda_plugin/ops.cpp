@@ -237,6 +237,26 @@ void merge_attention_cuda(Tensor& out, Tensor& log_sum_exp, const Tensor& part,
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
+Tensor sum_of_parts_cuda(at::TensorList parts) {
+  const Tensor& first = parts.front();
+  const bool fits = parts.size() <= cuda::kMaxParts && has_rows(first) &&
+                    std::all_of(parts.begin(), parts.end(), [&](const Tensor& part) {
+                      return part.scalar_type() == first.scalar_type() && part.sizes() == first.sizes() &&
+                             part.is_contiguous() && begins_at_pack(part);
+                    });
+  if (!fits) return composite::sum_of_parts(parts);
+  const c10::cuda::CUDAGuard guard(first.device());
+  Tensor sum = at::empty(first.sizes(), first.options());
+  cuda::SumOfParts in{.out = sum.mutable_data_ptr(),
+                      .source = source_of(first),
+                      .size = first.numel(),
+                      .num_parts = static_cast<int>(parts.size())};
+  for (size_t i = 0; i < parts.size(); ++i) in.parts[i] = parts[i].const_data_ptr();
+  cuda::launch_sum_of_parts(in, c10::cuda::getCurrentCUDAStream());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  return sum;
+}
+
 // Logits are written in place, so they must be where kernels take them.
 bool has_logit_rows(const Tensor& logits) {
   return has_rows(logits) && logits.is_contiguous() && begins_at_pack(logits);
@@ -301,6 +321,7 @@ TORCH_LIBRARY_IMPL(titan, CUDA, m) {
   m.impl("swiglu", swiglu_cuda);
   m.impl("swiglu_backward", swiglu_backward_cuda);
   m.impl("merge_attention_", merge_attention_cuda);
+  m.impl("sum_of_parts", sum_of_parts_cuda);
   m.impl("cross_entropy_", cross_entropy_cuda);
   m.impl("vocabulary_stats", vocabulary_stats_cuda);
   m.impl("vocabulary_grad_", vocabulary_grad_cuda);

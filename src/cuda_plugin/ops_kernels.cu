@@ -296,6 +296,35 @@ __global__ void merge_attention_kernel(AttentionPart in) {
   }
 }
 
+// ---- sums of ranks' summands
+
+// Eight parts are on their way at once.
+template <class T>
+__global__ void sum_of_parts_kernel(SumOfParts in) {
+  constexpr int kSize = Pack<T>::kSize, kAtOnce = 8;
+  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < in.size / kSize;
+       i += int64_t{gridDim.x} * kThreads) {
+    float sums[kSize] = {};
+    for (int first = 0; first < in.num_parts; first += kAtOnce) {
+      Pack<T> parts[kAtOnce];
+#pragma unroll
+      for (int p = 0; p < kAtOnce; ++p)
+        if (first + p < in.num_parts) parts[p] = static_cast<const Pack<T>*>(in.parts[first + p])[i];
+#pragma unroll
+      for (int p = 0; p < kAtOnce; ++p) {
+        if (first + p >= in.num_parts) continue;
+#pragma unroll
+        for (int e = 0; e < kSize; ++e)
+          sums[e] = first + p == 0 ? widen(parts[p].values[e]) : sums[e] + widen(parts[p].values[e]);
+      }
+    }
+    Pack<T> sum;
+#pragma unroll
+    for (int e = 0; e < kSize; ++e) sum.values[e] = narrow<T>(sums[e]);
+    static_cast<Pack<T>*>(in.out)[i] = sum;
+  }
+}
+
 // ---- the loss: a thread block per row of logits
 
 constexpr int kMaxRowThreads = kMaxThreads;
@@ -485,6 +514,13 @@ void launch_merge_attention(const AttentionPart& in, cudaStream_t stream) {
     launch_kernel(merge_attention_kernel<T>,
                   grid_of(parts_of(in.batch * in.tokens * in.heads, rows_of_block)),
                   dim3(static_cast<unsigned>(rows_of_block * lanes)), stream, in);
+  });
+}
+
+void launch_sum_of_parts(const SumOfParts& in, cudaStream_t stream) {
+  with_source(in.source, [&]<class T>(T) {
+    launch_kernel(sum_of_parts_kernel<T>, grid_of(parts_of(in.size / Pack<T>::kSize, kThreads)),
+                  dim3(kThreads), stream, in);
   });
 }
 

@@ -87,6 +87,17 @@ struct AttentionPart {
 constexpr int64_t kMaxHeadBytes = 4096;  ///< a head of `part` has no more
 void launch_merge_attention(const AttentionPart& in, cudaStream_t stream);
 
+/// The sum of `num_parts` tensors of `size` elements, in their order.
+constexpr int kMaxParts = 16;
+struct SumOfParts {
+  void* out = nullptr;
+  const void* parts[kMaxParts] = {};
+  Source source = Source::Float;
+  int64_t size = 0;
+  int num_parts = 0;
+};
+void launch_sum_of_parts(const SumOfParts& in, cudaStream_t stream);
+
 /// Logits [rows, columns], of the columns `first`.. of a vocabulary, and the rows' labels. A row whose label is
 /// kIgnoredLabel has no loss, and its gradient is zero.
 struct LogitRows {

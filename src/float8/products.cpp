@@ -262,6 +262,20 @@ class Float8Products final : public Products {
     return true;
   }
 
+  bool put_product(const at::Tensor& out, ops::Pass pass, const Operand& rows,
+                   const Operand& weight) const override {
+    const bool forward = pass == ops::Pass::Forward;
+    const auto& casts = forward ? layer_.recipe->output : layer_.recipe->grad_input;
+    if (!casts) return layer_.plain->put_product(out, pass, rows, weight);
+    if (layer_.arithmetic != Arithmetic::Hardware || !out.is_cuda() ||
+        casts->left.granularity == Granularity::Block)
+      return false;
+    put_hardware_product(out, forward ? x_rows(rows) : grad_rows(rows),
+                         forward ? weight_rows(weight) : weight_columns(weight),
+                         product_options(*casts, out.scalar_type()));
+    return true;
+  }
+
   // A GPU casts in the pass that makes the scale.
   Operand scaled(const Operand& x_NI, bool trains) const override {
     Operand x = x_NI;

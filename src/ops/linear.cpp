@@ -94,6 +94,14 @@ class PlainProducts : public Products {
       out_OI.add_(grad_weight(grad_NO, x_NI));
     }
   }
+  bool put_product(const at::Tensor& out, Pass pass, const Operand& rows,
+                   const Operand& weight) const override {
+    const at::Tensor factor = pass == Pass::Forward ? weight.values.t() : weight.values;
+    if (widens(rows.values) || uses_onednn(rows.values, factor.t(), onednn_)) return false;
+    at::Tensor place = out;
+    at::mm_out(place, rows.values, factor);
+    return true;
+  }
   // On CPUs a gradient in 16 bits is rounded before it is added, as PyTorch's is.
   bool put_grad_weight(const at::Tensor& out_OI, const Operand& grad, const Operand& x,
                        bool adds) const override {

@@ -122,6 +122,15 @@ void merge_attention_(Tensor& out, Tensor& log_sum_exp, const Tensor& part, cons
   at::logaddexp_out(log_sum_exp, log_sum_exp, sums);
 }
 
+Tensor sum_of_parts(at::TensorList parts) {
+  TITAN_CHECK(!parts.empty(), "titan::sum_of_parts: no parts");
+  const Tensor& first = parts.front();
+  if (parts.size() == 1) return first.clone();
+  Tensor sum = first.to(accumulate_type(first), /*non_blocking=*/false, /*copy=*/true);
+  for (const Tensor& part : parts.slice(1)) sum.add_(part);
+  return sum.to(first.scalar_type());
+}
+
 Tensor cross_entropy_(Tensor& logits, const Tensor& labels, bool with_grad) {
   const Tensor valid = labels.ne(kIgnoredLabel), column = labels.clamp_min(0).unsqueeze(1);
   const Tensor wide = widened(logits);
@@ -221,6 +230,8 @@ TORCH_LIBRARY(titan, m) {
   // [B, H, S]; -inf: no keys.
   m.def(
       "merge_attention_(Tensor(a!) out, Tensor(b!) log_sum_exp, Tensor part, Tensor part_log_sum_exp) -> ()");
+  // The sum of tensors of one size and dtype, added in their order in fp32 (float64 in float64) and rounded once.
+  m.def("sum_of_parts(Tensor[] parts) -> Tensor");
   // Sum of the token losses (double). With with_grad, the logits are replaced by their gradient.
   m.def("cross_entropy_(Tensor(a!) logits, Tensor labels, bool with_grad) -> Tensor");
   // For logits [N, rows of a part]: each token's log-sum-exp and target logit (0 if another part has the
@@ -248,6 +259,7 @@ TORCH_LIBRARY_IMPL(titan, CompositeExplicitAutograd, m) {
   m.impl("attend_", attend_by_libtorch);
   m.impl("attend_backward_", attend_backward_by_libtorch);
   m.impl("merge_attention_", composite::merge_attention_);
+  m.impl("sum_of_parts", composite::sum_of_parts);
   m.impl("cross_entropy_", composite::cross_entropy_);
   m.impl("vocabulary_stats", composite::vocabulary_stats);
   m.impl("vocabulary_grad_", composite::vocabulary_grad_);
@@ -293,6 +305,7 @@ TORCH_LIBRARY_IMPL(titan, Meta, m) {
   m.impl("attend_", [](Tensor&, Tensor&, In, In, In, int64_t) {});
   m.impl("attend_backward_", [](Tensor&, Tensor&, Tensor&, In, In, In, In, In, In, int64_t) {});
   m.impl("merge_attention_", [](Tensor&, Tensor&, In, In) {});
+  m.impl("sum_of_parts", [](at::TensorList parts) { return contiguous_like(parts.front()); });
   m.impl("cross_entropy_", [](Tensor& logits, In, bool) { return double_empty({}, logits); });
   m.impl("vocabulary_stats", [](In logits, In, int64_t) {
     return double_empty({2, logits.size(0)}, logits);

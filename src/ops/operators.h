@@ -40,6 +40,7 @@ std::tuple<at::Tensor, at::Tensor> swiglu_backward(const at::Tensor& grad, const
                                                    const at::Tensor& up);
 void merge_attention_(at::Tensor& out, at::Tensor& log_sum_exp, const at::Tensor& part,
                       const at::Tensor& part_log_sum_exp);
+at::Tensor sum_of_parts(at::TensorList parts);
 at::Tensor cross_entropy_(at::Tensor& logits, const at::Tensor& labels, bool with_grad);
 at::Tensor vocabulary_stats(const at::Tensor& logits, const at::Tensor& labels, int64_t first);
 void vocabulary_grad_(at::Tensor& logits, const at::Tensor& labels, int64_t first, const at::Tensor& log_sum,

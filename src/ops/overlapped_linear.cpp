@@ -79,7 +79,7 @@ class PulledGather {
       return;
     }
     gather_ = exchange.gather(sent);
-    arrived_ = at::empty(sizes_, sent.options());
+    options_ = sent.options();
   }
 
   bool complete() const { return !gather_; }
@@ -89,12 +89,13 @@ class PulledGather {
   }
   /// The product [B, S, features]: each part is multiplied by `weight` as it arrives.
   at::Tensor multiply_parts(const Products& products, Pass pass, const Operand& weight, int64_t features) {
-    const auto device = (scale_.defined() ? scale_ : arrived_).options();
-    at::Tensor result = at::empty(with_features(sizes_, features), device.dtype(dtype_));
+    at::Tensor result = at::empty(with_features(sizes_, features), options_.dtype(dtype_));
     const Operand prepared = products.weight(weight, pass);
     take_parts([&](int rank, const at::Tensor& part) {
       const at::Tensor place = part_of_sequence(result, rank, count_);
-      place.copy_(product(products, pass, operand_of_sent(part), prepared).view(place.sizes()));
+      const Operand rows = operand_of_sent(part);
+      if (place.is_contiguous() && products.put_product(as_rows(place), pass, rows, prepared)) return;
+      place.copy_(product(products, pass, rows, prepared).view(place.sizes()));
     });
     return result;
   }
@@ -116,14 +117,9 @@ class PulledGather {
 
   template <class Use>
   void take_parts(const Use& use) {
-    for (int rank = gather_->next(); rank >= 0; rank = gather_->next()) {
-      const at::Tensor part = gather_->part(rank);
-      use(rank, part);
-      part_of_sequence(arrived_, rank, count_).copy_(part);
-    }
+    for (int rank = gather_->next(); rank >= 0; rank = gather_->next()) use(rank, gather_->part(rank));
+    whole_ = operand_of_sent(gather_->whole());
     gather_.reset();
-    whole_ = operand_of_sent(arrived_);
-    arrived_ = at::Tensor();
   }
 
   int count_;
@@ -131,7 +127,7 @@ class PulledGather {
   at::ScalarType dtype_, sent_as_;
   at::Tensor scale_, inverse_;  // undefined: the values are sent
   std::unique_ptr<SequenceExchange::Gather> gather_;
-  at::Tensor arrived_;  // [B, S, F], while parts are in flight
+  at::TensorOptions options_;  // of what is sent
   Operand whole_;
 };
 

@@ -117,6 +117,13 @@ class Products {
     return false;
   }
 
+  /// out ([N, features], contiguous, of the result's dtype) = forward(rows, weight) or grad_input(rows, weight), by a
+  /// product that writes to `out` itself. Returns false and does nothing if there is none.
+  virtual bool put_product(const at::Tensor& /*out*/, Pass /*pass*/, const Operand& /*rows*/,
+                           const Operand& /*weight_OI*/) const {
+    return false;
+  }
+
   /// x with the scale that all its casts share, if they share one, as it must be known before the first
   /// product. `trains`: true in a training step even if this layer is frozen, false in validation.
   virtual Operand scaled(const Operand& x_NI, bool /*trains*/) const { return x_NI; }
@@ -252,6 +259,8 @@ class SequenceExchange {
     virtual int next() = 0;
     /// The part from `rank`, contiguous; valid once next() has returned that rank.
     virtual at::Tensor part(int rank) const = 0;
+    /// All parts, [B, S, F], contiguous; valid once next() has returned -1.
+    virtual at::Tensor whole() const = 0;
   };
   /// `part` is contiguous and has the same shape on all ranks.
   virtual std::unique_ptr<Gather> gather(const at::Tensor& part) const = 0;

@@ -7,6 +7,7 @@
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "ops/operators.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 
@@ -21,6 +22,24 @@ at::Tensor empty_parts(const at::Tensor& part, int num_ranks) {
   std::vector<int64_t> sizes = part.sizes().vec();
   sizes.insert(sizes.begin(), num_ranks);
   return at::empty(sizes, part.options());
+}
+
+// The parts [B, S/N, F] of a gather, each in its place; with one row (B), they are the whole.
+at::Tensor places_of(const at::Tensor& own, int rank, int num_ranks) {
+  at::Tensor parts = empty_parts(own, num_ranks);
+  parts[rank].copy_(own);
+  return parts;
+}
+
+// [B, S, F] of parts [N, B, S/N, F].
+at::Tensor in_order(const at::Tensor& parts) {
+  return parts.transpose(0, 1).reshape({parts.size(1), parts.size(0) * parts.size(2), parts.size(3)});
+}
+
+// In rank order, so that every run gives the same bits.
+at::Tensor sum_of(const std::vector<at::Tensor>& summands) {
+  static const auto op = ops::find_operator<decltype(ops::composite::sum_of_parts)>("titan::sum_of_parts");
+  return op.call(summands);
 }
 
 // [Note: order of sends]
@@ -41,7 +60,10 @@ std::vector<int> peers_of(const dist::Group& group) {
 class ReceivedParts final : public ops::SequenceExchange::Gather {
  public:
   ReceivedParts(dist::Group& group, const at::Tensor& own, dist::Label label, Traffic& traffic)
-      : group_(group), own_(own), parts_(empty_parts(own, group.size())), peers_(peers_of(group)) {
+      : group_(group),
+        own_(own),
+        parts_(places_of(own, group.rank(), group.size())),
+        peers_(peers_of(group)) {
     for (const int peer : peers_)
       exchanges_.push_back(group.exchange(own_.view(-1), peer, parts_[peer].view(-1), peer, label));
     traffic.calls += 1;
@@ -59,12 +81,13 @@ class ReceivedParts final : public ops::SequenceExchange::Gather {
     for (dist::Exchange& exchange : exchanges_) exchange.sent.wait();
     return -1;
   }
-  at::Tensor part(int rank) const override { return rank == group_.rank() ? own_ : parts_[rank]; }
+  at::Tensor part(int rank) const override { return parts_[rank]; }
+  at::Tensor whole() const override { return in_order(parts_); }
 
  private:
   dist::Group& group_;
-  at::Tensor own_;
-  at::Tensor parts_;  // [N, ...]; this rank's place stays empty
+  at::Tensor own_;    // until it is sent
+  at::Tensor parts_;  // [N, ...]
   std::vector<int> peers_;
   std::vector<dist::Exchange> exchanges_;  // by round
   size_t step_ = 0;
@@ -98,12 +121,12 @@ class SentSummands final : public ops::SequenceExchange::Scatter {
   at::Tensor finish() override {
     TITAN_INTERNAL_ASSERT(given_ == ranks_.size(), "a scatter is missing summands");
     traffic_.calls += 1;
-    RankSum sum;
+    std::vector<at::Tensor> summands;
     for (int rank = 0; rank < group_.size(); ++rank) {
       exchanges_[static_cast<size_t>(rank)].wait();  // this rank's own is empty
-      sum.add(rank == group_.rank() ? own_ : parts_[rank]);
+      summands.push_back(rank == group_.rank() ? own_ : parts_[rank]);
     }
-    return sum.result();
+    return sum_of(summands);
   }
 
  private:
@@ -248,7 +271,10 @@ void wait_quietly(dist::SymmetricMemory& memory) {
 class ReadParts final : public ops::SequenceExchange::Gather {
  public:
   ReadParts(PeerPieces& pieces, const at::Tensor& own, Traffic& traffic)
-      : turn_(pieces.taken), memory_(*pieces.memory), own_(own), parts_(empty_parts(own, memory_.size())) {
+      : turn_(pieces.taken),
+        memory_(*pieces.memory),
+        own_(own),
+        parts_(places_of(own, memory_.rank(), memory_.size())) {
     memory_.reserve(nbytes(own));
     memory_.write(memory_.rank(), 0, own);
     memory_.barrier();  // A
@@ -271,13 +297,14 @@ class ReadParts final : public ops::SequenceExchange::Gather {
     if (step > 0) memory_.wait(arrived_[static_cast<size_t>(step - 1)]);
     return peer_at(memory_, step);
   }
-  at::Tensor part(int rank) const override { return rank == memory_.rank() ? own_ : parts_[rank]; }
+  at::Tensor part(int rank) const override { return parts_[rank]; }
+  at::Tensor whole() const override { return in_order(parts_); }
 
  private:
   Turn turn_;
   dist::SymmetricMemory& memory_;
-  at::Tensor own_;
-  at::Tensor parts_;             // [N, ...]; this rank's stays empty
+  at::Tensor own_;               // until the queue has read it
+  at::Tensor parts_;             // [N, ...]
   std::vector<Moment> arrived_;  // per step, from step 1 on
   int step_ = 0;
 };
@@ -311,13 +338,15 @@ class WrittenSummands final : public ops::SequenceExchange::Scatter {
   at::Tensor finish() override {
     TITAN_INTERNAL_ASSERT(given_ == memory_.size(), "a scatter is missing summands");
     memory_.wait(arrived_);
-    RankSum sum;
+    std::vector<at::Tensor> summands;
     for (int rank = 0; rank < memory_.size(); ++rank)
-      sum.add(rank == memory_.rank() ? own_ : memory_.mine(rank * stride_, own_.sizes(), own_.scalar_type()));
+      summands.push_back(
+          rank == memory_.rank() ? own_ : memory_.mine(rank * stride_, own_.sizes(), own_.scalar_type()));
+    const at::Tensor sum = sum_of(summands);
     memory_.barrier();  // B
     summands_.clear();
     traffic_.calls += 1;
-    return sum.result();
+    return sum;
   }
 
  private:

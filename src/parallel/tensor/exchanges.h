@@ -1,6 +1,6 @@
 #pragma once
 
-// The exchanges of a split module's activations and gradients, and their sums in rank order.
+// The exchanges of a split module's activations and gradients.
 
 #include <functional>
 #include <memory>
@@ -16,26 +16,6 @@
 #include "titan/parallel/tensor_parallel.h"
 
 namespace titan::tp {
-
-/// A sum over ranks, added in rank order so that every run gives the same bits. 16-bit summands are added in
-/// fp32.
-class RankSum {
- public:
-  void add(const at::Tensor& summand) {
-    if (sum_.defined()) {
-      sum_.add_(summand);
-      return;
-    }
-    dtype_ = summand.scalar_type();
-    sum_ = summand.element_size() < 4 ? summand.to(at::kFloat) : summand.clone();
-  }
-  /// The sum, in the summands' dtype.
-  at::Tensor result() const { return sum_.to(dtype_); }
-
- private:
-  at::ScalarType dtype_ = at::kFloat;
-  at::Tensor sum_;
-};
 
 // The exchange through memory that the ranks of an axis share.
 

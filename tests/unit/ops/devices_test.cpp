@@ -290,6 +290,12 @@ TEST(KernelsOnGpu, ReadAndWriteEveryByteOnce) {
       .call(out, sums, y.view({1, 4096, 4, 128}), at::zeros_like(sums));
   expect_least("merge_attention_kernel", 2 * bytes(out) + bytes(y) + 3 * bytes(sums));
 
+  std::vector<at::Tensor> parts;
+  for (int i = 0; i < 8; ++i) parts.push_back(at::ones_like(x));
+  start();
+  find_operator<decltype(composite::sum_of_parts)>("titan::sum_of_parts").call(parts);
+  expect_least("sum_of_parts_kernel", 9 * bytes(x));
+
   // The norm's backward with another gradient to add.
   start();
   find_operator<decltype(composite::add_rms_norm_backward)>("titan::add_rms_norm_backward")
@@ -317,6 +323,22 @@ TEST(KernelsOnGpu, MergeAttentionAsTheComposite) {
       EXPECT_TRUE(got.log_sum_exp_BHS.cpu().narrow(2, 0, 5).isneginf().all().item<bool>());
       EXPECT_CLOSE(got.rows(5, 4).log_sum_exp_BHS.cpu(), expected.rows(5, 4).log_sum_exp_BHS, 1e-6);
     }
+}
+
+TEST(KernelsOnGpu, SumOfPartsAsTheComposite) {
+  if (!dist::open_cuda_plugin()) GTEST_SKIP() << "no GPU is visible";
+  const auto sum = find_operator<decltype(composite::sum_of_parts)>("titan::sum_of_parts");
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kDouble})
+    for (const int64_t size : {4096, 20, 6})
+      for (const int count : {1, 2, 8, 9, 16, 17}) {
+        std::vector<at::Tensor> parts, on_gpu;
+        for (int i = 0; i < count; ++i) {
+          parts.push_back(at::randn({3, size}).to(dtype));
+          on_gpu.push_back(parts.back().cuda());
+        }
+        EXPECT_TRUE(at::equal(sum.call(on_gpu).cpu(), sum.call(parts)))
+            << dtype << " " << size << " " << count;
+      }
 }
 
 TEST(KernelsOnGpu, NaNsInOnePackOfLogitsStayInTheLoss) {

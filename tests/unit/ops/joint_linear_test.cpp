@@ -35,6 +35,7 @@ class TwinExchange final : public SequenceExchange {
     explicit TwinGather(at::Tensor part) : part_(std::move(part)) {}
     int next() override { return next_ < 2 ? next_++ : -1; }
     at::Tensor part(int /*rank*/) const override { return part_; }
+    at::Tensor whole() const override { return at::cat({part_, part_}, 1); }
 
    private:
     at::Tensor part_;

@@ -35,6 +35,18 @@ TEST_P(ProductsTest, AddTheWeightGradientInTheBuffersPrecision) {
   EXPECT_CLOSE(out, grad.to(at::kDouble).t().mm(x.to(at::kDouble)) + 1, tolerance_of(dtype));
 }
 
+TEST_P(ProductsTest, WriteToAPlaceWhatTheyReturn) {
+  const at::Tensor y = at::full({33, 17}, 9, dtype), grad_x = at::full({33, 20}, 9, dtype);
+  if (products->put_product(y, Pass::Forward, x, weight)) {
+    EXPECT_TRUE(at::equal(y, products->forward(x, weight)));
+    EXPECT_TRUE(products->put_product(grad_x, Pass::Backward, grad, weight));
+    EXPECT_TRUE(at::equal(grad_x, products->grad_input(grad, weight)));
+  } else {
+    EXPECT_EQ(dtype, at::kBFloat16) << "only products in another dtype have none of this size";
+    EXPECT_TRUE(y.eq(9).all().item<bool>());
+  }
+}
+
 TEST_P(ProductsTest, AcceptZeroRows) {
   const at::Tensor none = x.narrow(0, 0, 0), no_grad = grad.narrow(0, 0, 0);
   EXPECT_EQ(products->forward(none, weight).sizes(), at::IntArrayRef({0, 17}));

@@ -120,6 +120,65 @@ TEST_P(PeerMemoryExchangeTest, EqualsPlainProducts) {
   }
 }
 
+// Counts what isn't written to its place at once.
+class PlacedProducts final : public ops::Products {
+ public:
+  at::Tensor forward(const ops::Operand& x, const ops::Operand& weight) const override {
+    num_unplaced += x.values.size(0) == kRows;
+    return plain_->forward(x, weight);
+  }
+  at::Tensor grad_input(const ops::Operand& grad, const ops::Operand& weight) const override {
+    return plain_->grad_input(grad, weight);
+  }
+  at::Tensor grad_weight(const ops::Operand& grad, const ops::Operand& x) const override {
+    return plain_->grad_weight(grad, x);
+  }
+  bool put_product(const at::Tensor& out, ops::Pass pass, const ops::Operand& rows,
+                   const ops::Operand& weight) const override {
+    ++num_placed;
+    return plain_->put_product(out, pass, rows, weight);
+  }
+
+  static constexpr int64_t kRows = 4;  // of a part
+  mutable int num_placed = 0, num_unplaced = 0;
+
+ private:
+  ops::SharedProducts plain_ = ops::default_products();
+};
+
+TEST_P(PeerMemoryExchangeTest, PartsOfOneRowArriveAndAreMultipliedInTheirPlaces) {
+  const auto [ranks, queues] = GetParam();
+  const int64_t sequence = ranks * PlacedProducts::kRows;
+  const auto place = std::make_shared<MeetingPlace>(ranks);
+  std::vector<std::vector<at::Tensor>> got(static_cast<size_t>(ranks));
+  run_ranks(ranks, [&, queues = queues, ranks = ranks](int rank) {
+    const auto exchange = exchange_of(place, rank, queues);
+    const MlpTensors mlp = part_of(whole_mlp(sequence, at::kDouble, /*batch=*/1), rank, ranks);
+    {
+      const auto gather = exchange->gather(mlp.x.detach());
+      while (gather->next() >= 0) continue;
+      for (int part = 0; part < ranks; ++part)
+        EXPECT_EQ(gather->whole().narrow(1, part * PlacedProducts::kRows, PlacedProducts::kRows).data_ptr(),
+                  gather->part(part).data_ptr());
+    }
+    const auto up = std::make_shared<PlacedProducts>();
+    const at::Tensor output = overlapped_output(mlp, exchange, {.up = up, .gate = up});
+    EXPECT_EQ(up->num_placed, ranks);
+    EXPECT_EQ(up->num_unplaced, 0);
+    backward(mlp, output);
+    got[static_cast<size_t>(rank)] = with_gradients(mlp, output);
+  });
+  EXPECT_EQ(place->problems(), std::vector<std::string>{});
+  const MlpTensors whole = whole_mlp(sequence, at::kDouble, /*batch=*/1);
+  const at::Tensor output = plain_output(whole);
+  backward(whole, output);
+  for (int rank = 0; rank < ranks; ++rank)
+    for (size_t which = 0; which < 5; ++which)
+      EXPECT_CLOSE(got[static_cast<size_t>(rank)][which], expected_part(whole, output, which, rank, ranks),
+                   1e-10)
+          << "rank " << rank << ", result " << which;
+}
+
 // ---- in Float8
 
 constexpr int64_t kNarrowSequence = 24;

@@ -23,8 +23,8 @@ struct MlpTensors {
 };
 
 /// Filled with values of a sine, the same on every rank.
-inline MlpTensors whole_mlp(int64_t sequence, const at::TensorOptions& options) {
-  constexpr int64_t batch = 2, in = 5, hidden = 24, out = 7;
+inline MlpTensors whole_mlp(int64_t sequence, const at::TensorOptions& options, int64_t batch = 2) {
+  constexpr int64_t in = 5, hidden = 24, out = 7;
   double phase = 0;
   const auto wave = [&](at::IntArrayRef sizes) {
     phase += 1;
