@@ -1,9 +1,13 @@
 #!/usr/bin/env python3
-"""Measures the effect of Float8 on a training step's speed and memory on one GPU: LibTitan's recipes compared with bf16, and with torchao's, eager and
+"""Measures a training step's speed and memory on one GPU: LibTitan's Float8 recipes compared with bf16, and with PyTorch and torchao, eager and
 compiled.
 
     scripts/float8_table.py [--name NAME] [--models 1b,3b,8b_8] [--recipes bf16,tensorwise,rowwise,rowwise_with_gw_hp] [--steps 5]
-    scripts/float8_table.py --quick      # small and emulated on a CPU, to check that everything works
+    scripts/float8_table.py --quick      # small, and emulated on a CPU, to check that everything works
+    scripts/virtual_gpus.sh 1 -- scripts/float8_table.py --quick      # the same on a virtual GPU
+
+"bf16:reference" is bf16 without LibTitan's kernels (ops.kernels), and "bf16:graphs" has steps as CUDA graphs (compile.enable); any
+recipe takes both.
 
 A row is a model with a recipe: tokens/s in the median step, peak memory, the time of amax, scales and casts as a share of the time of these and
 matrix products in a trace, and tokens/s and memory for torchao. The products include the loss head's, which stays in bf16, so the casts' share of
@@ -17,6 +21,7 @@ import argparse
 import collections
 import gzip
 import json
+import os
 import pathlib
 import re
 import statistics
@@ -34,6 +39,7 @@ MODELS = {
     "8b_8": SPEC | {"dim": 4096, "n_layers": 8, "n_heads": 32, "ffn_dim_multiplier": 1.3},
     "tiny": {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 2048, "multiple_of": 32},
 }
+FORMS = {"reference": ["--ops.kernels", "reference"], "graphs": ["--compile.enable"]}
 TORCHAO = ("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp")
 RECIPES = (*TORCHAO, "mxfp8_cublas", "mxfp8_cublas_rceil")
 # Events of a trace: kernels on a GPU, operations on a CPU. The first pattern that matches decides.
@@ -51,12 +57,13 @@ def run(command: list) -> str:
     return process.stdout
 
 
-def titan_words(model: dict, recipe: str, options: argparse.Namespace, folder: str) -> list:
+def titan_words(model: dict, row: str, options: argparse.Namespace, folder: str) -> list:
+    recipe, _, form = row.partition(":")
     words = [TITAN, "train", REPOSITORY / "benchmarks/configs/base.toml", "--job.dump_folder", folder]
     for name, value in model.items():
         words += [f"--model.args.{name}", value]
     words += ["--training.device", options.device, "--training.mixed_precision_param", "bfloat16", "--training.seq_len", options.seq_len]
-    words += ["--training.local_batch_size", 1]
+    words += ["--training.local_batch_size", 1, *FORMS.get(form, [])]
     if recipe.startswith("mxfp8"):
         words += ["--model.converters", "quantize.linear.mx", "--quantize.linear.mx.recipe_name", recipe]
         words += ["--quantize.linear.mx.emulate"] if options.device == "cpu" else []
@@ -140,6 +147,8 @@ def table(options: argparse.Namespace) -> str:
 def machine(device: str) -> str:
     if device == "cpu":
         return "a CPU, emulated"
+    if "VIRTUAL_GPU_DEVICES" in os.environ:
+        return "a virtual GPU, whose times mean nothing"
     return run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]).strip().splitlines()[0]
 
 
@@ -151,12 +160,14 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="run a small model on a CPU")
+    parser.add_argument("--quick", action="store_true", help="run a small model, without a GPU")
     options = parser.parse_args()
-    options.device = "cpu" if options.quick else "cuda"
+    options.device = "cpu" if options.quick and "VIRTUAL_GPU_DEVICES" not in os.environ else "cuda"
     if options.quick:
-        options.models, options.recipes, options.seq_len, options.steps, options.warmup = ["tiny"], list(RECIPES), 64, 2, 1
-    for what, given, known in (("model", options.models, MODELS), ("recipe", options.recipes, RECIPES)):
+        graphs = ["bf16:graphs"] if options.device == "cuda" else []
+        options.models, options.recipes, options.seq_len, options.steps, options.warmup = ["tiny"], [*RECIPES, "bf16:reference", *graphs], 64, 2, 3
+    recipes = [*RECIPES, *(f"{recipe}:{form}" for recipe in RECIPES for form in FORMS)]
+    for what, given, known in (("model", options.models, MODELS), ("recipe", options.recipes, recipes)):
         if unknown := [one for one in given if one not in known]:
             parser.error(f"unknown {what}: {', '.join(unknown)}; known are {', '.join(known)}")
     versions = run([PYTHON, "-c", "import torch, torchao; print(f'PyTorch {torch.__version__}, torchao {torchao.__version__}')"]).strip().splitlines()[-1]

@@ -1,9 +1,16 @@
 #!/usr/bin/env bash
 # gpu_day.sh [FILE]: what one GPU can tell about this build, in one command and within 9 minutes, in one file (gpu_day.txt): tests, launches and
 # memory beside those of a virtual GPU, compute-sanitizer, benchmarks. First: scripts/build.sh all benchmarks virtual_gpu
+# gpu_day.sh --speed [FILE]: only a training step's speed (gpu_speed.txt), in 9 more minutes: with LibTitan's kernels and without, as a CUDA graph,
+# and in Float8, beside PyTorch, eager and compiled, and torchao.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-file=$(realpath -m "${1:-gpu_day.txt}")
+only_speed=false
+if [ "${1:-}" = --speed ]; then
+  only_speed=true
+  shift
+fi
+file=$(realpath -m "${1:-$($only_speed && echo gpu_speed.txt || echo gpu_day.txt)}")
 programs=build/bin
 folder=build/test_tmp/gpu_day
 for needed in titan distributed_tests attention_bench overlap_bench ../virtual_gpu/libcudart.so.13; do
@@ -101,7 +108,12 @@ benchmarks() {
   local model
   $programs/attention_bench --device cuda --dtype bf16 --length 16384 --ranks 4 --heads 32 --kv-heads 8 --size 128
   for model in 8B 70B; do $programs/overlap_bench --device cuda --dtype bf16 --model $model --tp 8 --tokens 8192; done
-  .venv/bin/python scripts/float8_table.py --quick
+}
+
+# Rows are printed as they are measured, so the limit leaves those that are done.
+speed() {
+  [ -e /dev/nvidia0 ] || { .venv/bin/python scripts/float8_table.py --quick; return; }
+  .venv/bin/python scripts/float8_table.py --steps 5 --warmup 4 --models "$1" --recipes bf16,bf16:graphs,bf16:reference,tensorwise,tensorwise:graphs,rowwise
 }
 
 {
@@ -109,7 +121,13 @@ benchmarks() {
   nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.max.sm,power.limit,ecc.mode.current --format=csv 2>&1
   grep -m 1 'model name' /proc/cpuinfo
 } >"$file"
-export -f measure compare_with_virtual sanitize unit_tests benchmarks
+export -f speed measure compare_with_virtual sanitize unit_tests benchmarks
+if $only_speed; then
+  part 240 "A step of the 1.5B model" bash -c "speed 1b"
+  part 290 "A step of 8B's first eight layers" bash -c "speed 8b_8"
+  echo "gpu_day: the results are in $file" >&2
+  exit $failed
+fi
 part 60 "Unit tests" bash -c "programs=$programs; unit_tests"
 part 180 "Distributed and end-to-end tests" ctest --test-dir build -L cuda -j "$(nproc)" --timeout 120 --output-on-failure
 part 120 "Launches and memory, beside a virtual GPU's" bash -c "$(declare -p folder programs train); compare_with_virtual"

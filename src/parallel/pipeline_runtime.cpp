@@ -71,12 +71,19 @@ void Links::close() const {
 namespace titan {
 
 // Each entry is freed once computed, so memory decreases meanwhile.
-void DelayedGradients::compute() {
+void DelayedGradients::compute(const std::function<void(fsdp::ParamGroup&)>& added) {
   for (Entry& entry : entries_) {
     const Entry due = std::exchange(entry, {});
     std::visit([&due](const auto& gradient) { due.group->take_grad(due.slot, gradient); }, due.gradient);
+    if (added) added(*due.group);
   }
   entries_.clear();
+}
+
+std::map<fsdp::ParamGroup*, size_t> DelayedGradients::count_by_group() const {
+  std::map<fsdp::ParamGroup*, size_t> counts;
+  for (const Entry& entry : entries_) ++counts[entry.group.get()];
+  return counts;
 }
 
 int64_t DelayedGradients::bytes() const {
@@ -136,6 +143,24 @@ void ScheduledSharding::reshard() {
 
 void ScheduledSharding::reduce() {
   for (const auto& context : contexts_) context->reduce();
+}
+
+void ScheduledSharding::set_last_forward(bool last) {
+  for (const auto& context : contexts_) context->set_last_forward(last);
+}
+
+void ScheduledSharding::end_last_backward() {
+  for (const auto& context : contexts_) context->end_last_backward();
+}
+
+void ScheduledSharding::compute_last(DelayedGradients& delayed) {
+  std::map<fsdp::ParamGroup*, size_t> rest = delayed.count_by_group();
+  for (const auto& context : contexts_)
+    for (fsdp::ParamGroup* group : context->groups())
+      if (!rest.contains(group)) group->gradients_complete();
+  delayed.compute([&](fsdp::ParamGroup& group) {
+    if (--rest[&group] == 0) group.gradients_complete();
+  });
 }
 
 void ScheduledSharding::finish() {

@@ -4,6 +4,7 @@
 // direction never wait for those in the other.
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <utility>
@@ -67,8 +68,11 @@ class DelayedGradients {
   void add(std::shared_ptr<fsdp::ParamGroup> group, size_t slot, Gradient gradient) {
     entries_.push_back({std::move(group), slot, std::move(gradient)});
   }
-  /// Computes the gradients, adds them to those that their groups have collected, and frees the operands.
-  void compute();
+  /// Computes the gradients, adds them to those that their groups have collected, and frees the operands. Calls `added`, if
+  /// given, after each.
+  void compute(const std::function<void(fsdp::ParamGroup&)>& added = {});
+  /// Number of gradients that each group will receive.
+  std::map<fsdp::ParamGroup*, size_t> count_by_group() const;
   size_t size() const { return entries_.size(); }
   /// Bytes of the operands, counting each storage once.
   int64_t bytes() const;
@@ -100,6 +104,14 @@ class ScheduledSharding {
   /// Starts summing this step's gradients over the data-parallel ranks; no backward may follow before
   /// finish().
   void reduce();
+  /// Forwards between set_last_forward(true) and set_last_forward(false) are those whose backward will be the last before
+  /// reduce(). Then that backward starts to reduce each group as soon as its gradients are complete, in the order in
+  /// which reduce() does; reduce() starts the rest.
+  void set_last_forward(bool last);
+  /// Called after that backward.
+  void end_last_backward();
+  /// The same for a step's last delayed weight gradients: computes them, and starts to reduce the groups one by one.
+  void compute_last(DelayedGradients& delayed);
   /// Waits for reduce() and frees parameters that are still gathered, so that the optimizer may write.
   void finish();
   /// Drops gradients that were collected but not reduced, after an abandoned step.

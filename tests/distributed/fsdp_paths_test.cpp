@@ -1,9 +1,12 @@
 // fully_shard in unusual steps: other paths, several backwards, and exceptions.
 
 #include <array>
+#include <string_view>
 
+#include "dist/flight_record.h"
 #include "distributed/toy_case.h"
 #include "parallel/fsdp/fsdp_state.h"
+#include "parallel/pipeline_runtime.h"
 
 namespace titan {
 namespace {
@@ -100,6 +103,60 @@ TEST_F(FsdpPaths, LastMicroBatchMaySkipABlock) {
                                str("shard ", layout.shard, " reduce_every ", reduce_every, " step ", step));
       }
     }
+  }
+}
+
+int64_t num_reductions() {
+  int64_t count = 0;
+  for (const dist::CallRecord& call : world().recorder().snapshot())
+    count += std::string_view(call.phase) == "fsdp::reduce_scatter";
+  return count;
+}
+
+// A pipeline's schedule, whose last backward reduces a block while it computes those before it. Rank 1's skips a block.
+TEST_F(FsdpPaths, ASchedulesLastBackwardReducesGroupByGroup) {
+  if (size == 1) GTEST_SKIP() << "one rank reduces nothing";
+  Toy reference(kOptions, at::kDouble), model = sharded_toy(kOptions, at::kDouble, fsdp());
+  ScheduledSharding sharding{model};
+  for (const bool splits : {false, true}) {
+    reference->zero_grad();
+    forget_gradients(model);
+    for (int micro_batch = 0; micro_batch < 2; ++micro_batch)
+      for (int r = 0; r < size; ++r) {
+        reference->path.detached = r == 1 ? 2 : -1;
+        loss_of(reference(my_rows(batch, r, size))).backward();
+      }
+    model->path.detached = rank == 1 ? 2 : -1;
+    sharding.unshard();
+    const at::Tensor first = loss_of(model(mine));
+    sharding.set_last_forward(!splits);
+    const at::Tensor x = mine.clone().requires_grad_();
+    const at::Tensor last = loss_of(model(x));
+    sharding.set_last_forward(false);
+    DelayedGradients delayed[2];
+    if (splits) sharding.delay_weight_gradients(delayed[0]);
+    first.backward();
+    const int64_t before = num_reductions();
+    int64_t by_the_end = 0;
+    x.register_hook([&](const at::Tensor&) { by_the_end = num_reductions() - before; });
+    if (splits) sharding.delay_weight_gradients(delayed[1]);
+    last.backward();
+    if (splits) {
+      sharding.stop_delaying();
+      delayed[0].compute();
+      EXPECT_EQ(num_reductions(), before);
+      sharding.compute_last(delayed[1]);
+    } else {
+      EXPECT_GE(by_the_end, rank == 1 ? 1 : kOptions.num_blocks - 1);
+      sharding.end_last_backward();
+    }
+    const int64_t after = num_reductions();
+    EXPECT_GE(after - before, kOptions.num_blocks);
+    sharding.reduce();
+    EXPECT_GE(num_reductions(), after);
+    sharding.finish();
+    EXPECT_EQ(num_reductions() - before, fsdp_stats(model).groups);
+    expect_equal_gradients(model, reference, kTolerance, str("splits ", splits));
   }
 }
 

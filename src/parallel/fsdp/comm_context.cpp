@@ -272,6 +272,7 @@ void CommContext::start_backward() {
 void CommContext::abandon_backward() {
   in_backward_ = false;
   reducing_.clear();
+  forget_reductions();
   discard_gradients();  // waits for copies, which may still write to gradients that are zeroed next
   for (ParamGroup* group : groups_) {
     group->cancel_unshard();
@@ -426,10 +427,42 @@ void CommContext::reshard() {
   for (ParamGroup* group : groups_) group->reshard();
 }
 
-// Last groups first, as in a backward: the same order on all ranks.
+// Last groups first, as in a backward: the same order on all ranks, whenever each group's gradients are complete. Nothing
+// waits before finish_reduce().
+void CommContext::reduce_next() {
+  ParamGroup& group = *groups_[groups_.size() - ++num_reduced_];
+  if (group.gradients().start_reduce(/*last_micro_batch=*/true)) reducing_.push_back(&group);
+}
+
+void CommContext::complete(const ParamGroup& group) {
+  complete_.insert(&group);
+  while (num_reduced_ < groups_.size() && complete_.contains(groups_[groups_.size() - 1 - num_reduced_]))
+    reduce_next();
+}
+
+void CommContext::set_last_forward(bool last) {
+  last_forward_ = last;
+  if (last) ++num_forwards_;
+}
+
+void CommContext::end_last_backward() {
+  for (const auto& [group, runs] : unfinished_) complete(*group);
+}
+
+void CommContext::end_of_backward(const ParamGroup& group) {
+  if (--unfinished_.at(&group) == 0) complete(group);
+}
+
 void CommContext::reduce() {
-  for (auto group = groups_.rbegin(); group != groups_.rend(); ++group)
-    if ((*group)->gradients().start_reduce(/*last_micro_batch=*/true)) reducing_.push_back(*group);
+  while (num_reduced_ < groups_.size()) reduce_next();
+  forget_reductions();
+}
+
+void CommContext::forget_reductions() {
+  num_reduced_ = 0;
+  unfinished_.clear();
+  complete_.clear();
+  last_forward_ = false;
 }
 
 void CommContext::finish_reduce() {

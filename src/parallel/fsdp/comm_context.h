@@ -7,9 +7,11 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -133,8 +135,19 @@ class CommContext : public std::enable_shared_from_this<CommContext> {
   void unshard();
   void wait_unsharded();
   void reshard();
+  /// Starts the reductions that haven't started yet.
   void reduce();
   void finish_reduce();
+  /// Whether the forward in progress is the one whose backward is the last before reduce().
+  void set_last_forward(bool last);
+  bool last_forward() const { return last_forward_; }
+  /// A group's part of that backward begins with its module's output, and ends with its input.
+  void expect_end(const ParamGroup& group) { ++unfinished_[&group]; }
+  void end_of_backward(const ParamGroup& group);
+  /// A rank whose backward didn't reach some groups reduces them now, because others have.
+  void end_last_backward();
+  /// The group's gradients of this step have all been collected: reduces it, if those before it in the order are done.
+  void complete(const ParamGroup& group);
   /// Drops what an unfinished step has gathered and collected.
   void abandon_step() { abandon_backward(); }
   void set_delayed(DelayedGradients* queue) { delayed_ = queue; }
@@ -178,6 +191,8 @@ class CommContext : public std::enable_shared_from_this<CommContext> {
   void finish_backward();
   void wait_for_copies() const;
   void hand_over() const;
+  void reduce_next();
+  void forget_reductions();
 
   std::vector<ParamGroup*> groups_;
   std::vector<Visit> visits_;
@@ -193,6 +208,10 @@ class CommContext : public std::enable_shared_from_this<CommContext> {
   bool host_shards_ = false;
   bool last_micro_batch_ = true;
   bool scheduled_ = false;
+  bool last_forward_ = false;
+  std::map<const ParamGroup*, int> unfinished_;  // runs in the last forward whose backwards haven't ended
+  std::set<const ParamGroup*> complete_;
+  size_t num_reduced_ = 0;  // groups whose reductions have started, from the last one on
   DelayedGradients* delayed_ = nullptr;
 };
 

@@ -34,6 +34,7 @@ class FsdpState : public nn::CallHook, public std::enable_shared_from_this<FsdpS
 
  private:
   void pre_scheduled_forward(const nn::TensorRefs& inputs);
+  void watch_last_backward(const nn::TensorRefs& inputs);
   void tell_kept_gradients(nn::HookHost& host);
 
   std::vector<nn::HookHost*> modules_;  // in call order

@@ -117,7 +117,7 @@ void FsdpState::pre_forward(nn::HookHost& host, const nn::TensorRefs& inputs) {
   if (!ops::insert_identity(node, inputs)) context_->reduce_at_end(visit_);
 }
 
-// No node is added to the graph: the schedule decides when backwards run.
+// The schedule decides when backwards run. Only the last one adds a node to the graph, to reduce its groups one by one.
 void FsdpState::pre_scheduled_forward(const nn::TensorRefs& inputs) {
   if (options_.cast_forward_inputs && options_.param_dtype) cast(inputs, *options_.param_dtype);
   if (!group_) return;
@@ -125,11 +125,29 @@ void FsdpState::pre_scheduled_forward(const nn::TensorRefs& inputs) {
   TITAN_CHECK(group_->gathered(), "'", group_->name(),
               "' was called while its parameters are freed: its stage has to be unsharded first");
   group_->remember_stream();
+  watch_last_backward(inputs);
+}
+
+// A group whose inputs require no gradient is reduced by the schedule's own action.
+void FsdpState::watch_last_backward(const nn::TensorRefs& inputs) {
+  if (!context_->last_forward() || !at::GradMode::is_enabled()) return;
+  if (std::exchange(forward_, context_->num_forwards()) != context_->num_forwards()) modules_entered_ = 0;
+  if (modules_entered_++ > 0) return;
+  const auto node =
+      std::make_shared<AfterBackward>([context = std::weak_ptr(context_), group = std::weak_ptr(group_)] {
+        const auto alive = context.lock();
+        const auto ended = group.lock();
+        if (alive && ended) alive->end_of_backward(*ended);
+      });
+  if (ops::insert_identity(node, inputs)) context_->expect_end(*group_);
 }
 
 void FsdpState::post_forward(nn::HookHost& /*host*/, const nn::TensorRefs& outputs) {
   if (options_.output_dtype) cast(outputs, *options_.output_dtype);
-  if (context_->scheduled()) return;
+  if (context_->scheduled()) {
+    if (modules_entered_ == modules_.size()) modules_entered_ = 0;
+    return;
+  }
   const auto before_backward = [context = std::weak_ptr(context_), iteration = context_->iteration(),
                                 visit = visit_] {
     if (const auto alive = context.lock()) alive->pre_backward(iteration, visit);

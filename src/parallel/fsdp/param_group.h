@@ -93,6 +93,10 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   /// The queue of delayed weight gradients; null if they are computed at once.
   DelayedGradients* delayed() const { return context_ ? context_->delayed() : nullptr; }
   GradientCollector& gradients() { return gradients_; }
+  /// For a schedule: no more gradients come in this step.
+  void gradients_complete() {
+    if (context_) context_->complete(*this);
+  }
   /// Whether a collective of the group is running.
   bool communicates() const { return gather_work_.pending() || gradients_.communicates(); }
 

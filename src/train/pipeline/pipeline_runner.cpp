@@ -179,7 +179,7 @@ class RunningStep {
       case Kind::BackwardInput:
         return backward_input(due);
       case Kind::BackwardWeight:
-        return cell->delayed.compute();
+        return due.before_reduction ? sharding_of(due)->compute_last(cell->delayed) : cell->delayed.compute();
       case Kind::SendForward:
         return send(due, std::exchange(cell->output, {}));
       case Kind::SendBackward:
@@ -228,6 +228,11 @@ class RunningStep {
   };
 
   void forward(const Planned& due) {
+    if (due.before_reduction) sharding_of(due)->set_last_forward(true);
+    compute_forward(due);
+    if (due.before_reduction) sharding_of(due)->set_last_forward(false);
+  }
+  void compute_forward(const Planned& due) {
     Cell& cell = cells_[due.cell];
     TrainableModel& model = *runner_.stages_[due.stage].model;
     const at::Tensor input = input_of(due, cell);
@@ -246,7 +251,10 @@ class RunningStep {
     (due.neighbor_cell >= 0 ? cells_[static_cast<size_t>(due.neighbor_cell)].input : cell.output) =
         std::move(passed);
   }
-  void backward(const Planned& due) { walk_graph(due, cells_[due.cell]); }
+  void backward(const Planned& due) {
+    walk_graph(due, cells_[due.cell]);
+    if (due.before_reduction) sharding_of(due)->end_last_backward();
+  }
   void backward_input(const Planned& due) {
     Cell& cell = cells_[due.cell];
     ScheduledSharding* sharding = sharding_of(due);
@@ -396,6 +404,25 @@ void PipelineRunner::join_messages(StepPlan& plan, const Schedule& schedule) con
     plan.actions[i].joined_with_next = mine[i] && plan.actions[i].link->group->has_batches(device_);
 }
 
+namespace {
+
+// A stage's last gradients may come from a whole backward, which its forward prepares for the reductions, or from a
+// weights' part.
+void mark_before_reductions(StepPlan& plan) {
+  std::set<size_t> done;  // stages
+  for (auto last = plan.actions.rbegin(); last != plan.actions.rend(); ++last) {
+    const Kind kind = last->action.kind;
+    const bool adds = kind == Kind::Backward || kind == Kind::BackwardWeight;
+    if (!adds || !done.insert(last->stage).second) continue;
+    last->before_reduction = true;
+    if (kind != Kind::Backward) continue;
+    for (Planned& planned : plan.actions)
+      if (planned.action.kind == Kind::Forward && planned.cell == last->cell) planned.before_reduction = true;
+  }
+}
+
+}  // namespace
+
 StepPlan PipelineRunner::plan(const Schedule& schedule, std::vector<TensorType> boundaries) {
   const int rank = links_.mesh().rank();
   TITAN_CHECK(schedule.num_ranks() == links_.mesh().size(), "schedule ", schedule.name, " is for ",
@@ -418,6 +445,7 @@ StepPlan PipelineRunner::plan(const Schedule& schedule, std::vector<TensorType> 
   for (const Action& action : schedule.ranks[static_cast<size_t>(rank)])
     plan.actions.push_back(planned(action, schedule));
   if (has_communication(schedule)) join_messages(plan, schedule);
+  if (!shardings_.empty()) mark_before_reductions(plan);
   std::set<size_t> done;  // stages whose last backward is marked
   for (auto planned = plan.actions.rbegin(); planned != plan.actions.rend(); ++planned)
     if (planned->action.kind == Kind::Backward || planned->action.kind == Kind::BackwardInput)

@@ -49,6 +49,8 @@ struct StepPlan {
     size_t boundary = 0;  // for a transfer: the stage that it enters or, in the backward, leaves
     const char* label = "";
     bool last_backward = false;
+    /// The stage's last backward in a step, and its forward; or its last weight gradients, if they are computed apart.
+    bool before_reduction = false;
     bool joined_with_next = false;  // this message and the next action's share one call
   };
   std::vector<Planned> actions;

@@ -162,7 +162,8 @@ TEST_P(PeerMemoryExchangeTest, PartsOfOneRowArriveAndAreMultipliedInTheirPlaces)
                   gather->part(part).data_ptr());
     }
     const auto up = std::make_shared<PlacedProducts>();
-    const at::Tensor output = overlapped_output(mlp, exchange, {.up = up, .gate = up});
+    const at::Tensor output =
+        overlapped_output(mlp, exchange, {.up = up, .gate = up, .down = ops::default_products()});
     EXPECT_EQ(up->num_placed, ranks);
     EXPECT_EQ(up->num_unplaced, 0);
     backward(mlp, output);
