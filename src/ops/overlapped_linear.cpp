@@ -127,7 +127,7 @@ class PulledGather {
   at::ScalarType dtype_, sent_as_;
   at::Tensor scale_, inverse_;  // undefined: the values are sent
   std::unique_ptr<SequenceExchange::Gather> gather_;
-  at::TensorOptions options_;  // of what is sent
+  at::TensorOptions options_;  // Options of the tensor that is sent.
   Operand whole_;
 };
 

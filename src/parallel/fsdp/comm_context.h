@@ -83,7 +83,7 @@ class ParamGroup;
 /// forwards ended, and gathers in that order. (The two orders differ where a group encloses others: the
 /// outermost module's own group, or an embedding with the output that is tied to it.) A visit that a rank's
 /// backward skips is still gathered and reduced, in its turn, as soon as the backward reaches one that ran
-/// before it: another rank that did reach the skipped one may wait for its reduction before it goes on to the
+/// before it: another rank that did reach the skipped one may wait for its reduction before it issues its
 /// next gather. The forward alone decides which visits
 /// take part: those with an output that requires a gradient. (If a group runs several times in one forward,
 /// all ranks' backwards have to reach the same runs; if it has several modules, all ranks' forwards have to

@@ -139,7 +139,7 @@ class PlacedProducts final : public ops::Products {
     return plain_->put_product(out, pass, rows, weight);
   }
 
-  static constexpr int64_t kRows = 4;  // of a part
+  static constexpr int64_t kRows = 4;  // tokens that a rank has
   mutable int num_placed = 0, num_unplaced = 0;
 
  private:
