@@ -381,8 +381,10 @@ TEST(Loading, RestoresAnObjectOfTheUser) {
               more = words + Words{"--experimental.custom_import", library};
   const auto run = fresh_folder("run");
   train(run, part_of_run(more, 10));
+  // Two saves. A job on GPUs also asks for the state before the first one, to reserve memory.
   EXPECT_THAT(train_log(run, part_of_run(more, 11)),
-              HasSubstr("the counter stood at 2, and in its tensor at 2"));
+              ::testing::AnyOf(HasSubstr("the counter stood at 2, and in its tensor at 2"),
+                               HasSubstr("the counter stood at 3, and in its tensor at 3")));
   // Loads a state without the object, and a state with it into a run that lacks it.
   EXPECT_THAT(train_log(run, words, 2), HasSubstr("save_counter"));
   const auto older = fresh_folder("older");

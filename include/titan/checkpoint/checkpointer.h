@@ -52,7 +52,8 @@ struct ObjectState {
 class Stateful {
  public:
   virtual ~Stateful() = default;
-  /// The current state. The tensors' names, shapes, dtypes and layouts are the same at every call.
+  /// The current state. The tensors' names, shapes, dtypes and layouts are the same at every call. Also called without a
+  /// save, to learn how much memory saves need.
   virtual ObjectState state() = 0;
   /// Called before a load changes anything. Throws Error, and changes nothing itself, if the object can't
   /// continue with `text`, the saved text.
