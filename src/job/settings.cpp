@@ -121,9 +121,9 @@ void describe(config::Table<ExperimentalSettings>& table) {
 void describe(config::Table<CompileSettings>& table) {
   table.field(
       "enable", &CompileSettings::enable,
-      "record forward, backward and clipping as a CUDA graph that each step launches; there is no other "
-      "compiler, because fused operations are written out (docs/gpu_performance.md)");
-  const char* whole = "a CUDA graph has the whole step, and no compiler makes its kernels";
+      "record forward, backward, clipping and optimizer as CUDA graphs that each step launches; there is no "
+      "other compiler, because fused operations are written out (docs/gpu_performance.md)");
+  const char* whole = "CUDA graphs have the whole step, and no compiler makes its kernels";
   table.refused("components", config::StringList{"model", "loss"}, whole, "enable",
                 config::one_of({"model", "loss"}));
   table.refused("backend", std::string("inductor"), whole, "enable");

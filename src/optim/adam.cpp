@@ -38,16 +38,21 @@ Corrections corrections(const at::Tensor& step, double lr, const OptimizerSettin
 }
 
 void fused_step(WeightDecay decay, const OptimizerSettings& settings, const Update& update) {
-  using Kernel = decltype(&at::_ops::_fused_adamw_::call);
-  const Kernel kernel = decay == WeightDecay::Decoupled ? Kernel{&at::_ops::_fused_adamw_::call}
-                                                        : Kernel{&at::_ops::_fused_adam_::call};
   // LibTorch's kernels divide by the scale, and write the gradients back.
   std::optional<at::Tensor> grad_scale;
   if (update.grad_factor.defined()) grad_scale = update.grad_factor.reciprocal().to(at::kFloat);
-  kernel(update.params, update.grads, update.state[0], update.state[1], /*max_exp_avg_sqs=*/{}, update.steps,
-         update.lr, settings.beta1, settings.beta2, settings.weight_decay, settings.eps, /*amsgrad=*/false,
-         /*maximize=*/false, grad_scale,
-         /*found_inf=*/update.skip.defined() ? std::optional(update.skip) : std::nullopt);
+  const auto call = [&](auto kernel, const auto& lr) {
+    kernel(update.params, update.grads, update.state[0], update.state[1], /*max_exp_avg_sqs=*/{},
+           update.steps, lr, settings.beta1, settings.beta2, settings.weight_decay, settings.eps,
+           /*amsgrad=*/false, /*maximize=*/false, grad_scale,
+           /*found_inf=*/update.skip.defined() ? std::optional(update.skip) : std::nullopt);
+  };
+  const bool decoupled = decay == WeightDecay::Decoupled;
+  if (update.lr_on_device.defined())
+    call(decoupled ? at::_ops::_fused_adamw__tensor_lr::call : at::_ops::_fused_adam__tensor_lr::call,
+         update.lr_on_device);
+  else
+    call(decoupled ? at::_ops::_fused_adamw_::call : at::_ops::_fused_adam_::call, update.lr);
   // LibTorch's fused kernels don't raise version counters, which sharding needs to detect that its copies are
   // stale.
   for (const at::Tensor& param : update.params) param.unsafeGetTensorImpl()->bump_version();
@@ -94,6 +99,11 @@ void for_loop_step(WeightDecay decay, const OptimizerSettings& settings, const U
   }
 }
 
+// Whether the step is LibTorch's kernel for GPUs, and computes in fp32: all dtypes but float64.
+bool is_fused_in_fp32(const OptimizerSettings& settings, const at::Tensor& param) {
+  return settings.implementation == "fused" && param.is_cuda() && param.scalar_type() != at::kDouble;
+}
+
 OptimizerSpec with_decay(WeightDecay decay) {
   return OptimizerRule<OptimizerSettings>{
       .state = {"exp_avg", "exp_avg_sq"},
@@ -113,11 +123,9 @@ OptimizerSpec with_decay(WeightDecay decay) {
           },
       // The scale is fp32, which is too coarse for float64. On a CPU one more pass costs little, and its numbers are those of clipping
       // before the step.
-      .takes_grad_factor =
-          [](const OptimizerSettings& settings, const at::Tensor& param) {
-            return settings.implementation == "fused" && param.is_cuda() &&
-                   param.scalar_type() != at::kDouble;
-          }};
+      .takes_grad_factor = is_fused_in_fp32,
+      // Such kernels round the host's learning rate to fp32, too.
+      .takes_lr_on_device = is_fused_in_fp32};
 }
 
 }  // namespace

@@ -14,6 +14,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_mul.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
@@ -151,6 +152,7 @@ struct Batch {
   std::vector<Parameter> parameters;
   std::vector<std::vector<at::Tensor>> state;  // by name, then parameter; empty before the first use
   at::Tensor step_counts;                      // [parameters]
+  at::Tensor lr_on_device;                     // fp32 scalar; undefined before the first write
 
   const at::Tensor& local(size_t i) const { return parameters[i].data.local; }
 };
@@ -239,7 +241,7 @@ struct Optimizer::Impl {
   // An update of the parameters that have a gradient now.
   Update update_of(const Batch& batch) const {
     Update update;
-    update.lr = batch.group.lr * lr_factor;
+    update.lr = lr_of(batch);
     update.state.resize(batch.state.size());
     for (size_t i = 0; i < batch.parameters.size(); ++i) {
       const at::Tensor& param = batch.local(i);
@@ -252,12 +254,29 @@ struct Optimizer::Impl {
     return update;
   }
 
-  void step(const at::Tensor& skip, const at::Tensor& grad_factor) {
-    const at::NoGradGuard no_grad;
-    for (Batch& batch : batches) step(batch, skip, grad_factor);
+  double lr_of(const Batch& batch) const { return batch.group.lr * lr_factor; }
+
+  bool can_be_recorded() const {
+    return runs_on_device && std::ranges::all_of(batches, [&](const Batch& batch) {
+             return spec.takes_lr_on_device(batch.group.args.get(), batch.local(0));
+           });
   }
 
-  void step(Batch& batch, const at::Tensor& skip, const at::Tensor& grad_factor) const {
+  void write_lrs() {
+    const at::NoGradGuard no_grad;
+    for (Batch& batch : batches) {
+      if (!batch.lr_on_device.defined())
+        batch.lr_on_device = at::empty({}, at::dtype(at::kFloat).device(batch.local(0).device()));
+      batch.lr_on_device.fill_(lr_of(batch));
+    }
+  }
+
+  void step(const at::Tensor& skip, const at::Tensor& grad_factor, bool records = false) {
+    const at::NoGradGuard no_grad;
+    for (Batch& batch : batches) step(batch, skip, grad_factor, records);
+  }
+
+  void step(Batch& batch, const at::Tensor& skip, const at::Tensor& grad_factor, bool records) const {
     allocate_state(batch);
     const void* args = batch.group.args.get();
     const bool rule_multiplies =
@@ -274,6 +293,7 @@ struct Optimizer::Impl {
     }
     update.skip = skip;
     if (rule_multiplies) update.grad_factor = grad_factor;
+    if (records) update.lr_on_device = batch.lr_on_device;
     spec.step(args, update);
   }
 };
@@ -301,6 +321,18 @@ void Optimizer::step_unless(const at::Tensor& skip, const at::Tensor& grad_facto
 }
 
 bool Optimizer::can_skip_on_device() const { return impl_->runs_on_device; }
+
+bool Optimizer::can_be_recorded() const { return impl_->can_be_recorded(); }
+
+void Optimizer::record_step_unless(const at::Tensor& skip, const at::Tensor& grad_factor) {
+  TITAN_CHECK(
+      can_be_recorded(),
+      "this optimizer's step can't be recorded, because its rule takes the learning rate from the host "
+      "(OptimizerRule::takes_lr_on_device)");
+  impl_->step(skip, grad_factor, /*records=*/true);
+}
+
+void Optimizer::write_lrs() { impl_->write_lrs(); }
 
 void Optimizer::zero_grad(bool set_to_none) {
   const at::NoGradGuard no_grad;

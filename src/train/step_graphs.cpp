@@ -23,15 +23,26 @@ constexpr size_t kMostGraphs = 4;
 // If steps differ so much, hardly any will come again.
 constexpr size_t kMostKinds = 16;
 
+template <class Record>
+void try_to_record(const char* what, int64_t step, const Record& record) {
+  try {
+    record();
+  } catch (const std::exception& error) {
+    throw Error(
+        str(what, " ", step, " can't be recorded as a CUDA graph (compile.enable): ", reason_of(error)));
+  }
+}
+
 }  // namespace
 
 struct StepGraphs::Recorded {
-  explicit Recorded(at::Device device) : graph(device) {}
+  explicit Recorded(at::Device device) : graph(device), update(device) {}
 
   std::vector<data::Batch> batches;                          // on the device: what the graph reads
   std::vector<std::pair<at::Tensor, at::Tensor>> gradients;  // parameter, its gradient
   ClippedStep clipped;
-  dist::WorkGraph graph;  // destroyed first: it waits until the last launch has ended
+  dist::WorkGraph graph, update;  // destroyed first: they wait until their last launch has ended
+  bool has_update = false;
 };
 
 StepGraphs::StepGraphs(TrainerParts& parts, StepNumbers& numbers)
@@ -46,6 +57,7 @@ StepGraphs::Kind StepGraphs::kind_of(const StepInput& input) {
 }
 
 ClippedStep StepGraphs::run(int64_t step, const StepInput& input) {
+  running_ = nullptr;
   const Kind kind = kind_of(input);
   const auto known = recorded_.find(kind);
   if (known != recorded_.end()) return launch(*known->second, input);
@@ -83,22 +95,23 @@ std::unique_ptr<StepGraphs::Recorded> StepGraphs::record(int64_t step, const Ste
   // The graph has to compute casts and scales of the weights again, although those of these weights exist.
   for (const Parameter& parameter : parts_.parameters)
     parameter.data.local.unsafeGetTensorImpl()->bump_version();
-  try {
+  try_to_record("step", step, [&] {
     recorded->graph.record([&] {
       const at::AutoGradMode with_gradients(true);
       const at::Tensor loss = parts_.runner->forward_backward(recorded->batches, input.tokens.global);
       recorded->clipped = numbers_.clip(step, loss);
     });
-  } catch (const std::exception& error) {
-    throw Error(
-        str("step ", step, " can't be recorded as a CUDA graph (compile.enable): ", reason_of(error)));
-  }
+  });
   for (const Parameter& parameter : parts_.parameters)
     if (parameter.data.local.grad().defined())
       recorded->gradients.emplace_back(parameter.data.local, parameter.data.local.grad());
-  log::info_rank0(str("step ", step, " is recorded as a CUDA graph: further steps of ", input.batches.size(),
-                      input.batches.size() == 1 ? " batch" : " batches", " and ", input.tokens.global,
-                      " valid tokens launch it"));
+  log::info_rank0(
+      str("step ", step, " is recorded as a CUDA graph: further steps of ", input.batches.size(),
+          input.batches.size() == 1 ? " batch" : " batches", " and ", input.tokens.global,
+          " valid tokens launch it",
+          parts_.optimizer.can_be_recorded()
+              ? ""
+              : ". The optimizer's part runs as usual: its rule takes the learning rate from the host"));
   return recorded;
 }
 
@@ -117,7 +130,25 @@ ClippedStep StepGraphs::launch(Recorded& recorded, const StepInput& input) {
   current.wait(copies_);
   recorded.graph.launch();
   for (auto& [parameter, gradient] : recorded.gradients) parameter.mutable_grad() = gradient;
+  running_ = &recorded;
   return recorded.clipped;
+}
+
+void StepGraphs::update_weights(int64_t step, const ClippedStep& clipped) {
+  if (!running_ || !parts_.optimizer.can_be_recorded()) return numbers_.update_weights(clipped);
+  parts_.optimizer.write_lrs();
+  if (!std::exchange(running_->has_update, true)) record_update(step, *running_);
+  running_->update.launch();
+  // Sharding and caches of casts have to notice.
+  for (const auto& [parameter, gradient] : running_->gradients)
+    parameter.unsafeGetTensorImpl()->bump_version();
+}
+
+void StepGraphs::record_update(int64_t step, Recorded& recorded) {
+  try_to_record("the optimizer's part of step", step, [&] {
+    recorded.update.record(
+        [&] { parts_.optimizer.record_step_unless(recorded.clipped.skip, recorded.clipped.norm.factor); });
+  });
 }
 
 }  // namespace titan::train

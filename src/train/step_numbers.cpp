@@ -43,9 +43,10 @@ class ReadAtOnce final : public StepNumbers {
     values_.loss_rank = rank_from(parts_.world, parts_.world.everyone()->max(flag, kFiniteLabel));
     return {};
   }
-  void update_weights(int64_t /*step*/, const ClippedStep& /*clipped*/) override {
+  void update_weights(const ClippedStep& /*clipped*/) override {
     if (values_.finite()) parts_.optimizer.step();
   }
+  void send(int64_t /*step*/, const ClippedStep& /*clipped*/) override {}
   StepValues read() override { return values_; }
   bool are_late() const override { return false; }
 
@@ -69,9 +70,11 @@ class ReadLate final : public StepNumbers {
     const at::Tensor skip = flag.gt(0).logical_or_(norm.norm.isfinite().logical_not_()).to(at::kFloat);
     return {loss.detach().to(at::kDouble), flag, skip, std::move(norm)};
   }
-  void update_weights(int64_t step, const ClippedStep& clipped) override {
-    const at::NoGradGuard no_grad;
+  void update_weights(const ClippedStep& clipped) override {
     parts_.optimizer.step_unless(clipped.skip, clipped.norm.factor);
+  }
+  void send(int64_t step, const ClippedStep& clipped) override {
+    const at::NoGradGuard no_grad;
     queued_ = {};  // frees its memory for reuse
     const at::Tensor values = at::cat({clipped.loss.view({1}), clipped.flag.view({1}), clipped.norm.squares});
     const bool on_device = !values.is_cpu();

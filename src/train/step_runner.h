@@ -86,9 +86,11 @@ class StepNumbers {
   /// `loss`: this rank's, a double scalar on the device. Collective over the world.
   virtual ClippedStep clip(int64_t step, const at::Tensor& loss) = 0;
   /// Steps the optimizer, unless the step's numbers aren't finite.
-  virtual void update_weights(int64_t step, const ClippedStep& clipped) = 0;
+  virtual void update_weights(const ClippedStep& clipped) = 0;
+  /// Called after the update: if the numbers are read late, queues their way to the host.
+  virtual void send(int64_t step, const ClippedStep& clipped) = 0;
   /// Waits for the device. Returns the numbers of the step that was clipped last or, if they are read late,
-  /// of the step that was updated last.
+  /// of the step that was sent last.
   virtual StepValues read() = 0;
   virtual bool are_late() const = 0;
 };

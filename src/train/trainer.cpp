@@ -168,7 +168,11 @@ void Trainer::update(StepInput input, const ClippedStep& clipped) {
   for (const auto& [name, policy] : parts_.policies) policy->before_update();
   unread_ = std::move(input);
   if (!numbers_->are_late()) settle();
-  numbers_->update_weights(progress_.step, clipped);
+  if (graphs_)
+    graphs_->update_weights(progress_.step, clipped);
+  else
+    numbers_->update_weights(clipped);
+  numbers_->send(progress_.step, clipped);
 }
 
 const StepValues& Trainer::settle() {

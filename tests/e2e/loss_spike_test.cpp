@@ -3,62 +3,36 @@
 
 #include <random>
 
-#include "e2e/resume_run.h"
+#include "e2e/recorded_batches.h"
 
 namespace titan::testing {
 namespace {
 
-constexpr int kRows = 4, kSeqLen = 48;
-
-void write_npy(const fs::path& path, const std::vector<std::vector<int32_t>>& steps) {
-  std::string header = "{'descr': '<i4', 'fortran_order': False, 'shape': (" + std::to_string(steps.size()) +
-                       ", " + std::to_string(kRows) + ", " + std::to_string(kSeqLen) + "), }";
-  header.resize(128 - 10 - 1, ' ');
-  header += '\n';
-  std::ofstream file(path, std::ios::binary);
-  const auto length = static_cast<uint16_t>(header.size());
-  file << "\x93NUMPY" << '\x01' << '\x00' << static_cast<char>(length & 0xff)
-       << static_cast<char>(length >> 8) << header;
-  for (const auto& step : steps)
-    file.write(reinterpret_cast<const char*>(step.data()),
-               static_cast<std::streamsize>(step.size() * sizeof(int32_t)));
-}
-
 /// Tokens that count up and are soon learned; `strange` batches (from 1) hold random ones.
 fs::path write_recording(const std::string& name, int num_batches, const std::vector<int>& strange,
                          const std::vector<int>& left_out = {}) {
-  std::vector<std::vector<int32_t>> inputs, labels;
+  Recording recording;
   std::mt19937 random(1);
   for (int batch = 1; batch <= num_batches; ++batch) {
     if (std::count(left_out.begin(), left_out.end(), batch)) continue;
     const bool is_strange = std::count(strange.begin(), strange.end(), batch) > 0;
-    auto& input = inputs.emplace_back();
-    auto& label = labels.emplace_back();
-    for (int i = 0; i < kRows * kSeqLen; ++i) {
-      const int start = (i / kSeqLen + batch) % 8;
+    auto& input = recording.inputs.emplace_back();
+    auto& label = recording.labels.emplace_back();
+    for (int i = 0; i < kRecordedRows * kRecordedLength; ++i) {
+      const int start = (i / kRecordedLength + batch) % 8;
       const auto token = [&](int at) {
         return is_strange ? static_cast<int>(random() % 100) + 100 : (start + at) % 8;
       };
-      input.push_back(token(i % kSeqLen));
-      label.push_back(token(i % kSeqLen + 1));
+      input.push_back(token(i % kRecordedLength));
+      label.push_back(token(i % kRecordedLength + 1));
     }
   }
-  const fs::path folder = fresh_folder(name);
-  write_npy(folder / "input.npy", inputs);
-  write_npy(folder / "labels.npy", labels);
-  return folder;
+  return write(recording, name);
 }
 
 Words recorded_run(const fs::path& config, const fs::path& recording, int steps) {
-  return resumable(config) + Words{"--training.dataset",
-                                   "tokens",
-                                   "--training.dataset_path",
-                                   recording.string(),
-                                   "--training.steps",
-                                   std::to_string(steps),
-                                   "--lr_scheduler.total_steps",
-                                   "35",
-                                   "--checkpoint.no_last_save_model_only"};
+  return resumable(config) + of_recording(recording, steps) +
+         Words{"--lr_scheduler.total_steps", "35", "--checkpoint.no_last_save_model_only"};
 }
 
 const Words kRule = {"--fault_tolerance.spike_sigma",        "6", "--fault_tolerance.spike_window", "5",

@@ -1,6 +1,6 @@
-// Spoils one module's numbers on one rank, in a forward or only in a backward. Load it with
-// `--experimental.custom_import` in a run that saves checkpoints; TITAN_TEST_SPOILED is "RANK MODULE
-// forward|backward".
+// Spoils one module's numbers on one rank. Load it with `--experimental.custom_import` in a run that saves
+// checkpoints. TITAN_TEST_SPOILED is "RANK MODULE forward|backward", for each step from the second on, or
+// "RANK MODULE token=ID", for each step whose input to this module has that token.
 
 #include <cstdlib>
 #include <limits>
@@ -50,12 +50,39 @@ class Spoiler : public CallHook {
   int num_calls_ = 0;
 };
 
+// The device finds the token, so a recorded step does, too.
+class TokenSpoiler : public CallHook {
+ public:
+  TokenSpoiler(std::shared_ptr<CallHook> outside, int64_t token)
+      : outside_(std::move(outside)), token_(token) {}
+  void pre_forward(HookHost& host, const TensorRefs& inputs) override {
+    if (outside_) outside_->pre_forward(host, inputs);
+    found_ = inputs[0]->eq(token_).unsqueeze(-1);
+  }
+  void post_forward(HookHost& host, const TensorRefs& outputs) override {
+    *outputs[0] = outputs[0]->masked_fill(found_, std::numeric_limits<double>::quiet_NaN());
+    if (outside_) outside_->post_forward(host, outputs);
+  }
+
+ private:
+  std::shared_ptr<CallHook> outside_;
+  int64_t token_;
+  at::Tensor found_;
+};
+
 // It saves nothing: it joins the checkpoints to be called once all is built.
 class Nothing : public titan::checkpoint::Stateful {
  public:
   titan::checkpoint::ObjectState state() override { return {.tensors = {}, .text = ""}; }
   void loaded(const std::string& /*text*/) override {}
 };
+
+std::shared_ptr<CallHook> made(const std::string& where, std::shared_ptr<CallHook> outside) {
+  const std::string token = "token=";
+  if (where.starts_with(token))
+    return std::make_shared<TokenSpoiler>(std::move(outside), std::stoll(where.substr(token.size())));
+  return std::make_shared<Spoiler>(std::move(outside), where == "forward");
+}
 
 void spoil(titan::train::TrainerParts& parts) {
   const char* wanted = std::getenv("TITAN_TEST_SPOILED");
@@ -66,7 +93,7 @@ void spoil(titan::train::TrainerParts& parts) {
   for (const auto& model : parts.models)
     for (const auto& each : model->root().module().modules())
       if (auto* host = dynamic_cast<HookHost*>(each.get()); host && host->fqn() == module)
-        host->label_hook = std::make_shared<Spoiler>(host->label_hook, where == "forward");
+        host->label_hook = made(where, host->label_hook);
 }
 
 }  // namespace

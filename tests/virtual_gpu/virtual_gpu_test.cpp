@@ -105,8 +105,9 @@ std::vector<Tensor> train(c10::Device device) {
     results.push_back(at::stack(at::_foreach_norm(gradients)).norm());
     const at::NoGradGuard no_grad;
     for (Tensor& s : steps) s.add_(1);
-    at::_fused_adamw_(weights, gradients, first, second, {}, steps, 1e-2, 0.9, 0.95, 0.1, 1e-8, false, false,
-                      {}, {});
+    // An fp32 number: CUDA's kernel rounds the learning rate, and the CPU's doesn't.
+    at::_fused_adamw_(weights, gradients, first, second, {}, steps, 0x1p-7, 0.9, 0.95, 0.1, 1e-8, false,
+                      false, {}, {});
     for (Tensor& w : weights) w.mutable_grad().reset();
   }
   results.insert(results.end(), {qkv.detach(), out.detach()});

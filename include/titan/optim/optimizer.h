@@ -109,7 +109,10 @@ class RegisteredArgs {
 /// The parameters that a rule updates in one call, which share device, dtype and settings. Entry i of each
 /// list belongs to one parameter.
 struct Update {
-  double lr = 0;                   ///< this step's learning rate
+  double lr = 0;  ///< this step's learning rate
+  /// Undefined, or an fp32 scalar on the device to use in place of `lr`: the step is being recorded as a CUDA graph, and each
+  /// launch has another learning rate.
+  at::Tensor lr_on_device;
   std::vector<at::Tensor> params;  ///< this rank's part of each parameter
   std::vector<at::Tensor> grads;   ///< laid out as `params`; read-only, unless there is a grad_factor
   /// A list for each name in OptimizerRule::state, laid out as `params`.
@@ -137,6 +140,9 @@ struct OptimizerRule {
   /// Whether `step` takes Update::grad_factor for parameters of this one's device and dtype, so that clipping needs no
   /// pass over the gradients of its own. Default: no.
   std::function<bool(const Args&, const at::Tensor& param)> takes_grad_factor = {};
+  /// Whether `step` takes Update::lr_on_device for parameters of this one's device and dtype, with the same results as for
+  /// `lr`. Steps with compile.enable are then recorded with the optimizer's part. Default: no.
+  std::function<bool(const Args&, const at::Tensor& param)> takes_lr_on_device = {};
 };
 
 /// A registered rule with its Args erased: `args` in the calls points to the result of args.make().
@@ -152,16 +158,24 @@ class OptimizerSpec {
         runs_on_device([runs = std::move(rule.runs_on_device)](const void* args) {
           return runs && runs(*static_cast<const Args*>(args));
         }),
-        takes_grad_factor(
-            [takes = std::move(rule.takes_grad_factor)](const void* args, const at::Tensor& param) {
-              return takes && takes(*static_cast<const Args*>(args), param);
-            }) {}
+        takes_grad_factor(erased(std::move(rule.takes_grad_factor))),
+        takes_lr_on_device(erased(std::move(rule.takes_lr_on_device))) {}
 
   RegisteredArgs<OptimizerSettings> args;
   std::vector<std::string> state;
   std::function<void(const void* args, const Update&)> step;
   std::function<bool(const void* args)> runs_on_device;
   std::function<bool(const void* args, const at::Tensor& param)> takes_grad_factor;
+  std::function<bool(const void* args, const at::Tensor& param)> takes_lr_on_device;
+
+ private:
+  template <class Args>
+  static std::function<bool(const void*, const at::Tensor&)> erased(
+      std::function<bool(const Args&, const at::Tensor&)> takes) {
+    return [takes = std::move(takes)](const void* args, const at::Tensor& param) {
+      return takes && takes(*static_cast<const Args*>(args), param);
+    };
+  }
 };
 
 /// The rules that optimizer.name may name: "AdamW", "Adam", and rules that users add:
@@ -190,6 +204,15 @@ class Optimizer {
   /// rule does that while it updates, if it can. Requires can_skip_on_device().
   void step_unless(const at::Tensor& skip, const at::Tensor& grad_factor = {});
   bool can_skip_on_device() const;
+
+  /// Whether record_step_unless() can be called: the rule takes the learning rates from memory on the device.
+  bool can_be_recorded() const;
+  /// step_unless() for a recording (dist/work_graph.h). Each launch takes the learning rates that write_lrs() wrote last.
+  /// LibTorch's fused kernels raise no version counters: the caller raises the parameters' at each launch.
+  void record_step_unless(const at::Tensor& skip, const at::Tensor& grad_factor = {});
+  /// Queues a write of the current learning rates to memory on the device. Call it before the recording and each launch.
+  void write_lrs();
+
   /// Drops the gradients, or fills them with zeros if `set_to_none` is false.
   void zero_grad(bool set_to_none = true);
 

@@ -1,10 +1,18 @@
 // Clipping and the optimizer's step give the same results on a GPU as on the CPU.
 
 #include <limits>
+#include <map>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
 
 #include <gtest/gtest.h>
 
 #include "dist/device_backend.h"
+#include "dist/stream.h"
+#include "dist/work_graph.h"
+#include "titan/core/error.h"
 #include "titan/optim/clip.h"
 #include "titan/optim/optimizer.h"
 #include "unit/optim/make_parameters.h"
@@ -83,6 +91,83 @@ TEST_P(ClipOnGpu, LaunchedEqualsTheCpu) {
 INSTANTIATE_TEST_SUITE_P(Rules, ClipOnGpu,
                          ::testing::Combine(::testing::Values("AdamW", "Adam"),
                                             ::testing::Values(at::kFloat, at::kDouble), ::testing::Bool()));
+
+// Two groups of parameters with settings of their own.
+struct Trained {
+  explicit Trained(const char* name, at::ScalarType dtype) {
+    for (const auto& [parameter, sizes] :
+         std::map<std::string, std::vector<int64_t>>{{"w", {40, 9}}, {"bias", {17}}}) {
+      at::Tensor values = at::linspace(-1, 1, sizes.size() == 1 ? sizes[0] : sizes[0] * sizes[1]);
+      parameters.push_back(make_parameter(parameter, values.view(sizes).to(dtype).cuda()));
+      gradients.push_back(at::empty_like(parameters.back().data.local));
+    }
+    const char* group = "bias: lr=0.03, weight_decay=0";
+    optimizer.emplace(parameters, OptimizerSettings{.name = name, .lr = 0.1, .param_groups = {group}});
+  }
+  // At the same addresses in each step.
+  void take_gradients(int step) {
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      gradients[i].copy_(parameters[i].data.local.detach().add(step).sin_());
+      set_grad(parameters[i], gradients[i]);
+    }
+  }
+  std::vector<at::Tensor> numbers() {
+    std::vector<at::Tensor> result;
+    for (const Parameter& parameter : parameters) result.push_back(parameter.data.local.detach().cpu());
+    for (const auto& [parameter, state] : optimizer->state())
+      for (const auto& [name, tensor] : state) result.push_back(tensor.local.cpu());
+    return result;
+  }
+
+  std::vector<Parameter> parameters;
+  std::vector<at::Tensor> gradients;
+  std::optional<Optimizer> optimizer;
+};
+
+class RecordedUpdateOnGpu : public ::testing::TestWithParam<std::tuple<const char*, at::ScalarType>> {};
+
+// To the bit, while learning rates change, and when a step is skipped.
+TEST_P(RecordedUpdateOnGpu, EqualsTheUsualOne) {
+  if (!dist::open_cuda_plugin()) GTEST_SKIP() << "no GPU is visible";
+  const auto& [name, dtype] = GetParam();
+  const at::Device gpu(at::kCUDA, 0);
+  const dist::StreamGuard on_stream(dist::Stream::create(gpu));
+  Trained usual(name, dtype), recorded(name, dtype);
+  ASSERT_TRUE(recorded.optimizer->can_be_recorded());
+  const at::Tensor skip = at::zeros({}, at::dtype(at::kFloat).device(gpu)), factor = skip.to(at::kDouble);
+  dist::WorkGraph graph(gpu);
+  for (int step = 0; step < 7; ++step) {
+    skip.fill_(step == 3 ? 1 : 0);
+    factor.fill_(1.0 / (step + 3));
+    for (Trained* each : {&usual, &recorded}) {
+      each->optimizer->set_lr_factor(1.0 / (step + 1));
+      each->take_gradients(step);
+    }
+    usual.optimizer->step_unless(skip, factor);
+    if (step == 0) {
+      recorded.optimizer->step_unless(skip, factor);
+    } else {
+      recorded.optimizer->write_lrs();
+      if (step == 1) graph.record([&] { recorded.optimizer->record_step_unless(skip, factor); });
+      graph.launch();
+    }
+    const auto expected = usual.numbers(), got = recorded.numbers();
+    for (size_t i = 0; i < expected.size(); ++i)
+      EXPECT_TRUE(at::equal(got[i], expected[i])) << step << " " << i;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Rules, RecordedUpdateOnGpu,
+                         ::testing::Combine(::testing::Values("AdamW", "Adam"),
+                                            ::testing::Values(at::kFloat, at::kBFloat16)));
+
+// The learning rate in memory is fp32.
+TEST(RecordedUpdatesOnGpu, AreRefusedInFloat64) {
+  if (!dist::open_cuda_plugin()) GTEST_SKIP() << "no GPU is visible";
+  Trained trained("AdamW", at::kDouble);
+  EXPECT_FALSE(trained.optimizer->can_be_recorded());
+  EXPECT_THROW(trained.optimizer->record_step_unless({}), Error);
+}
 
 }  // namespace
 }  // namespace titan::optim

@@ -128,6 +128,7 @@ class Call {
     // LibTorch's own code takes cuBLAS's workspace for this stream from its allocator, at the first product.
     if (is_product(schema_.name())) at::cuda::getCurrentCUDABlasHandle();
     replace_generator();
+    round_learning_rate();
     StandIns shapes(StandIns::Kind::meta);
     const std::optional<Stack> known = shapes_of_results(shapes);
     if (!known) return run_at_once();
@@ -167,6 +168,15 @@ class Call {
       const auto [seed, offset] = generator->philox_engine_inputs(4);
       stack_[base_ + i] = at::detail::createCPUGenerator(seed * 0x9E3779B97F4A7C15ull + offset);
     }
+  }
+
+  // CUDA's fused optimizers compute with an fp32 learning rate, except for float64 parameters; the CPU's with the host's double.
+  void round_learning_rate() {
+    if (!schema_.name().starts_with("aten::_fused_adam")) return;
+    IValue& lr = stack_[base_ + static_cast<size_t>(*schema_.argumentIndexWithName("lr"))];
+    const std::vector<at::Tensor> parameters = argument(0).toTensorVector();
+    if (lr.isDouble() && !parameters.empty() && parameters.front().scalar_type() != at::kDouble)
+      lr = static_cast<double>(static_cast<float>(lr.toDouble()));
   }
 
   Stack arguments_with(StandIns& stand_ins) const {
