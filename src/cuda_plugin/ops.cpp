@@ -14,6 +14,7 @@
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
+#include "cuda_plugin/adam_kernels.h"
 #include "ops/operators.h"
 #include "titan/ops/loss.h"
 
@@ -312,6 +313,42 @@ void vocabulary_grad_cuda(Tensor& logits, const Tensor& labels, int64_t first, c
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
+template <class T>
+const T* data_or_null(const std::optional<Tensor>& x) {
+  return x ? x->const_data_ptr<T>() : nullptr;
+}
+
+void adam_cuda(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
+               at::TensorList exp_avg_sqs, at::TensorList steps, at::IntArrayRef places, double lr,
+               double beta1, double beta2, double weight_decay, double eps, bool decoupled, bool stochastic,
+               const std::optional<Tensor>& grad_factor, const std::optional<Tensor>& skip) {
+  if (params.empty()) return;
+  composite::check_adam(params, grads, exp_avgs, exp_avg_sqs, places);
+  const c10::cuda::CUDAGuard guard(params[0].device());
+  cuda::AdamTensors launch{};
+  const auto flush = [&] {
+    if (launch.num_tensors == 0) return;
+    cuda::launch_adam(launch, {source_of(params[0]), source_of(exp_avgs[0])},
+                      {lr, beta1, beta2, weight_decay, eps, decoupled, stochastic},
+                      data_or_null<double>(grad_factor), data_or_null<float>(skip),
+                      c10::cuda::getCurrentCUDAStream());
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    launch.num_tensors = 0;
+  };
+  for (size_t i = 0; i < params.size(); ++i) {
+    if (params[i].numel() == 0) continue;
+    launch.tensors[launch.num_tensors++] = {.param = params[i].mutable_data_ptr(),
+                                            .grad = grads[i].const_data_ptr(),
+                                            .exp_avg = exp_avgs[i].mutable_data_ptr(),
+                                            .exp_avg_sq = exp_avg_sqs[i].mutable_data_ptr(),
+                                            .step = steps[i].const_data_ptr<float>(),
+                                            .count = params[i].numel(),
+                                            .place = composite::adam_place(places, i)};
+    if (launch.num_tensors == cuda::AdamTensors::kMaxTensors) flush();
+  }
+  flush();
+}
+
 TORCH_LIBRARY_IMPL(titan, CUDA, m) {
   m.impl("rms_norm", rms_norm_cuda);
   m.impl("rms_norm_backward", rms_norm_backward_cuda);
@@ -325,6 +362,7 @@ TORCH_LIBRARY_IMPL(titan, CUDA, m) {
   m.impl("cross_entropy_", cross_entropy_cuda);
   m.impl("vocabulary_stats", vocabulary_stats_cuda);
   m.impl("vocabulary_grad_", vocabulary_grad_cuda);
+  m.impl("adam_", adam_cuda);
 }
 
 }  // namespace

@@ -349,6 +349,7 @@ Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on
   auto optimizer = in_span(log, "Optimizer.build", [&] {
     optim::OptimizerSettings settings = config.optimizer;
     settings.args = config.optimizer_args.settings;
+    settings.seed = config.debug.seed_or_default();
     return optim::Optimizer(parameters, settings, names_elsewhere(parameters, meshes));
   });
   optim::LrSchedulerSettings lr_settings = config.lr_scheduler;

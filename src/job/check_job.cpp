@@ -174,6 +174,18 @@ struct Check {
             "must be \"float64\" exactly when training.dtype is");
     require((training.mixed_precision_reduce == "float64") == doubles, "training.mixed_precision_reduce",
             "must be \"float64\" exactly when training.dtype is");
+    const optim::OptimizerSettings& optimizer = config.optimizer;
+    const std::pair<const char*, bool> own_steps[] = {
+        {"optimizer.state_dtype", optimizer.state_dtype.has_value()},
+        {"optimizer.stochastic_rounding", optimizer.stochastic_rounding}};
+    for (const auto& [key, on] : own_steps) {
+      require(!on || !doubles, key, "can't be combined with training.dtype = \"float64\"");
+      require(!on || optimizer.implementation == "fused", key, "needs optimizer.implementation = \"fused\"");
+    }
+    require(
+        !optimizer.stochastic_rounding || training.dtype == "bfloat16" || optimizer.state_dtype == "bfloat16",
+        "optimizer.stochastic_rounding",
+        "rounds to bfloat16: set optimizer.state_dtype or training.dtype to \"bfloat16\"");
     require(!training.enable_cpu_offload || training.device != "cpu", "training.enable_cpu_offload",
             "offloading to the CPU needs a GPU to offload from");
   }

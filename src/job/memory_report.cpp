@@ -90,6 +90,9 @@ struct Estimate {
   }
 
   double shard_bytes() const { return shard_elements * element_size(config.training.dtype); }
+  const std::string& state_dtype() const {
+    return config.optimizer.state_dtype ? *config.optimizer.state_dtype : config.training.dtype;
+  }
   bool gathers() const {
     return dims.dp_shard * dims.row_degree() > 1 ||
            config.training.mixed_precision_param != config.training.dtype;
@@ -155,14 +158,16 @@ List largest_first(List list, double least) {
 std::vector<MemoryOwner> owners_of(const JobConfig& config, const Estimate& estimate) {
   const TrainingSettings& training = config.training;
   const auto activations = estimate.activations(config);
-  const std::string shards =
-      str(static_cast<int64_t>(estimate.shard_elements), " parameters of this rank, ", training.dtype);
+  const std::string elements =
+      str(static_cast<int64_t>(estimate.shard_elements), " parameters of this rank, ");
+  const std::string shards = elements + training.dtype;
   const std::string layers = estimate.reshards() ? "two layers at a time" : "all layers";
   return {
       {"activations", sum_of(activations),
        str(estimate.num_under_way, " micro-batch(es) of ", estimate.run.micro_batch_rows(), " x ",
            training.seq_len, " tokens: ", list_of(activations))},
-      {"optimizer state", 2 * estimate.shard_bytes(), "two moments each of " + shards},
+      {"optimizer state", 2 * estimate.shard_elements * element_size(estimate.state_dtype()),
+       "two moments each of " + elements + estimate.state_dtype()},
       {"parameters", estimate.shard_bytes(), shards},
       {"gradients", estimate.shard_bytes(), shards},
       {"buffers", sum_of(estimate.buffers), list_of(estimate.buffers)},

@@ -107,7 +107,10 @@ class Walk {
       elements += static_cast<double>(parameter.numel());
     elements /= dims_.tp;
     const auto trained = static_cast<double>(c10::elementSize(scalar_type(config_.training.dtype)));
-    return elements * (4 * trained / (dims_.dp_shard * dims_.row_degree()) +
+    const auto& state_dtype = config_.optimizer.state_dtype;
+    const auto state =
+        state_dtype ? static_cast<double>(c10::elementSize(scalar_type(*state_dtype))) : trained;
+    return elements * (2 * (trained + state) / (dims_.dp_shard * dims_.row_degree()) +
                        static_cast<double>(c10::elementSize(compute_dtype())));
   }
   // One rank's share of a micro-batch's activations.

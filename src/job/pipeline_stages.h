@@ -86,9 +86,9 @@ struct DeviceSpeed {
 ///   per element and token; twice that in the backward) and of causal attention. Embeddings look up rows, and
 ///   write a whole gradient matrix. The last module is the loss head, with its loss. Layers that activation
 ///   checkpointing recomputes are charged for it: in full, every n-th, or half under "op".
-/// - Memory: weight, gradient and the optimizer's two moments in training.dtype, divided by the ranks that
-///   the parameters are sharded over; a gathered copy in the compute dtype; and the tensors that the graph of
-///   a forward saves (for layers that are recomputed in full, their input).
+/// - Memory: weight, gradient and the optimizer's two moments in their dtypes, divided by the ranks that the
+///   parameters are sharded over; a gathered copy in the compute dtype; and the tensors that the graph of a
+///   forward saves (for layers that are recomputed in full, their input).
 /// `dims` divides memory. Times are those of a single device, as the times of all stages are divided equally.
 std::vector<pipeline::ModuleCost> computed_costs(const JobConfig& config, const ParallelDims& dims = {},
                                                  const DeviceSpeed& speed = {});

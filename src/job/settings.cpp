@@ -41,9 +41,10 @@ void describe(config::Table<TrainingSettings>& table) {
               config::positive_or_minus_one());
   table.field("seq_len", &TrainingSettings::seq_len, "tokens per sequence", config::at_least(1));
   table.table("dataloader", &TrainingSettings::dataloader);
-  table.field("dtype", &TrainingSettings::dtype,
-              "dtype of the parameters that the optimizer owns, and of its states",
-              config::one_of({"float32", "bfloat16", "float64"}));
+  table.field(
+      "dtype", &TrainingSettings::dtype,
+      "dtype of the parameters that the optimizer owns, and of its states if optimizer.state_dtype is unset",
+      config::one_of({"float32", "bfloat16", "float64"}));
   table.field("mixed_precision_param", &TrainingSettings::mixed_precision_param,
               "dtype of the parameters in forward and backward",
               config::one_of({"bfloat16", "float32", "float64"}));

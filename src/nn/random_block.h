@@ -11,6 +11,7 @@
 #include <limits>
 
 #include "ops/cpu/simd.h"
+#include "ops/philox.h"
 
 namespace titan::nn {
 
@@ -47,13 +48,6 @@ void draw_normals(double* values, int64_t count, const NormalDraw& draw, DrawLan
 
 /// Rounds to nearest.
 void round_to_floats(float* to, const double* from, int64_t count);
-
-// Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011) is a
-// function from (key, counter) to 128 random bits, so the n-th number doesn't depend on the n-1 before it.
-
-inline constexpr int kPhiloxRounds = 10;
-inline constexpr uint32_t kPhiloxMul0 = 0xD2511F53, kPhiloxMul1 = 0xCD9E8D57;
-inline constexpr uint32_t kPhiloxWeyl0 = 0x9E3779B9, kPhiloxWeyl1 = 0xBB67AE85;
 
 // The inverse of the normal distribution function, with the same bits on every machine. It uses only +, -, *,
 // / and sqrt of IEEE doubles in a fixed order, and not libm, whose logarithms differ between versions. V is a

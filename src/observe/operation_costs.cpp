@@ -36,7 +36,7 @@ bool is_product(std::string_view name) {
 
 // By a part of the name; null for other operators.
 const char* known_kind(std::string_view name) {
-  static constexpr std::array<std::pair<std::string_view, const char*>, 16> kinds = {{
+  static constexpr std::array<std::pair<std::string_view, const char*>, 17> kinds = {{
       {"attention", "attention"},
       {"titan::attend_", "attention"},
       {"rms_norm", "norms"},
@@ -53,6 +53,7 @@ const char* known_kind(std::string_view name) {
       {"aten::cat", "copies"},
       {"aten::constant_pad_nd", "copies"},
       {"aten::_fused_adam", "optimizer"},
+      {"titan::adam_", "optimizer"},
   }};
   if (is_product(name)) return "products";
   const auto found = std::find_if(kinds.begin(), kinds.end(),

@@ -156,9 +156,9 @@ void describe(config::Table<OpsSettings>& table) {
       config::one_of({"auto", "mkl", "onednn"}));
   table.field(
       "kernels", &OpsSettings::kernels,
-      "\"reference\" computes norms, rotary positions, SwiGLU, attention, the loss and Float8's casts by "
-      "LibTorch's operations in place of LibTitan's kernels: slower, to find out whether a kernel is at "
-      "fault",
+      "\"reference\" computes norms, rotary positions, SwiGLU, attention, the loss, Float8's casts and "
+      "optimizer.state_dtype's steps by LibTorch's operations in place of LibTitan's kernels: slower, to find "
+      "out whether a kernel is at fault",
       config::one_of({"auto", "reference"}));
 }
 

@@ -244,6 +244,13 @@ TORCH_LIBRARY(titan, m) {
       "-> "
       "()");
   m.def("embedding_backward(Tensor grad, Tensor tokens, int num_embeddings) -> Tensor");
+  // [Note: the arithmetic of titan::adam_]. fp32 or bf16, contiguous; a gradient has its parameter's dtype. places: key, first, row and
+  // pitch of each parameter's adam::Place. steps: fp32 scalars that count this update. The gradients are multiplied by grad_factor
+  // (double) and not written. If skip (fp32) is 1, nothing changes.
+  m.def(
+      "adam_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor[] "
+      "steps, int[] places, float lr, float beta1, float beta2, float weight_decay, float eps, bool "
+      "decoupled, bool stochastic, Tensor? grad_factor=None, Tensor? skip=None) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(titan, CompositeExplicitAutograd, m) {
@@ -264,6 +271,7 @@ TORCH_LIBRARY_IMPL(titan, CompositeExplicitAutograd, m) {
   m.impl("vocabulary_stats", composite::vocabulary_stats);
   m.impl("vocabulary_grad_", composite::vocabulary_grad_);
   m.impl("embedding_backward", composite::embedding_backward);
+  m.impl("adam_", composite::adam_);
 }
 
 // ---- meta kernels: sizes without data
@@ -314,6 +322,10 @@ TORCH_LIBRARY_IMPL(titan, Meta, m) {
   m.impl("embedding_backward", [](In grad, In, int64_t num_embeddings) {
     return wide_empty({num_embeddings, grad.size(-1)}, grad);
   });
+  using List = at::TensorList;
+  using Maybe = const std::optional<Tensor>&;
+  m.impl("adam_", [](List, List, List, List, List, at::IntArrayRef, double, double, double, double, double,
+                     bool, bool, Maybe, Maybe) {});
 }
 
 // ---- LibTorch's missing meta kernels

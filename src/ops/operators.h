@@ -13,6 +13,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/util/BFloat16.h>
 
+#include "ops/adam_formula.h"
 #include "titan/core/error.h"
 
 namespace titan::ops {
@@ -46,6 +47,15 @@ at::Tensor vocabulary_stats(const at::Tensor& logits, const at::Tensor& labels, 
 void vocabulary_grad_(at::Tensor& logits, const at::Tensor& labels, int64_t first, const at::Tensor& log_sum,
                       const std::optional<at::Tensor>& factors);
 at::Tensor embedding_backward(const at::Tensor& grad, const at::Tensor& tokens, int64_t num_embeddings);
+void adam_(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
+           at::TensorList steps, at::IntArrayRef places, double lr, double beta1, double beta2,
+           double weight_decay, double eps, bool decoupled, bool stochastic,
+           const std::optional<at::Tensor>& grad_factor, const std::optional<at::Tensor>& skip);
+/// Throws unless these are what all versions of adam_ take.
+void check_adam(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
+                at::TensorList exp_avg_sqs, at::IntArrayRef places);
+/// Parameter i's.
+adam::Place adam_place(at::IntArrayRef places, size_t i);
 
 /// fp32, or float64 for a float64 tensor.
 inline at::ScalarType accumulate_type(const at::Tensor& tensor) {

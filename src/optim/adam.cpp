@@ -3,7 +3,11 @@
 // torch.optim's, so that each implementation rounds as the one of the same name there:
 //   exp_avg <- lerp(exp_avg, grad, 1 - beta1);  exp_avg_sq <- beta2 exp_avg_sq + (1 - beta2) grad^2
 //   param <- param - lr / (1 - beta1^t) * exp_avg / (sqrt(exp_avg_sq) / sqrt(1 - beta2^t) + eps)
+// States in another dtype than their parameter's, and stochastic rounding, are titan::adam_'s, which has the same formula
+// ([Note: the arithmetic of titan::adam_] in src/ops/adam_formula.h).
 
+#include <algorithm>
+#include <array>
 #include <cmath>
 
 #include <ATen/ops/_foreach_add.h>
@@ -16,6 +20,9 @@
 #include <ATen/ops/_fused_adam.h>
 #include <ATen/ops/_fused_adamw.h>
 
+#include "core/hash.h"
+#include "ops/operators.h"
+#include "titan/core/error.h"
 #include "titan/optim/optimizer.h"
 
 namespace titan::optim {
@@ -55,6 +62,60 @@ void fused_step(WeightDecay decay, const OptimizerSettings& settings, const Upda
     call(decoupled ? at::_ops::_fused_adamw_::call : at::_ops::_fused_adam_::call, update.lr);
   // LibTorch's fused kernels don't raise version counters, which sharding needs to detect that its copies are
   // stale.
+  for (const at::Tensor& param : update.params) param.unsafeGetTensorImpl()->bump_version();
+}
+
+at::ScalarType state_dtype(const OptimizerSettings& settings, at::ScalarType of_param) {
+  if (!settings.state_dtype) return of_param;
+  return *settings.state_dtype == "bfloat16" ? at::kBFloat16 : at::kFloat;
+}
+
+// Whether titan::adam_ steps parameters of this dtype, and not LibTorch's kernel.
+bool is_own_step(const OptimizerSettings& settings, at::ScalarType of_param) {
+  return settings.stochastic_rounding || state_dtype(settings, of_param) != of_param;
+}
+
+// The key of a parameter's random numbers, and the places of its local elements in the whole parameter, as titan::adam_ takes them: rows,
+// each adjacent in the whole parameter.
+std::array<int64_t, 4> place_of(const OptimizerSettings& settings, const Parameter& parameter) {
+  const DTensor& data = parameter.data;
+  const int64_t count = data.local.numel();
+  if (!settings.stochastic_rounding || count == 0) return {0, 0, std::max<int64_t>(count, 1), 0};
+  struct Dim {
+    int64_t length, stride;
+  };
+  std::vector<Dim>
+      dims;  // the dimensions of the local part, inner ones first; joined where elements have one distance
+  int64_t first = 0, stride = 1;
+  for (size_t i = data.global_shape.size(); i-- > 0; stride *= data.global_shape[i]) {
+    const int64_t length = data.box.length[i];
+    first += data.box.offset[i] * stride;
+    if (length == 1) continue;
+    if (!dims.empty() && dims.back().stride * dims.back().length == stride)
+      dims.back().length *= length;
+    else
+      dims.push_back({length, stride});
+  }
+  if (dims.empty() || dims[0].stride != 1) dims.insert(dims.begin(), {1, 1});
+  TITAN_CHECK(dims.size() <= 2, "optimizer.stochastic_rounding: parameter '", parameter.name, "' of ",
+              at::IntArrayRef(data.global_shape), " is cut along more than one dimension after its first, ",
+              "which isn't supported");
+  const uint64_t key = hash_bytes(parameter.name, settings.seed);
+  return {static_cast<int64_t>(key), first, dims[0].length, dims.size() > 1 ? dims[1].stride : 0};
+}
+
+void own_step(WeightDecay decay, const OptimizerSettings& settings, const Update& update) {
+  static const auto op = ops::find_operator<decltype(ops::composite::adam_)>("titan::adam_");
+  std::vector<int64_t> places;
+  for (const Parameter* parameter : update.parameters) {
+    const auto place = place_of(settings, *parameter);
+    places.insert(places.end(), place.begin(), place.end());
+  }
+  const auto optional = [](const at::Tensor& x) { return x.defined() ? std::optional(x) : std::nullopt; };
+  op.call(update.params, update.grads, update.state[0], update.state[1], update.steps, places, update.lr,
+          settings.beta1, settings.beta2, settings.weight_decay, settings.eps,
+          decay == WeightDecay::Decoupled, settings.stochastic_rounding, optional(update.grad_factor),
+          optional(update.skip));
   for (const at::Tensor& param : update.params) param.unsafeGetTensorImpl()->bump_version();
 }
 
@@ -109,9 +170,10 @@ OptimizerSpec with_decay(WeightDecay decay) {
       .state = {"exp_avg", "exp_avg_sq"},
       .step =
           [decay](const OptimizerSettings& settings, const Update& update) {
-            const auto step = settings.implementation == "fused"     ? fused_step
-                              : settings.implementation == "foreach" ? foreach_step
-                                                                     : for_loop_step;
+            const auto step = is_own_step(settings, update.params[0].scalar_type()) ? own_step
+                              : settings.implementation == "fused"                  ? fused_step
+                              : settings.implementation == "foreach"                ? foreach_step
+                                                                                    : for_loop_step;
             step(decay, settings, update);
           },
       .runs_on_device =
@@ -119,13 +181,24 @@ OptimizerSpec with_decay(WeightDecay decay) {
             const std::string& name = settings.implementation;
             TITAN_CHECK(name == "fused" || name == "foreach" || name == "for-loop",
                         "optimizer.implementation: unknown '", name, "'; known: for-loop foreach fused");
+            if (name != "fused" && (settings.state_dtype || settings.stochastic_rounding))
+              throw ConfigError(str("optimizer.implementation = \"", name,
+                                    "\" can't be combined with optimizer.state_dtype or "
+                                    "optimizer.stochastic_rounding, which need \"fused\""));
             return name == "fused";
           },
       // The scale is fp32, which is too coarse for float64. On a CPU one more pass costs little, and its numbers are those of clipping
       // before the step.
-      .takes_grad_factor = is_fused_in_fp32,
-      // Such kernels round the host's learning rate to fp32, too.
-      .takes_lr_on_device = is_fused_in_fp32};
+      .takes_grad_factor =
+          [](const OptimizerSettings& settings, const at::Tensor& param) {
+            return is_own_step(settings, param.scalar_type()) || is_fused_in_fp32(settings, param);
+          },
+      // LibTorch's kernels round the host's learning rate to fp32, too. titan::adam_ takes it from the host.
+      .takes_lr_on_device =
+          [](const OptimizerSettings& settings, const at::Tensor& param) {
+            return !is_own_step(settings, param.scalar_type()) && is_fused_in_fp32(settings, param);
+          },
+      .state_dtype = state_dtype};
 }
 
 }  // namespace

@@ -40,6 +40,13 @@ void describe(config::Table<OptimizerSettings>& table) {
   table.field("implementation", &Settings::implementation,
               "fused is one pass over memory, foreach one call per operation, for-loop the plain formula",
               config::one_of({"for-loop", "foreach", "fused"}));
+  table.field("state_dtype", &Settings::state_dtype,
+              "dtype of the gradient's two averages, which are updated in fp32; unset: training.dtype",
+              config::one_of({"float32", "bfloat16"}));
+  table.field(
+      "stochastic_rounding", &Settings::stochastic_rounding,
+      "round states and parameters that are kept in bfloat16 up or down at random, so that their mean "
+      "is exact and small updates aren't lost; else to nearest");
   table.field("param_groups", &Settings::param_groups,
               "settings for parameters by name: \"regex: key=value, ...\" with keys lr, beta1, beta2, eps, "
               "weight_decay; the first match counts, and every regex must match a parameter");
@@ -181,8 +188,9 @@ void multiply_gradients(const Batch& batch, const at::Tensor& factor) {
   at::_foreach_mul_(grads, grads[0].scalar_type() == at::kFloat ? factor.to(at::kFloat) : factor);
 }
 
-at::Tensor zero_state(const at::Tensor& param) {
-  return param.is_contiguous() ? resident_zeros(param.sizes(), param.options()) : at::zeros_like(param);
+at::Tensor zero_state(const at::Tensor& param, at::ScalarType dtype) {
+  const at::TensorOptions options = param.options().dtype(dtype);
+  return param.is_contiguous() ? resident_zeros(param.sizes(), options) : at::zeros_like(param, options);
 }
 
 std::vector<Parameter> trainable(const std::vector<Parameter>& parameters) {
@@ -234,8 +242,9 @@ struct Optimizer::Impl {
     const at::Device device = runs_on_device ? batch.local(0).device() : at::Device(at::kCPU);
     batch.step_counts = at::zeros({count}, at::dtype(at::kFloat).device(device));
     batch.state.resize(spec.state.size());
+    const at::ScalarType dtype = spec.state_dtype(batch.group.args.get(), batch.local(0).scalar_type());
     for (const Parameter& parameter : batch.parameters)
-      for (auto& tensors : batch.state) tensors.push_back(zero_state(parameter.data.local));
+      for (auto& tensors : batch.state) tensors.push_back(zero_state(parameter.data.local, dtype));
   }
 
   // An update of the parameters that have a gradient now.
@@ -247,6 +256,7 @@ struct Optimizer::Impl {
       const at::Tensor& param = batch.local(i);
       if (!param.grad().defined()) continue;
       update.params.push_back(param);
+      update.parameters.push_back(&batch.parameters[i]);
       update.grads.push_back(laid_out_as(param, param.grad()));
       for (size_t k = 0; k < batch.state.size(); ++k) update.state[k].push_back(batch.state[k][i]);
       update.steps.push_back(batch.step_counts[static_cast<int64_t>(i)]);

@@ -36,8 +36,9 @@ Parameter place(const Whole& whole, const DeviceMesh& mesh) {
   return parameter;
 }
 
-Whole make_whole(const std::string& name, at::IntArrayRef shape, std::vector<Placement> placements) {
-  const auto draw = [&] { return at::randn(shape, at::kDouble).to(device()); };
+Whole make_whole(const std::string& name, at::IntArrayRef shape, std::vector<Placement> placements,
+                 at::ScalarType dtype = at::kDouble) {
+  const auto draw = [&] { return at::randn(shape, dtype).to(device()); };
   const at::Tensor values = draw();
   return {name, values, draw(), std::move(placements)};
 }
@@ -49,9 +50,12 @@ struct Job {
   std::vector<Parameter> parameters;
 };
 
-Job make_job() {
+Job make_job(at::ScalarType dtype = at::kDouble) {
   at::manual_seed(7);
   Job job;
+  const auto make_whole = [&](const char* name, at::IntArrayRef shape, std::vector<Placement> placements) {
+    return titan::make_whole(name, shape, std::move(placements), dtype);
+  };
   if (world().size() == 4) {
     job.mesh = DeviceMesh::create(world(), {{"dp", 2}, {"tp", 2}});
     job.wholes = {make_whole("a", {7, 5}, {S0, S1}), make_whole("norm", {5}, {S0, R}),
@@ -133,6 +137,34 @@ TEST(ShardedParameters, OptimizerStepsShardsLikeTheWhole) {
                              expected.find(name)->second.at("exp_avg_sq").local, 1e-13, 1e-15))
         << name;
     EXPECT_EQ(state.find(name)->second.at("step").local.item<float>(), 3);
+  }
+}
+
+TEST(ShardedParameters, StochasticRoundingIsThatOfTheWhole) {
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+    Job job = make_job(dtype);
+    std::vector<Parameter> wholes;
+    for (auto whole : job.wholes) {
+      whole.placements.clear();
+      wholes.push_back(place(whole, DeviceMesh()));
+    }
+    const optim::OptimizerSettings settings{
+        .lr = 0.1, .state_dtype = "bfloat16", .stochastic_rounding = true, .seed = 3};
+    optim::Optimizer sharded(job.parameters, settings), single(wholes, settings);
+    for (int step = 0; step < 3; ++step) {
+      sharded.step();
+      single.step();
+    }
+    auto state = sharded.state(), expected = single.state();
+    for (size_t i = 0; i < wholes.size(); ++i) {
+      const auto& name = wholes[i].name;
+      EXPECT_TRUE(at::equal(full_tensor(job.parameters[i].data), wholes[i].data.local.detach())) << name;
+      for (const char* kept : {"exp_avg", "exp_avg_sq"}) {
+        const DTensor& part = state.find(name)->second.at(kept);
+        EXPECT_EQ(part.local.scalar_type(), at::kBFloat16);
+        EXPECT_TRUE(at::equal(full_tensor(part), expected.find(name)->second.at(kept).local)) << name << kept;
+      }
+    }
   }
 }
 

@@ -13,9 +13,11 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -41,6 +43,10 @@ struct OptimizerSettings {
   double eps = 1e-8;
   double weight_decay = 0.1;  ///< applies to every parameter, norms too, as in TorchTitan
   std::string implementation = "fused";
+  std::optional<std::string> state_dtype;  ///< "float32" or "bfloat16"; unset: the parameters' dtype
+  bool stochastic_rounding = false;        ///< for all results that are kept in bf16
+  /// The seed of the random numbers that round; not a key: [debug] seed.
+  uint64_t seed = 0;
   /// Settings for some parameters, as "regex: key=value, ...", for example "norm: weight_decay=0". Keys are
   /// lr and the rule's numbers. The first entry whose regex matches a part of a parameter's name applies to
   /// it.
@@ -113,15 +119,16 @@ struct Update {
   /// Undefined, or an fp32 scalar on the device to use in place of `lr`: the step is being recorded as a CUDA graph, and each
   /// launch has another learning rate.
   at::Tensor lr_on_device;
-  std::vector<at::Tensor> params;  ///< this rank's part of each parameter
-  std::vector<at::Tensor> grads;   ///< laid out as `params`; read-only, unless there is a grad_factor
-  /// A list for each name in OptimizerRule::state, laid out as `params`.
+  std::vector<at::Tensor> params;            ///< this rank's part of each parameter
+  std::vector<const Parameter*> parameters;  ///< their names, and places in the whole parameters
+  std::vector<at::Tensor> grads;  ///< laid out as `params`; read-only, unless there is a grad_factor
+  /// A list for each name in OptimizerRule::state, laid out as `params`, in the rule's state_dtype.
   std::vector<std::vector<at::Tensor>> state;
   /// fp32 scalars: each parameter's number of updates so far, including this one. They are on the host unless
   /// the rule runs on the device.
   std::vector<at::Tensor> steps;
   at::Tensor skip;  ///< undefined, or an fp32 scalar on the device; if it is 1, nothing may change
-  /// Undefined, or a double scalar on the device that the rule multiplies `grads` by, in place.
+  /// Undefined, or a double scalar on the device that the rule multiplies `grads` by, in place or while it reads them.
   at::Tensor grad_factor;
 };
 
@@ -143,6 +150,8 @@ struct OptimizerRule {
   /// Whether `step` takes Update::lr_on_device for parameters of this one's device and dtype, with the same results as for
   /// `lr`. Steps with compile.enable are then recorded with the optimizer's part. Default: no.
   std::function<bool(const Args&, const at::Tensor& param)> takes_lr_on_device = {};
+  /// The dtype of the state of parameters with this dtype. Default: the same.
+  std::function<at::ScalarType(const Args&, at::ScalarType of_param)> state_dtype = {};
 };
 
 /// A registered rule with its Args erased: `args` in the calls points to the result of args.make().
@@ -159,7 +168,10 @@ class OptimizerSpec {
           return runs && runs(*static_cast<const Args*>(args));
         }),
         takes_grad_factor(erased(std::move(rule.takes_grad_factor))),
-        takes_lr_on_device(erased(std::move(rule.takes_lr_on_device))) {}
+        takes_lr_on_device(erased(std::move(rule.takes_lr_on_device))),
+        state_dtype([dtype = std::move(rule.state_dtype)](const void* args, at::ScalarType of_param) {
+          return dtype ? dtype(*static_cast<const Args*>(args), of_param) : of_param;
+        }) {}
 
   RegisteredArgs<OptimizerSettings> args;
   std::vector<std::string> state;
@@ -167,6 +179,7 @@ class OptimizerSpec {
   std::function<bool(const void* args)> runs_on_device;
   std::function<bool(const void* args, const at::Tensor& param)> takes_grad_factor;
   std::function<bool(const void* args, const at::Tensor& param)> takes_lr_on_device;
+  std::function<at::ScalarType(const void* args, at::ScalarType of_param)> state_dtype;
 
  private:
   template <class Args>

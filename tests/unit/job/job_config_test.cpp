@@ -380,6 +380,31 @@ TEST_F(JobConfigTest, StepsAreRecordedOnlyWhereNothingWaitsForTheHost) {
     EXPECT_EQ(problems({other}).size(), 1u) << other;
 }
 
+TEST_F(JobConfigTest, OptimizerStatesInBfloat16NeedTheFusedStep) {
+  const std::vector<std::string> bf16 = {"--optimizer.state_dtype", "bfloat16"},
+                                 rounding = {"--optimizer.stochastic_rounding"},
+                                 doubles = {"--training.dtype",
+                                            "float64",
+                                            "--training.mixed_precision_param",
+                                            "float64",
+                                            "--training.mixed_precision_reduce",
+                                            "float64"};
+  const auto problems = [&](std::vector<std::vector<std::string>> parts) {
+    std::vector<std::string> words;
+    for (const auto& part : parts) words.insert(words.end(), part.begin(), part.end());
+    return problems_of(words);
+  };
+  EXPECT_TRUE(problems({bf16}).empty());
+  EXPECT_TRUE(problems({bf16, rounding}).empty());
+  EXPECT_TRUE(problems({rounding, {"--training.dtype", "bfloat16"}}).empty());
+  EXPECT_TRUE(problems({{"--training.dtype", "bfloat16", "--optimizer.state_dtype", "float32"}}).empty());
+  for (const auto& refused : {problems({bf16, {"--optimizer.implementation", "foreach"}}),
+                              problems({rounding}), problems({bf16, doubles})}) {
+    ASSERT_EQ(refused.size(), 1u) << ConfigError(refused).what();
+    EXPECT_NE(refused[0].find("optimizer.st"), std::string::npos) << refused[0];
+  }
+}
+
 TEST_F(JobConfigTest, DegreesMustMultiplyToTheRanks) {
   const std::vector<std::string> words = {"--parallelism.tensor_parallel_degree", "2"};
   const auto problems = problems_of(words, 1);

@@ -296,6 +296,16 @@ TEST(KernelsOnGpu, ReadAndWriteEveryByteOnce) {
   find_operator<decltype(composite::sum_of_parts)>("titan::sum_of_parts").call(parts);
   expect_least("sum_of_parts_kernel", 9 * bytes(x));
 
+  // Parameters in fp32 with states in bf16.
+  at::Tensor param = at::ones({4096, 512}, bf16.dtype(at::kFloat)), grad = at::ones_like(param),
+             exp_avg = at::zeros_like(x), exp_avg_sq = at::zeros_like(x);
+  const at::Tensor step = at::ones({}, param.options());
+  start();
+  find_operator<decltype(composite::adam_)>("titan::adam_")
+      .call({param}, {grad}, {exp_avg}, {exp_avg_sq}, {step}, {1, 0, param.numel(), 0}, 0.01, 0.9, 0.95, 0.1,
+            1e-8, true, true, std::nullopt, std::nullopt);
+  expect_least("adam_kernel", 3 * bytes(param) + 4 * bytes(x));
+
   // The norm's backward with another gradient to add.
   start();
   find_operator<decltype(composite::add_rms_norm_backward)>("titan::add_rms_norm_backward")

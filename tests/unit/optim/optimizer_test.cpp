@@ -139,6 +139,101 @@ TEST(Optimizer, SkipsAStepOnTheDevice) {
   EXPECT_THROW(foreach.step_unless(at::zeros({})), Error);
 }
 
+TEST(Optimizer, StatesInBfloat16TakeHalfTheMemory) {
+  const auto bytes = [](std::optional<std::string> state_dtype, at::ScalarType dtype) {
+    Optimizer optimizer({make_parameter("w", at::ones({64, 64}, dtype))},
+                        {.state_dtype = std::move(state_dtype)});
+    optimizer.state();
+    size_t sum = 0;
+    for (const at::Tensor& tensor : optimizer.allocated_state()) sum += tensor.nbytes();
+    return sum;
+  };
+  EXPECT_EQ(bytes({}, at::kFloat), 2u * 64 * 64 * 4);
+  EXPECT_EQ(bytes("bfloat16", at::kFloat), 2u * 64 * 64 * 2);
+  EXPECT_EQ(bytes("float32", at::kBFloat16), 2u * 64 * 64 * 4);
+  EXPECT_EQ(bytes({}, at::kBFloat16), 2u * 64 * 64 * 2);
+}
+
+TEST(Optimizer, FollowsTheFormulaWithStatesInBfloat16) {
+  at::manual_seed(1);
+  for (const char* name : {"Adam", "AdamW"})
+    for (const bool stochastic : {false, true}) {
+      const at::Tensor start = at::randn({5, 3});
+      const std::vector<Parameter> parameters = {make_parameter("a", start)},
+                                   in_fp32 = {make_parameter("a", start)};
+      OptimizerSettings settings{.name = name, .lr = 1e-2};
+      Optimizer expected(in_fp32, settings);
+      settings.state_dtype = "bfloat16";
+      settings.stochastic_rounding = stochastic;
+      Optimizer optimizer(parameters, settings);
+      for (int step = 0; step < 10; ++step) {
+        const at::Tensor grad = at::randn({5, 3});
+        set_grad(parameters[0], grad);
+        set_grad(in_fp32[0], grad);
+        optimizer.step();
+        expected.step();
+      }
+      // Each step rounds both averages by up to 2^-8 of their size, and moves by about lr.
+      EXPECT_TRUE(at::allclose(parameters[0].data.local, in_fp32[0].data.local, 0, 10 * 1e-2 * 0x1p-6));
+      EXPECT_FALSE(at::equal(parameters[0].data.local, in_fp32[0].data.local));
+    }
+}
+
+// Steps of less than half of the distance between bf16 numbers.
+TEST(Optimizer, StochasticRoundingMovesParametersInBfloat16) {
+  for (const bool stochastic : {false, true}) {
+    std::vector<Parameter> parameters = {make_parameter("w", at::ones({4096}, at::kBFloat16))};
+    Optimizer optimizer(parameters, {.lr = 1e-4, .weight_decay = 0, .stochastic_rounding = stochastic});
+    for (int step = 0; step < 100; ++step) {
+      set_grad(parameters[0], at::ones({4096}, at::kBFloat16));
+      optimizer.step();
+    }
+    const double mean = parameters[0].data.local.to(at::kDouble).mean().item<double>();
+    if (stochastic)
+      EXPECT_NEAR(mean, 1 - 100 * 1e-4, 1e-3);
+    else
+      EXPECT_EQ(mean, 1);
+  }
+}
+
+TEST(Optimizer, RoundingDependsOnSeedNameAndStep) {
+  const auto step = [](const std::string& name, uint64_t seed) {
+    std::vector<Parameter> parameters = {make_parameter(name, at::ones({256}))};
+    Optimizer optimizer(parameters, {.state_dtype = "bfloat16", .stochastic_rounding = true, .seed = seed});
+    set_grad(parameters[0], at::full({256}, 0.7371));
+    optimizer.step();
+    return optimizer.state().find(name)->second.at("exp_avg").local;
+  };
+  EXPECT_TRUE(at::equal(step("a", 1), step("a", 1)));
+  EXPECT_FALSE(at::equal(step("a", 1), step("b", 1)));
+  EXPECT_FALSE(at::equal(step("a", 1), step("a", 2)));
+}
+
+TEST(Optimizer, SkipsAStepWithStatesInBfloat16) {
+  std::vector<Parameter> parameters = {make_parameter("a", at::ones({4}))};
+  Optimizer optimizer(parameters, {.lr = 0.1, .state_dtype = "bfloat16", .stochastic_rounding = true});
+  set_grad(parameters[0], at::full({4}, 2.0));
+  optimizer.step_unless(at::zeros({}, at::kFloat), at::full({}, 0.5, at::kDouble));
+  EXPECT_NEAR(optimizer.state().find("a")->second.at("exp_avg").local[0].item<double>(), 0.1, 1e-3);
+  const at::Tensor before = parameters[0].data.local.detach().clone();
+  const auto version = parameters[0].data.local._version();
+  set_grad(parameters[0], at::full({4}, NAN));
+  optimizer.step_unless(at::ones({}, at::kFloat));
+  EXPECT_TRUE(at::equal(parameters[0].data.local, before));
+  EXPECT_EQ(optimizer.state().find("a")->second.at("step").local.item<float>(), 1);
+  EXPECT_GT(parameters[0].data.local._version(), version);
+}
+
+TEST(Optimizer, OnlyTheFusedStepRoundsStates) {
+  for (const char* implementation : {"foreach", "for-loop"}) {
+    const std::vector<Parameter> parameters = {make_parameter("w", at::ones({3}))};
+    EXPECT_THROW(Optimizer(parameters, {.implementation = implementation, .state_dtype = "bfloat16"}),
+                 ConfigError);
+    EXPECT_THROW(Optimizer(parameters, {.implementation = implementation, .stochastic_rounding = true}),
+                 ConfigError);
+  }
+}
+
 TEST(Optimizer, FrozenParametersHaveNoState) {
   std::vector<Parameter> parameters = {make_parameter("w", at::ones({3})),
                                        make_parameter("frozen", at::ones({3}))};
@@ -297,7 +392,8 @@ TEST_F(RegisteredRule, KnowsWhichKeysItReads) {
   const OptimizerSpec& spec = optimizers().get("momentum");
   EXPECT_EQ(spec.args.table().fields.size(), 2u);
   EXPECT_EQ(spec.args.unread_keys(),
-            (std::vector<std::string>{"beta1", "beta2", "eps", "weight_decay", "implementation"}));
+            (std::vector<std::string>{"beta1", "beta2", "eps", "weight_decay", "implementation",
+                                      "state_dtype", "stochastic_rounding"}));
   const OptimizerSpec& adamw = optimizers().get("AdamW");
   EXPECT_TRUE(adamw.args.table().fields.empty());
   EXPECT_TRUE(adamw.args.unread_keys().empty());
