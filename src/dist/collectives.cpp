@@ -250,7 +250,7 @@ Work::~Work() {
   }
 }
 
-bool Work::pending() const { return state_ && !state_->work->isCompleted(); }
+bool Work::pending() const { return state_ && (state_->is_recorded || !state_->work->isCompleted()); }
 
 void Work::wait() {
   if (auto state = std::move(state_)) state->wait();

@@ -365,8 +365,6 @@ struct Check {
     require(!runs_on_cpu(config), kKey, "records steps as CUDA graphs, which a CPU doesn't have");
     require(config.optimizer.implementation == "fused", kKey,
             "needs optimizer.implementation = \"fused\": the others wait for the device in each step");
-    require(config.parallelism.pipeline_parallel_degree == 1, kKey,
-            "can't be combined with pipeline parallelism, whose stages wait for each other on the host");
     require(config.activation_checkpoint.mode != "offload", kKey,
             "can't be combined with activation_checkpoint.mode = \"offload\", which moves data on the host");
     require(world_size == 1 || config.comm.backend != "gloo", kKey,

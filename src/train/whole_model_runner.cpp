@@ -18,8 +18,8 @@ at::Tensor WholeModelRunner::forward_backward(const std::vector<data::Batch>& ba
     at::Tensor loss;
     {
       const dist::TraceRange traced([&] { return str("forward ", i); });
-      loss = checked_loss(model, on_device(batches[i].input_BS), on_device(batches[i].labels_BS),
-                          global_valid_tokens);
+      loss = checked_loss(model, copies_.on_device(batches[i].input_BS),
+                          copies_.on_device(batches[i].labels_BS), global_valid_tokens);
       total.add_(loss.detach());
     }
     const dist::TraceRange traced([&] { return str("backward ", i); });
@@ -32,22 +32,9 @@ at::Tensor WholeModelRunner::forward_backward(const std::vector<data::Batch>& ba
 at::Tensor WholeModelRunner::forward(const data::Batch& batch, int64_t global_valid_tokens) {
   check_valid_tokens(global_valid_tokens);
   const dist::TraceRange traced([] { return "forward 0"; });
-  const at::Tensor loss = checked_loss(*models_[0].model, on_device(batch.input_BS),
-                                       on_device(batch.labels_BS), global_valid_tokens);
+  const at::Tensor loss = checked_loss(*models_[0].model, copies_.on_device(batch.input_BS),
+                                       copies_.on_device(batch.labels_BS), global_valid_tokens);
   return loss.detach().to(at::kDouble);
-}
-
-at::Tensor WholeModelRunner::on_device(const at::Tensor& host) const {
-  if (host.device() == device_) return host;
-  at::Tensor arrived;
-  {
-    const dist::StreamGuard on_copies(copies_);
-    arrived = host.to(device_, host.scalar_type(), /*non_blocking=*/true);
-  }
-  const dist::Stream current = dist::Stream::current(device_);
-  current.wait(copies_);
-  current.keep_alive(arrived);
-  return arrived;
 }
 
 }  // namespace titan::train

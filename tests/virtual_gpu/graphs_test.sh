@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # graphs_test.sh TITAN FOLDER NAME [ARGUMENT...]: eight steps that launch a recorded graph (compile.enable) have the losses, gradient norms and
-# final weights of eight that don't, to the bit, on two virtual GPUs or, with --nproc=1, on one. The test named resumed stops after four steps and
+# final weights of eight that don't, to the bit, on two virtual GPUs or as many as --nproc says. The test named resumed stops after four steps and
 # resumes. All of a step is recorded, except in the test named host_lr: the optimizer's part, whose learning rate comes from the host. A race ends the
 # program.
 set -euo pipefail
@@ -15,7 +15,7 @@ steps=8
 [ "$(basename "$folder")" != resumed ] || steps="4 8"
 for compile in false true; do
   for until in $steps; do
-    scripts/virtual_gpus.sh 2 -- "$titan" train configs/llama3_debug.toml --nproc=2 --training.steps=$until --lr_scheduler.total_steps=8 --training.seq_len=64 \
+    scripts/virtual_gpus.sh 4 -- "$titan" train configs/llama3_debug.toml --nproc=2 --training.steps=$until --lr_scheduler.total_steps=8 --training.seq_len=64 \
       --training.local_batch_size=2 --model.args.n_layers=2 --metrics.log_freq=1 --checkpoint.enable --checkpoint.interval=100 --checkpoint.async_mode=disabled \
       --job.dump_folder="$folder/$compile" "$@" --compile.enable=$compile >>"$folder/$compile.log" 2>&1 ||
       { echo "the run with compile.enable = $compile fails:"; tail -n 40 "$folder/$compile.log"; exit 1; }

@@ -70,8 +70,8 @@ struct TrainerOptions {
   /// never waits for the host. The device itself skips a non-finite step, and the error comes one step later.
   /// Needs the fused optimizer. Unset: true on a GPU with that optimizer.
   std::optional<bool> read_late;
-  /// On a GPU: records steps as CUDA graphs (docs/gpu_performance.md). Needs read_late, a runner of whole models, and
-  /// a current stream other than the default one since before the models were made.
+  /// On a GPU: records steps as CUDA graphs (docs/gpu_performance.md). Needs read_late, and a current
+  /// stream other than the default one since before the models were made.
   bool record_steps = false;
   int64_t tokens_per_epoch = 0;  ///< about; 0: unknown. Only rank 0 uses it, in its log
   bool seed_checkpoint = false;  ///< save the model as step 0 instead of training

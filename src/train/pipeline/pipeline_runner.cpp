@@ -87,11 +87,8 @@ std::vector<data::Batch> split_rows(const std::vector<data::Batch>& batches, int
     }
     TITAN_CHECK(rows > 0 && all % rows == 0, "a batch of ", all,
                 " rows can't be split into micro-batches of ", rows);
-    for (int64_t first = 0; first < all; first += rows) {
-      data::Batch part{batch.input_BS.narrow(0, first, rows), batch.labels_BS.narrow(0, first, rows)};
-      part.valid_tokens = part.labels_BS.ne(data::kIgnoredLabel).sum().item<int64_t>();
-      parts.push_back(std::move(part));
-    }
+    for (int64_t first = 0; first < all; first += rows)
+      parts.push_back({batch.input_BS.narrow(0, first, rows), batch.labels_BS.narrow(0, first, rows)});
   }
   return parts;
 }
@@ -342,9 +339,7 @@ class RunningStep {
   const data::Batch& batch_of(const Planned& due) const {
     return micro_batches_[static_cast<size_t>(due.action.micro_batch)];
   }
-  at::Tensor on_device(const at::Tensor& host) const {
-    return host.to(runner_.device_, host.scalar_type(), /*non_blocking=*/true);
-  }
+  at::Tensor on_device(const at::Tensor& host) const { return runner_.copies_.on_device(host); }
   bool is_last(const Planned& due) const { return due.action.stage + 1 == plan_.num_stages; }
   ScheduledSharding* sharding_of(const Planned& due) const {
     return runner_.shardings_.empty() ? nullptr : &runner_.shardings_[due.stage];
@@ -364,7 +359,7 @@ class RunningStep {
 };
 
 PipelineRunner::PipelineRunner(std::vector<Stage> stages, const DeviceMesh& pp, at::Device device)
-    : stages_(std::move(stages)), links_(pp), device_(device) {}
+    : stages_(std::move(stages)), links_(pp), device_(device), copies_(device) {}
 
 int64_t PipelineRunner::local_stage(int index) const {
   for (size_t i = 0; i < stages_.size(); ++i)

@@ -21,6 +21,7 @@
 #include "titan/dist/device_mesh.h"
 #include "titan/parallel/parameters.h"
 #include "titan/parallel/pipeline_schedule.h"
+#include "train/batch_copies.h"
 #include "train/step_runner.h"
 
 namespace titan::train {
@@ -34,7 +35,8 @@ struct TensorType {
   friend bool operator==(const TensorType&, const TensorType&) = default;
 };
 
-/// Splits each batch into micro-batches of `rows` rows, which are views of it. `rows` must divide each batch.
+/// Splits each batch into micro-batches of `rows` rows, which are views of it. `rows` must divide each batch. The
+/// labels of a part aren't counted: those of a recorded step are on the device.
 std::vector<data::Batch> split_rows(const std::vector<data::Batch>& batches, int64_t rows);
 
 /// One rank's part of a schedule, with everything looked up: made once by PipelineRunner::plan, run many
@@ -164,6 +166,7 @@ class PipelineRunner final : public StepRunner {
   std::vector<Stage> stages_;
   pipeline::Links links_;
   at::Device device_;
+  BatchCopies copies_;
   std::optional<StepPlan> training_, evaluation_;
   int64_t micro_batch_rows_ = 0;
   TiedGradients tied_;

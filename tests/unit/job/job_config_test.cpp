@@ -369,8 +369,8 @@ TEST_F(JobConfigTest, StepsAreRecordedOnlyWhereNothingWaitsForTheHost) {
   EXPECT_TRUE(problems({}).empty());
   EXPECT_EQ(problems_of({"--compile.enable", "--training.device", "cpu"}).size(), 1u);
   const auto staged = problems({"--parallelism.pipeline_parallel_degree", "2"});
-  EXPECT_TRUE(std::any_of(staged.begin(), staged.end(), [](const std::string& problem) {
-    return problem.find("compile.enable: can't be combined with pipeline parallelism") != std::string::npos;
+  EXPECT_TRUE(std::none_of(staged.begin(), staged.end(), [](const std::string& problem) {
+    return problem.find("compile.enable") != std::string::npos;
   })) << ConfigError(staged).what();
   EXPECT_EQ(problems({"--optimizer.implementation", "foreach"}).size(), 1u);
   EXPECT_EQ(problems({"--comm.backend", "gloo"}).size(), 1u);
