@@ -188,16 +188,33 @@ Tensor swiglu_cuda(const Tensor& gate, const Tensor& up) {
   return out;
 }
 
-std::tuple<Tensor, Tensor> swiglu_backward_cuda(const Tensor& grad, const Tensor& gate, const Tensor& up) {
-  if (!has_rows(gate) || grad.scalar_type() != gate.scalar_type())
-    return composite::swiglu_backward(grad, gate, up);
+// out: undefined, or where swiglu's output is written.
+std::tuple<Tensor, Tensor> swiglu_gradients(const Tensor& grad, const Tensor& gate, const Tensor& up,
+                                            const Tensor& out) {
   const c10::cuda::CUDAGuard guard(gate.device());
   const Tensor g = packed(grad), a = packed(gate), b = packed(up);
   Tensor grad_gate = at::empty(gate.sizes(), gate.options()), grad_up = at::empty(up.sizes(), up.options());
-  cuda::launch_swiglu_backward(grad_gate.mutable_data_ptr(), grad_up.mutable_data_ptr(), g.const_data_ptr(),
-                               gate_and_up(a, b), c10::cuda::getCurrentCUDAStream());
+  cuda::launch_swiglu_backward({.grad_gate = grad_gate.mutable_data_ptr(),
+                                .grad_up = grad_up.mutable_data_ptr(),
+                                .out = out.defined() ? out.mutable_data_ptr() : nullptr},
+                               g.const_data_ptr(), gate_and_up(a, b), c10::cuda::getCurrentCUDAStream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return {grad_gate, grad_up};
+}
+
+std::tuple<Tensor, Tensor> swiglu_backward_cuda(const Tensor& grad, const Tensor& gate, const Tensor& up) {
+  if (!has_rows(gate) || grad.scalar_type() != gate.scalar_type())
+    return composite::swiglu_backward(grad, gate, up);
+  return swiglu_gradients(grad, gate, up, {});
+}
+
+std::tuple<Tensor, Tensor, Tensor> swiglu_with_backward_cuda(const Tensor& grad, const Tensor& gate,
+                                                             const Tensor& up) {
+  if (!has_rows(gate) || grad.scalar_type() != gate.scalar_type())
+    return composite::swiglu_with_backward(grad, gate, up);
+  const Tensor out = at::empty(gate.sizes(), gate.options());
+  auto [grad_gate, grad_up] = swiglu_gradients(grad, gate, up, out);
+  return {out, grad_gate, grad_up};
 }
 
 // Whether kernels take rows of x [B, S, H, D] at these strides.
@@ -357,6 +374,7 @@ TORCH_LIBRARY_IMPL(titan, CUDA, m) {
   m.impl("rotary", rotary_cuda);
   m.impl("swiglu", swiglu_cuda);
   m.impl("swiglu_backward", swiglu_backward_cuda);
+  m.impl("swiglu_with_backward", swiglu_with_backward_cuda);
   m.impl("merge_attention_", merge_attention_cuda);
   m.impl("sum_of_parts", sum_of_parts_cuda);
   m.impl("cross_entropy_", cross_entropy_cuda);

@@ -235,20 +235,22 @@ __global__ void swiglu_kernel(T* out, const T* gate, const T* up, int64_t packs)
 }
 
 template <class T>
-__global__ void swiglu_backward_kernel(T* grad_gate, T* grad_up, const T* grad, const T* gate, const T* up,
-                                       int64_t packs) {
+__global__ void swiglu_backward_kernel(T* grad_gate, T* grad_up, T* out, const T* grad, const T* gate,
+                                       const T* up, int64_t packs) {
   for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < packs;
        i += int64_t{gridDim.x} * kThreads) {
     const Pack<T> g = reinterpret_cast<const Pack<T>*>(grad)[i],
                   a = reinterpret_cast<const Pack<T>*>(gate)[i], b = reinterpret_cast<const Pack<T>*>(up)[i];
-    Pack<T> by_gate, by_up;
+    Pack<T> by_gate, by_up, y_again;
     for (int e = 0; e < Pack<T>::kSize; ++e) {
       const float x = widen(a.values[e]), y = widen(g.values[e]), s = sigmoid(x);
       by_gate.values[e] = narrow<T>(y * widen(b.values[e]) * s * (1 + x * (1 - s)));
       by_up.values[e] = narrow<T>(y * x * s);
+      y_again.values[e] = narrow<T>(x * s * widen(b.values[e]));
     }
     reinterpret_cast<Pack<T>*>(grad_gate)[i] = by_gate;
     reinterpret_cast<Pack<T>*>(grad_up)[i] = by_up;
+    if (out) reinterpret_cast<Pack<T>*>(out)[i] = y_again;
   }
 }
 
@@ -498,13 +500,14 @@ void launch_swiglu(void* out, const GateAndUp& in, cudaStream_t stream) {
   });
 }
 
-void launch_swiglu_backward(void* grad_gate, void* grad_up, const void* grad, const GateAndUp& in,
+void launch_swiglu_backward(const SwigluGradients& to, const void* grad, const GateAndUp& in,
                             cudaStream_t stream) {
   with_source(in.source, [&]<class T>(T) {
     const int64_t packs = in.count / Pack<T>::kSize;
     launch_kernel(swiglu_backward_kernel<T>, grid_of(parts_of(packs, kPacksPerBlock)), dim3(kThreads), stream,
-                  static_cast<T*>(grad_gate), static_cast<T*>(grad_up), static_cast<const T*>(grad),
-                  static_cast<const T*>(in.gate), static_cast<const T*>(in.up), packs);
+                  static_cast<T*>(to.grad_gate), static_cast<T*>(to.grad_up), static_cast<T*>(to.out),
+                  static_cast<const T*>(grad), static_cast<const T*>(in.gate), static_cast<const T*>(in.up),
+                  packs);
   });
 }
 

@@ -68,7 +68,11 @@ struct GateAndUp {
   int64_t count = 0;
 };
 void launch_swiglu(void* out, const GateAndUp& in, cudaStream_t stream);
-void launch_swiglu_backward(void* grad_gate, void* grad_up, const void* grad, const GateAndUp& in,
+/// out: null, or where swiglu's output is written, too.
+struct SwigluGradients {
+  void *grad_gate = nullptr, *grad_up = nullptr, *out = nullptr;
+};
+void launch_swiglu_backward(const SwigluGradients& to, const void* grad, const GateAndUp& in,
                             cudaStream_t stream);
 
 /// Attention over some keys, which is added to that over others, `out`: both [batch, tokens, heads, size], their log-sum-exps

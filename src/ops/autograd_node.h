@@ -122,6 +122,10 @@ class RecomputingNode : public BackwardNode {
   /// Computes the output again from the saved inputs. The node keeps the unpacked inputs until its own
   /// backward, because with activation checkpointing, unpacking twice would compute them twice.
   virtual at::Tensor recompute() = 0;
+  /// The same for a caller that already knows the output's gradient, which it is about to return. The node computes its own
+  /// backward in the same pass over its inputs, and keeps the result for a call with this very gradient; with any other one (a
+  /// second use of the output, a hook), it computes again.
+  virtual at::Tensor recompute_with_backward(const at::Tensor& grad) = 0;
 };
 
 /// An operand of a product between forward and backward.
@@ -151,11 +155,12 @@ class SavedInput {
     }
   }
 
-  /// The operand, with `values` in the input's shape.
-  Operand unpack() const {
+  /// The operand, with `values` in the input's shape. grad: the input's whole gradient, if it is known and returned from the
+  /// same node.
+  Operand unpack(const at::Tensor& grad = {}) const {
     Operand operand;
     if (maker_) {
-      operand = maker_->recompute();
+      operand = grad.defined() ? maker_->recompute_with_backward(grad) : maker_->recompute();
       operand.along_rows.scale = scale_.unpack();
       return operand;
     }

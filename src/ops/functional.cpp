@@ -191,8 +191,22 @@ struct SwigluBackward final : RecomputingNode {
     unpacked_ = {gate.unpack(), up.unpack()};
     return swiglu_forward(*unpacked_);
   }
+  at::Tensor recompute_with_backward(const at::Tensor& grad) override {
+    static const auto op =
+        find_operator<decltype(composite::swiglu_with_backward)>("titan::swiglu_with_backward");
+    const GateAndUp in{gate.unpack(), up.unpack()};
+    auto [out, grad_gate, grad_up] = op.call(grad, in.first, in.second);
+    ahead_ = Ahead{grad, grad._version(), {std::move(grad_gate), std::move(grad_up)}};
+    unpacked_ = in;
+    return out;
+  }
   variable_list backward(const at::Tensor& grad) override {
     static const auto op = find_operator<decltype(composite::swiglu_backward)>("titan::swiglu_backward");
+    const auto ahead = std::exchange(ahead_, std::nullopt);
+    if (ahead && ahead->grad.is_same(grad) && ahead->version == grad._version()) {
+      unpacked_.reset();
+      return ahead->results;
+    }
     if (!unpacked_) unpacked_ = {gate.unpack(), up.unpack()};
     const GateAndUp in = *std::exchange(unpacked_, std::nullopt);
     auto [grad_gate, grad_up] = op.call(grad, in.first, in.second);
@@ -200,13 +214,21 @@ struct SwigluBackward final : RecomputingNode {
   }
   void release_variables() override {
     unpacked_.reset();
+    ahead_.reset();
     gate.reset_data();
     up.reset_data();
   }
   std::string name() const override { return "titan::swiglu backward"; }
 
  private:
+  // A backward that recompute_with_backward() has computed.
+  struct Ahead {
+    at::Tensor grad;  // held, so that the engine adds no other gradient in its place
+    int64_t version;
+    variable_list results;
+  };
   std::optional<GateAndUp> unpacked_;
+  std::optional<Ahead> ahead_;
 };
 
 }  // namespace
@@ -300,11 +322,13 @@ at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
   TITAN_CHECK(gate.sizes() == up.sizes() && gate.scalar_type() == up.scalar_type(),
               "swiglu: expected two tensors of one shape and dtype, got ", gate.scalar_type(), " ",
               gate.sizes(), " and ", up.scalar_type(), " ", up.sizes());
-  const at::Tensor out = swiglu_forward({gate, up});
-  if (!compute_requires_grad(gate, up)) return out;
-  const auto node = record<SwigluBackward>(out, gate, up);
+  if (!compute_requires_grad(gate, up)) return swiglu_forward({gate, up});
+  // The inputs are saved first: if a recomputation needs no more, it doesn't compute the output.
+  const auto node = make_node<SwigluBackward>(gate, up);
   node->gate = save_input(gate);
   node->up = save_input(up);
+  const at::Tensor out = swiglu_forward({gate, up});
+  set_history(out, node);
   return out;
 }
 

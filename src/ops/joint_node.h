@@ -56,7 +56,8 @@ class KeptJointInput {
   void reset_data();
 
   /// Unpacks all saved tensors together, because with checkpointing this may run the layer again.
-  void unpack();
+  /// grad: as in SavedInput::unpack.
+  void unpack(const at::Tensor& grad = {});
   /// The form that the gradient of layer i's weight multiplies. Call it between unpack() and
   /// forget_unpacked().
   const Operand& of(size_t i, const ProductsOfEach& products);
@@ -143,8 +144,10 @@ class JointNode : public torch::autograd::Node {
   }
 
   /// Computes both products of one output after the other, so that only one output's casts exist at a time.
-  /// Returns x's gradient [N, I] if it is needed; the weights' gradients go into results[1...].
-  at::Tensor both_gradients(const variable_list& grads, variable_list& results) {
+  /// Returns x's gradient [N, I] if it is needed; the weights' gradients go into results[1...]. x_sizes: x's, if results[0] is to
+  /// be its gradient; a single layer then gets it before its weight's, so that the node that made x can use it.
+  at::Tensor both_gradients(const variable_list& grads, variable_list& results,
+                            at::OptionalIntArrayRef x_sizes = std::nullopt) {
     at::Tensor sum;
     for (size_t i = 0; i < weights.size(); ++i) {
       if (!grads[i].defined()) continue;
@@ -152,9 +155,14 @@ class JointNode : public torch::autograd::Node {
       if (task_should_compute_output(0))
         sum = sum.defined() ? products[i]->add_grad_input(sum, grad, weights[i].unpack())
                             : products[i]->grad_input(grad, weights[i].unpack());
+      if (x_sizes && sum.defined() && weights.size() == 1) {
+        results[0] = sum.view(*x_sizes);
+        if (wants_weight(i, grads)) x.unpack(results[0]);
+      }
       if (wants_weight(i, grads)) add_weight_gradient(i, grad, results);
     }
     x.forget_unpacked();
+    if (x_sizes && sum.defined() && !results[0].defined()) results[0] = sum.view(*x_sizes);
     return sum;
   }
 };

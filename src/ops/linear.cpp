@@ -157,7 +157,8 @@ void describe(config::Table<OpsSettings>& table) {
   table.field(
       "kernels", &OpsSettings::kernels,
       "\"reference\" computes norms, rotary positions, SwiGLU, attention, the loss, Float8's casts and "
-      "optimizer.state_dtype's steps by LibTorch's operations in place of LibTitan's kernels: slower, to find "
+      "optimizer.state_dtype's steps by LibTorch's operations in place of LibTitan's kernels: slower, to "
+      "find "
       "out whether a kernel is at fault",
       config::one_of({"auto", "reference"}));
 }
@@ -188,8 +189,7 @@ struct LinearsBackward final : JointNode {
   std::vector<int64_t> x_sizes;
 
   void backward(const variable_list& grads, variable_list& results) override {
-    const at::Tensor grad_x = both_gradients(grads, results);
-    if (grad_x.defined()) results[0] = grad_x.view(x_sizes);
+    both_gradients(grads, results, x_sizes);
     const size_t bias = weights.size() + 1;
     if (bias < results.size() && task_should_compute_output(bias)) results[bias] = as_rows(grads[0]).sum(0);
   }
@@ -287,9 +287,9 @@ void KeptJointInput::reset_data() {
   for (SavedVariable& scale : scales_) scale.reset_data();
 }
 
-void KeptJointInput::unpack() {
+void KeptJointInput::unpack(const at::Tensor& grad) {
   if (unpacked_) return;
-  unpacked_ = Unpacked{as_rows(saved_.unpack()), {}, {}};
+  unpacked_ = Unpacked{as_rows(saved_.unpack(grad)), {}, {}};
   unpacked_->forms.resize(leaders_.size());
   for (const SavedVariable& scale : scales_) unpacked_->scales.push_back(scale.unpack());
 }

@@ -114,6 +114,14 @@ std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad, const Tensor& gat
   return {grad_gate.to(gate.scalar_type()), (wide_grad * wide_gate * s).to(gate.scalar_type())};
 }
 
+std::tuple<Tensor, Tensor, Tensor> swiglu_with_backward(const Tensor& grad, const Tensor& gate,
+                                                        const Tensor& up) {
+  static const auto forward = find_operator<decltype(swiglu)>("titan::swiglu");
+  static const auto backward = find_operator<decltype(swiglu_backward)>("titan::swiglu_backward");
+  auto [grad_gate, grad_up] = backward.call(grad, gate, up);
+  return {forward.call(gate, up), grad_gate, grad_up};
+}
+
 void merge_attention_(Tensor& out, Tensor& log_sum_exp, const Tensor& part, const Tensor& part_log_sum_exp) {
   const Tensor sums = part_log_sum_exp.to(log_sum_exp.scalar_type());
   // The part's share of the sum, which is 1 if there were no keys before (-inf).
@@ -214,6 +222,10 @@ TORCH_LIBRARY(titan, m) {
   m.def("rotary(Tensor[] x, Tensor table, Tensor? positions, bool inverse) -> Tensor[]");
   m.def("swiglu(Tensor gate, Tensor up) -> Tensor");
   m.def("swiglu_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor grad_gate, Tensor grad_up)");
+  // swiglu's output again, and its backward, in one pass.
+  m.def(
+      "swiglu_with_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor out, Tensor grad_gate, Tensor "
+      "grad_up)");
   // Causal. On a GPU, attention whose results no checkpoint keeps is LibTorch's scaled_dot_product_attention.
   m.def("causal_attention(Tensor q, Tensor k, Tensor v) -> (Tensor out, Tensor log_sum_exp)");
   m.def(
@@ -261,6 +273,7 @@ TORCH_LIBRARY_IMPL(titan, CompositeExplicitAutograd, m) {
   m.impl("rotary", composite::rotary);
   m.impl("swiglu", composite::swiglu);
   m.impl("swiglu_backward", composite::swiglu_backward);
+  m.impl("swiglu_with_backward", composite::swiglu_with_backward);
   m.impl("causal_attention", causal_attention_by_libtorch);
   m.impl("causal_attention_backward", causal_attention_backward_by_libtorch);
   m.impl("attend_", attend_by_libtorch);

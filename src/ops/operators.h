@@ -39,6 +39,9 @@ std::vector<at::Tensor> rotary(at::TensorList x, const at::Tensor& table,
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
 std::tuple<at::Tensor, at::Tensor> swiglu_backward(const at::Tensor& grad, const at::Tensor& gate,
                                                    const at::Tensor& up);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> swiglu_with_backward(const at::Tensor& grad,
+                                                                    const at::Tensor& gate,
+                                                                    const at::Tensor& up);
 void merge_attention_(at::Tensor& out, at::Tensor& log_sum_exp, const at::Tensor& part,
                       const at::Tensor& part_log_sum_exp);
 at::Tensor sum_of_parts(at::TensorList parts);

@@ -272,15 +272,22 @@ struct SwigluInputs {
 };
 
 template <class T>
-TITAN_CPU_CLONES void swiglu_backward_range(T* grad_gate, T* grad_up, SwigluInputs<T> in, int64_t count) {
+struct SwigluOutputs {
+  T *grad_gate, *grad_up;
+  T* out;  // swiglu's own; null: not wanted
+};
+
+template <class T>
+TITAN_CPU_CLONES void swiglu_backward_range(SwigluOutputs<T> to, SwigluInputs<T> in, int64_t count) {
   constexpr int64_t kWidth = simd::kWidth<T>;
   for (int64_t i = 0; i < count; i += kWidth) {
     const int64_t left = count - i;
     const Vector<T> g = simd::load_up_to(in.grad + i, left), a = simd::load_up_to(in.gate + i, left),
                     b = simd::load_up_to(in.up + i, left);
     const Vector<T> s = simd::sigmoid(a);
-    simd::store_up_to(grad_gate + i, g * b * s * (1 + a * (1 - s)), left);
-    simd::store_up_to(grad_up + i, g * a * s, left);
+    simd::store_up_to(to.grad_gate + i, g * b * s * (1 + a * (1 - s)), left);
+    simd::store_up_to(to.grad_up + i, g * a * s, left);
+    if (to.out) simd::store_up_to(to.out + i, a * s * b, left);
   }
 }
 
@@ -297,21 +304,37 @@ at::Tensor swiglu_cpu(const at::Tensor& gate, const at::Tensor& up) {
   return out;
 }
 
-std::tuple<at::Tensor, at::Tensor> swiglu_backward_cpu(const at::Tensor& grad, const at::Tensor& gate,
-                                                       const at::Tensor& up) {
-  if (!cpu::have_kernel(gate, up, grad)) return composite::swiglu_backward(grad, gate, up);
+// out: undefined, or where swiglu's output is written.
+std::tuple<at::Tensor, at::Tensor> swiglu_gradients(const at::Tensor& grad, const at::Tensor& gate,
+                                                    const at::Tensor& up, const at::Tensor& out) {
   const at::Tensor g = grad.contiguous(), a = gate.contiguous(), b = up.contiguous();
   at::Tensor grad_gate = at::empty(gate.sizes(), gate.options()),
              grad_up = at::empty(up.sizes(), up.options());
   cpu::dispatch(gate, [&]<class T>(T*) {
     at::parallel_for(0, g.numel(), /*grain_size=*/16384, [&](int64_t begin, int64_t end) {
       swiglu_backward_range<T>(
-          grad_gate.mutable_data_ptr<T>() + begin, grad_up.mutable_data_ptr<T>() + begin,
+          {grad_gate.mutable_data_ptr<T>() + begin, grad_up.mutable_data_ptr<T>() + begin,
+           out.defined() ? out.mutable_data_ptr<T>() + begin : nullptr},
           {g.const_data_ptr<T>() + begin, a.const_data_ptr<T>() + begin, b.const_data_ptr<T>() + begin},
           end - begin);
     });
   });
   return {grad_gate, grad_up};
+}
+
+std::tuple<at::Tensor, at::Tensor> swiglu_backward_cpu(const at::Tensor& grad, const at::Tensor& gate,
+                                                       const at::Tensor& up) {
+  if (!cpu::have_kernel(gate, up, grad)) return composite::swiglu_backward(grad, gate, up);
+  return swiglu_gradients(grad, gate, up, {});
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> swiglu_with_backward_cpu(const at::Tensor& grad,
+                                                                        const at::Tensor& gate,
+                                                                        const at::Tensor& up) {
+  if (!cpu::have_kernel(gate, up, grad)) return composite::swiglu_with_backward(grad, gate, up);
+  const at::Tensor out = at::empty(gate.sizes(), gate.options());
+  auto [grad_gate, grad_up] = swiglu_gradients(grad, gate, up, out);
+  return {out, grad_gate, grad_up};
 }
 
 TORCH_LIBRARY_IMPL(titan, CPU, m) {
@@ -321,6 +344,7 @@ TORCH_LIBRARY_IMPL(titan, CPU, m) {
   m.impl("rotary", rotary_cpu);
   m.impl("swiglu", swiglu_cpu);
   m.impl("swiglu_backward", swiglu_backward_cpu);
+  m.impl("swiglu_with_backward", swiglu_with_backward_cpu);
 }
 
 }  // namespace

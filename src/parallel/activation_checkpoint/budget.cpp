@@ -311,15 +311,15 @@ class BudgetHook final : public nn::CheckpointHook {
     if (!at::GradMode::is_enabled()) return run(inputs);
     const std::optional<Level> level = plan_->level_of(layer_);
     if (level == Level::None) return run(inputs);
-    RecomputeParts parts;
+    if (!parameters_) parameters_ = std::make_shared<const ParameterStorages>(host.as_module());
+    RecomputeParts parts{.parameters = parameters_, .products = nullptr, .observer = nullptr};
     if (level == Level::Op) parts.products = products_;
-    if (!level) parts.observer = make_probe(host, inputs);
+    if (!level) parts.observer = make_probe(inputs);
     return forward_to_recompute(host, inputs, std::move(run), options_, parts);
   }
 
  private:
-  std::shared_ptr<LayerProbe> make_probe(nn::HookHost& host, const nn::TensorList& inputs) {
-    if (!parameters_) parameters_ = std::make_shared<const ParameterStorages>(host.as_module());
+  std::shared_ptr<LayerProbe> make_probe(const nn::TensorList& inputs) {
     auto probe = std::make_shared<LayerProbe>(products_, parameters_, inputs);
     plan_->measure(layer_, probe);
     return probe;

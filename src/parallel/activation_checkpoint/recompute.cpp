@@ -231,7 +231,7 @@ class ModuleInputs {
   const std::string& module_;
 };
 
-// Takes the place of a saved tensor in an autograd node; the owner keeps the tensor under a number.
+// Takes the place of a saved tensor in an autograd node; the owner keeps the tensor under a number. A parameter stays in the node.
 template <class Owner>
 class NumberedHooks final : public SavedVariableHooks {
  public:
@@ -240,18 +240,32 @@ class NumberedHooks final : public SavedVariableHooks {
     if (number_ >= 0) owner_->drop(static_cast<size_t>(number_));
   }
   void call_pack_hook(const at::Tensor& tensor) override {
-    number_ = static_cast<int64_t>(owner_->add(tensor));
+    if (owner_->is_parameter(tensor)) {
+      parameter_ = without_graph(tensor);
+      version_ = tensor._version();
+    } else {
+      number_ = static_cast<int64_t>(owner_->add(tensor));
+    }
   }
-  at::Tensor call_unpack_hook() override { return owner_->get(static_cast<size_t>(number_)); }
+  at::Tensor call_unpack_hook() override {
+    if (!parameter_.defined()) return owner_->get(static_cast<size_t>(number_));
+    TITAN_CHECK(parameter_._version() == version_, "a parameter of '", owner_->module(), "' of shape ",
+                parameter_.sizes(),
+                " was modified in place between its module's forward and backward: a checkpointed module has "
+                "to compute the same twice");
+    return parameter_;
+  }
 
  private:
   std::shared_ptr<Owner> owner_;
   int64_t number_ = -1;
+  at::Tensor parameter_;
+  int64_t version_ = 0;
 };
 
 /// [Note: recomputation]
-/// Each tensor that the forward saves becomes a slot: its number in the order of saving, with its shape and
-/// dtype. Nodes of the graph own their slots through the hooks that LibTorch keeps instead of the tensor; the
+/// Each tensor that the forward saves, parameters aside, becomes a slot: its number in the order of saving, with its
+/// shape and dtype. Nodes of the graph own their slots through the hooks that LibTorch keeps instead of the tensor; the
 /// hooks own the frame, and the frame owns the module's inputs. The first node that unpacks a slot makes the
 /// frame run the module again: the i-th tensor saved by that run fills slot i. A slot returns its tensor
 /// once; unpacking it again, or another backward, recomputes. Slots of destroyed nodes stay empty. When the
@@ -269,6 +283,7 @@ class RecomputeFrame final : public SavedTensorHooks, public std::enable_shared_
         run_(std::move(run)),
         options_(options),
         observer_(parts.observer),
+        parameters_(parts.parameters),
         device_(compute_device(inputs)),
         inputs_(inputs, host.fqn()) {
     if (parts.products) kept_ = std::make_unique<KeptOutputs>(parts.products, host.fqn(), num_slots_);
@@ -296,6 +311,8 @@ class RecomputeFrame final : public SavedTensorHooks, public std::enable_shared_
     return std::make_unique<NumberedHooks<RecomputeFrame>>(shared_from_this());
   }
   bool drop_tensors() const override { return true; }
+  bool is_parameter(const at::Tensor& tensor) const { return parameters_->contains(tensor); }
+  const std::string& module() const { return host_.fqn(); }
 
   // Called by NumberedHooks for each tensor that the forward saves.
   size_t add(const at::Tensor& tensor) {
@@ -332,10 +349,13 @@ class RecomputeFrame final : public SavedTensorHooks, public std::enable_shared_
   // otherwise keep the run's graph, and so these tensors, alive.
   class Refill final : public SavedTensorHooks, public std::enable_shared_from_this<Refill> {
    public:
-    explicit Refill(RecomputeFrame& frame) : frame_(frame), module_(frame.host_.fqn()) {}
+    explicit Refill(RecomputeFrame& frame)
+        : frame_(frame), module_(frame.host_.fqn()), parameters_(frame.parameters_) {}
     std::unique_ptr<SavedVariableHooks> make() override {
       return std::make_unique<NumberedHooks<Refill>>(shared_from_this());
     }
+    bool is_parameter(const at::Tensor& tensor) const { return parameters_->contains(tensor); }
+    const std::string& module() const { return module_; }
     size_t add(const at::Tensor& tensor) {
       tensors_.push_back(frame_.refill(tensor));
       return tensors_.size() - 1;
@@ -355,6 +375,7 @@ class RecomputeFrame final : public SavedTensorHooks, public std::enable_shared_
    private:
     RecomputeFrame& frame_;  // used only until end()
     std::string module_;
+    std::shared_ptr<const ParameterStorages> parameters_;
     TensorList tensors_;
   };
 
@@ -455,6 +476,7 @@ class RecomputeFrame final : public SavedTensorHooks, public std::enable_shared_
   nn::CheckpointHook::Run run_;
   ActivationCheckpointOptions options_;
   std::shared_ptr<FrameObserver> observer_;
+  std::shared_ptr<const ParameterStorages> parameters_;
   at::Device device_;
   ModuleInputs inputs_;
   c10::impl::LocalDispatchKeySet forward_keys_ = c10::impl::tls_local_dispatch_key_set();
@@ -481,7 +503,8 @@ TensorList forward_to_recompute(nn::HookHost& host, const TensorList& inputs, nn
 
 TensorList RecomputeHook::call(nn::HookHost& host, const TensorList& inputs, Run run) {
   if (!at::GradMode::is_enabled()) return run(inputs);
-  return forward_to_recompute(host, inputs, std::move(run), options_, {products_, nullptr});
+  if (!parameters_) parameters_ = std::make_shared<const ParameterStorages>(host.as_module());
+  return forward_to_recompute(host, inputs, std::move(run), options_, {parameters_, products_, nullptr});
 }
 
 }  // namespace titan::activations

@@ -9,6 +9,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "ops/saved_outputs.h"
+#include "parallel/activation_checkpoint/saved_tensor_hooks.h"
 #include "titan/nn/hooks.h"
 #include "titan/parallel/activation_checkpoint.h"
 
@@ -51,6 +52,8 @@ class FrameObserver {
 };
 
 struct RecomputeParts {
+  /// The module's. Graphs hold them anyway, so nodes keep them, and a recomputation needn't reach the operation that reads one.
+  std::shared_ptr<const ParameterStorages> parameters;
   std::shared_ptr<ProductChoice> products;  ///< null: no results are kept
   std::shared_ptr<FrameObserver> observer;  ///< may be null
 };
@@ -72,6 +75,7 @@ class RecomputeHook final : public nn::CheckpointHook {
  private:
   ActivationCheckpointOptions options_;
   std::shared_ptr<ProductChoice> products_;
+  std::shared_ptr<const ParameterStorages> parameters_;  // from the first forward on
 };
 
 }  // namespace titan::activations

@@ -296,6 +296,12 @@ TEST(KernelsOnGpu, ReadAndWriteEveryByteOnce) {
   find_operator<decltype(composite::sum_of_parts)>("titan::sum_of_parts").call(parts);
   expect_least("sum_of_parts_kernel", 9 * bytes(x));
 
+  // SwiGLU's output with its backward.
+  start();
+  find_operator<decltype(composite::swiglu_with_backward)>("titan::swiglu_with_backward").call(x, y, x);
+  expect_least("swiglu_backward_kernel", 5 * bytes(x));
+  EXPECT_EQ(count("launches", nullptr, nullptr), 1u);
+
   // Parameters in fp32 with states in bf16.
   at::Tensor param = at::ones({4096, 512}, bf16.dtype(at::kFloat)), grad = at::ones_like(param),
              exp_avg = at::zeros_like(x), exp_avg_sq = at::zeros_like(x);

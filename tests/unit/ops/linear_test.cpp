@@ -135,6 +135,65 @@ TEST(SavedInput, RecomputesSwigluInTheBackward) {
   EXPECT_TRUE(at::allclose(c.gate.grad(), grad_hidden * c.up.detach() * s * (1 + c.gate.detach() * (1 - s))));
 }
 
+// The operators of LibTitan that a backward calls.
+std::vector<std::string> operators_of(const at::Tensor& out) {
+  static std::vector<std::string> names;
+  names.clear();
+  const auto handle = at::addThreadLocalCallback(
+      at::RecordFunctionCallback([](const at::RecordFunction& call) -> std::unique_ptr<at::ObserverContext> {
+        if (std::string(call.name()).starts_with("titan::swiglu")) names.emplace_back(call.name());
+        return nullptr;
+      }).scopes({at::RecordScope::FUNCTION}));
+  out.backward();
+  at::removeCallback(handle);
+  return names;
+}
+
+// The weight's gradient needs SwiGLU's output. The pass that computes it has SwiGLU's backward, too.
+TEST(SavedInput, RecomputesSwigluInThePassOfItsBackward) {
+  const SwigluThenLinear c;
+  EXPECT_EQ(operators_of(c.product(swiglu(c.gate, c.up)).sum()),
+            std::vector<std::string>{"titan::swiglu_with_backward"});
+  const SwigluThenLinear frozen;
+  frozen.weight.set_requires_grad(false);
+  EXPECT_EQ(operators_of(frozen.product(swiglu(frozen.gate, frozen.up)).sum()),
+            std::vector<std::string>{"titan::swiglu_backward"});
+}
+
+// Gradients of gate, up and weight if `use` makes the result from SwiGLU's output, which `copy` can hide from products.
+template <class Use>
+std::vector<at::Tensor> gradients_of(const Use& use, bool recomputes) {
+  const SwigluThenLinear c;
+  const at::Tensor hidden = swiglu(c.gate, c.up);
+  use(c, recomputes ? hidden : hidden * 1, hidden).backward();
+  return {c.gate.grad(), c.up.grad(), c.weight.grad()};
+}
+
+TEST(SavedInput, AChangedGradientIsComputedAgain) {
+  const auto used_twice = [](const SwigluThenLinear& c, const at::Tensor& x, const at::Tensor& hidden) {
+    return c.product(x).sum() + hidden.square().sum();
+  };
+  const auto two_products = [](const SwigluThenLinear& c, const at::Tensor& x, const at::Tensor&) {
+    return c.product(x).sum() + c.product(x).square().sum();
+  };
+  const auto hooked = [](const SwigluThenLinear& c, const at::Tensor& x, const at::Tensor& hidden) {
+    hidden.register_hook([](const at::Tensor& grad) { return grad * 2; });
+    return c.product(x).sum();
+  };
+  const auto written_by_hook = [](const SwigluThenLinear& c, const at::Tensor& x, const at::Tensor& hidden) {
+    hidden.register_hook([](const at::Tensor& grad) { grad.mul_(2); });
+    return c.product(x).sum();
+  };
+  const auto expect_same = [](const auto& use) {
+    const auto got = gradients_of(use, true), expected = gradients_of(use, false);
+    for (size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(at::allclose(got[i], expected[i])) << i;
+  };
+  expect_same(used_twice);
+  expect_same(two_products);
+  expect_same(hooked);
+  expect_same(written_by_hook);
+}
+
 TEST(SavedInput, KeepsOtherInputs) {
   const SwigluThenLinear c;
   at::Tensor hidden = swiglu(c.gate, c.up) * 2;
