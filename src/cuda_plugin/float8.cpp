@@ -1,7 +1,9 @@
-// titan::float8_* on a GPU: takes LibTorch's tensors and launches the kernels in float8_kernels.cu.
+// titan::float8_* on a GPU: takes LibTorch's tensors and launches the kernels in float8_*.cu.
 
 #include <algorithm>
 #include <cstring>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include <ATen/cuda/CUDAContextLight.h>
@@ -62,10 +64,11 @@ at::Tensor magnitudes_cuda(const at::Tensor& x, bool of_columns) {
   const auto stream = c10::cuda::getCurrentCUDAStream();
   at::Tensor out = of_columns ? at::empty({cuda::parts_of_columns(matrix), x.size(1)}, from.options())
                               : at::empty({cuda::parts_of_matrix(matrix)}, x.options().dtype(at::kFloat));
+  const cuda::Measurement measurement{matrix, out.mutable_data_ptr()};
   if (of_columns) {
-    cuda::launch_magnitudes_of_columns(out.mutable_data_ptr(), matrix, stream);
+    cuda::launch_magnitudes_of_columns({&measurement, 1}, stream);
   } else {
-    cuda::launch_magnitudes(floats(out), matrix, stream);
+    cuda::launch_magnitudes({&measurement, 1}, stream);
   }
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return out;
@@ -105,29 +108,48 @@ at::Tensor cast_cuda(const at::Tensor& x, const at::Tensor& scale, at::ScalarTyp
   const auto* factors = scales.const_data_ptr<float>();
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const bool by_vector = scales.numel() > 1;
+  const cuda::CastTiles tiles{.rows = transposed ? nullptr : bytes_or_null(out),
+                              .columns = transposed ? bytes_or_null(out) : nullptr};
   if (by_vector && transposed) {
-    cuda::launch_cast_columns({.columns = bytes_or_null(out)}, matrix_of(from), format_of(dtype),
-                              {.scale = factors}, stream);
+    const cuda::CastOf<cuda::ColumnScales> work{matrix_of(from), tiles, {.scale = factors}};
+    cuda::launch_cast_columns({&work, 1}, format_of(dtype), stream);
   } else if (by_vector) {
-    cuda::launch_cast_by_rows(bytes_or_null(out), matrix_of(from), format_of(dtype), factors, stream);
-  } else if (transposed) {
-    cuda::launch_cast_tiles({.columns = bytes_or_null(out)}, matrix_of(from), format_of(dtype),
-                            {.scale = factors}, stream);
+    const cuda::CastRows work{matrix_of(from), tiles.rows, factors};
+    cuda::launch_cast_by_rows({&work, 1}, format_of(dtype), stream);
   } else {
-    cuda::launch_cast(bytes_or_null(out), matrix_of(from), format_of(dtype), {.scale = factors}, stream);
+    const cuda::CastOf<cuda::MatrixScale> work{matrix_of(from), tiles, {.scale = factors}};
+    cuda::launch_cast({&work, 1}, format_of(dtype), stream);
   }
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return out;
 }
 
-void cast_into_cuda(const at::Tensor& out, const at::Tensor& x, const at::Tensor& scale) {
-  if (!has_kernels(x)) return composite::cast_into(out, x, scale);
-  if (out.numel() == 0) return;
-  const c10::cuda::CUDAGuard guard(x.device());
-  const at::Tensor from = as_source(x);
-  cuda::launch_cast(static_cast<uint8_t*>(out.mutable_data_ptr()), matrix_of(from),
-                    format_of(out.scalar_type()), {.scale = scale.const_data_ptr<float>()},
-                    c10::cuda::getCurrentCUDAStream());
+// Whether one launch can take all of them.
+bool have_kernels_together(at::TensorList xs) {
+  return std::all_of(xs.begin(), xs.end(), [&](const at::Tensor& x) {
+    return has_kernels(x) && x.scalar_type() == xs[0].scalar_type();
+  });
+}
+
+std::vector<at::Tensor> as_sources(at::TensorList xs) {
+  std::vector<at::Tensor> from;
+  for (const at::Tensor& x : xs) from.push_back(as_source(x));
+  return from;
+}
+
+void cast_into_many_cuda(at::TensorList outs, at::TensorList xs, const at::Tensor& scales) {
+  if (xs.empty()) return;
+  if (!have_kernels_together(xs)) return composite::cast_into_many(outs, xs, scales);
+  const c10::cuda::CUDAGuard guard(xs[0].device());
+  const std::vector<at::Tensor> from = as_sources(xs);
+  const at::Tensor contiguous_scales = scales.contiguous();
+  std::vector<cuda::CastOf<cuda::MatrixScale>> works;
+  for (size_t i = 0; i < xs.size(); ++i)
+    if (xs[i].numel() > 0)
+      works.push_back({matrix_of(from[i]),
+                       {.rows = static_cast<uint8_t*>(outs[i].mutable_data_ptr())},
+                       {.scale = contiguous_scales.const_data_ptr<float>() + i}});
+  cuda::launch_cast(works, format_of(outs[0].scalar_type()), c10::cuda::getCurrentCUDAStream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -151,15 +173,39 @@ composite::FourTensors cast_both_cuda(const at::Tensor& x, const std::optional<a
     source.options = scale_options(dtype, power_of_two);
     source.scale_out = floats(made);
   }
-  const auto stream = c10::cuda::getCurrentCUDAStream();
-  if (columns) {
-    cuda::launch_cast_tiles({bytes_or_null(along_rows), bytes_or_null(down_columns)}, matrix_of(from),
-                            format_of(dtype), source, stream);
-  } else {
-    cuda::launch_cast(bytes_or_null(along_rows), matrix_of(from), format_of(dtype), source, stream);
-  }
+  const cuda::CastOf<cuda::MatrixScale> work{
+      matrix_of(from), {bytes_or_null(along_rows), bytes_or_null(down_columns)}, source};
+  cuda::launch_cast({&work, 1}, format_of(dtype), c10::cuda::getCurrentCUDAStream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return {along_rows, down_columns, made, inverse};
+}
+
+composite::FourTensors cast_delayed_cuda(const at::Tensor& x, const at::Tensor& pending,
+                                         const at::Tensor& largest, at::ScalarType dtype, bool power_of_two,
+                                         bool records, bool rows, bool columns) {
+  if (!has_kernels(x))
+    return composite::cast_delayed(x, pending, largest, dtype, power_of_two, records, rows, columns);
+  const c10::cuda::CUDAGuard guard(x.device());
+  const at::Tensor from = as_source(x);
+  const cuda::Matrix matrix = matrix_of(from);
+  const auto bytes = x.options().dtype(dtype), one_float = x.options().dtype(at::kFloat);
+  at::Tensor along_rows, down_columns, scale = at::empty({}, one_float), inverse = at::empty({}, one_float);
+  if (rows || !columns) along_rows = at::empty(x.sizes(), bytes);
+  if (columns) down_columns = at::empty({x.size(1), x.size(0)}, bytes);
+  const cuda::CastTiles out{bytes_or_null(along_rows), bytes_or_null(down_columns)};
+  at::Tensor magnitudes = at::empty({cuda::parts_of_cast(out, matrix)}, one_float);
+  cuda::launch_cast_delayed(
+      {matrix,
+       out,
+       {.magnitudes = floats(magnitudes),
+        .count = magnitudes.numel(),
+        .options = scale_options(dtype, power_of_two),
+        .history = {largest.const_data_ptr<float>(), records ? pending.mutable_data_ptr<float>() : nullptr},
+        .scale_out = floats(scale),
+        .inverse_out = floats(inverse)}},
+      format_of(dtype), c10::cuda::getCurrentCUDAStream());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  return {along_rows, down_columns, scale, inverse};
 }
 
 bool fits_into_registers(const at::Tensor& x) {
@@ -180,11 +226,9 @@ composite::FourTensors cast_rows_cuda(const at::Tensor& x, at::ScalarType dtype,
   at::Tensor of_columns;
   if (measures_columns)
     of_columns = at::empty({cuda::parts_of_measured_rows(matrix), x.size(1)}, from.options());
-  cuda::launch_measured_rows({.data = bytes_or_null(data),
-                              .scale = floats(scale),
-                              .inverse = floats(inverse),
-                              .magnitudes = bytes_or_null(of_columns)},
-                             matrix, format_of(dtype), scale_options(dtype, power_of_two),
+  const cuda::MeasuredRows work{matrix, bytes_or_null(data), floats(scale), floats(inverse),
+                                bytes_or_null(of_columns)};
+  cuda::launch_measured_rows({&work, 1}, format_of(dtype), scale_options(dtype, power_of_two),
                              c10::cuda::getCurrentCUDAStream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return {data, scale, inverse, of_columns};
@@ -201,15 +245,154 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> cast_columns_cuda(const at::Tenso
   at::Tensor data = at::empty({x.size(1), x.size(0)}, x.options().dtype(dtype));
   at::Tensor scale = at::empty({x.size(1), 1}, one_per_column),
              inverse = at::empty({x.size(1), 1}, one_per_column);
-  cuda::launch_cast_columns({.columns = bytes_or_null(data)}, matrix_of(from), format_of(dtype),
-                            {.magnitudes = parts.const_data_ptr(),
-                             .count = parts.size(0),
-                             .options = scale_options(dtype, power_of_two),
-                             .scale_out = floats(scale),
-                             .inverse_out = floats(inverse)},
-                            c10::cuda::getCurrentCUDAStream());
+  const cuda::CastOf<cuda::ColumnScales> work{matrix_of(from),
+                                              {.columns = bytes_or_null(data)},
+                                              {.magnitudes = parts.const_data_ptr(),
+                                               .count = parts.size(0),
+                                               .options = scale_options(dtype, power_of_two),
+                                               .scale_out = floats(scale),
+                                               .inverse_out = floats(inverse)}};
+  cuda::launch_cast_columns({&work, 1}, format_of(dtype), c10::cuda::getCurrentCUDAStream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return {data, scale, inverse};
+}
+
+// Results of cast_many, and the kernels' work for each.
+class ManyCastsOnGpu {
+ public:
+  ManyCastsOnGpu(std::vector<at::Tensor> from, at::TensorList xs, at::TensorList scales, at::ScalarType dtype,
+                 bool power_of_two)
+      : from_(std::move(from)),
+        scales_(scales.begin(), scales.end()),
+        dtype_(dtype),
+        options_(scale_options(dtype, power_of_two)),
+        stream_(c10::cuda::getCurrentCUDAStream()) {
+    for (at::Tensor& scale : scales_) scale = scale.contiguous();
+    data_options_ = xs[0].options().dtype(dtype);
+  }
+
+  composite::ThreeLists with_one_scale(bool transposed) {
+    if (scales_.empty()) measure(/*of_columns=*/false);
+    std::vector<cuda::CastOf<cuda::MatrixScale>> works;
+    for (size_t i = 0; i < from_.size(); ++i) {
+      cuda::MatrixScale scale{.options = options_};
+      if (scales_.empty()) {
+        scale.magnitudes = measured_[i].const_data_ptr<float>();
+        scale.count = measured_[i].numel();
+        std::tie(scale.scale_out, scale.inverse_out) = make_scales({});
+      } else {
+        scale.scale = scales_[i].const_data_ptr<float>();
+      }
+      works.push_back({matrix_of(from_[i]), make_data(i, transposed), scale});
+    }
+    cuda::launch_cast(works, format_of(dtype_), stream_);
+    return results_;
+  }
+  composite::ThreeLists columns_with_their_scales() {
+    if (scales_.empty()) measure(/*of_columns=*/true);
+    std::vector<cuda::CastOf<cuda::ColumnScales>> works;
+    for (size_t i = 0; i < from_.size(); ++i) {
+      cuda::ColumnScales scale{.options = options_};
+      if (scales_.empty()) {
+        scale.magnitudes = measured_[i].const_data_ptr();
+        scale.count = measured_[i].size(0);
+        std::tie(scale.scale_out, scale.inverse_out) = make_scales({from_[i].size(1), 1});
+      } else {
+        scale.scale = scales_[i].const_data_ptr<float>();
+      }
+      works.push_back({matrix_of(from_[i]), make_data(i, /*transposed=*/true), scale});
+    }
+    cuda::launch_cast_columns(works, format_of(dtype_), stream_);
+    return results_;
+  }
+  composite::ThreeLists rows_with_their_scales() {
+    if (!scales_.empty()) {
+      std::vector<cuda::CastRows> works;
+      for (size_t i = 0; i < from_.size(); ++i)
+        works.push_back({matrix_of(from_[i]), make_data(i, false).rows, scales_[i].const_data_ptr<float>()});
+      cuda::launch_cast_by_rows(works, format_of(dtype_), stream_);
+      return results_;
+    }
+    std::vector<cuda::MeasuredRows> works;
+    for (size_t i = 0; i < from_.size(); ++i) {
+      const auto [scale, inverse] = make_scales({from_[i].size(0), 1});
+      works.push_back({matrix_of(from_[i]), make_data(i, false).rows, scale, inverse});
+    }
+    cuda::launch_measured_rows(works, format_of(dtype_), options_, stream_);
+    return results_;
+  }
+
+ private:
+  void measure(bool of_columns) {
+    std::vector<cuda::Measurement> works;
+    for (const at::Tensor& x : from_) {
+      const cuda::Matrix matrix = matrix_of(x);
+      measured_.push_back(of_columns
+                              ? at::empty({cuda::parts_of_columns(matrix), x.size(1)}, x.options())
+                              : at::empty({cuda::parts_of_matrix(matrix)}, x.options().dtype(at::kFloat)));
+      works.push_back({matrix, measured_.back().mutable_data_ptr()});
+    }
+    if (of_columns) {
+      cuda::launch_magnitudes_of_columns(works, stream_);
+    } else {
+      cuda::launch_magnitudes(works, stream_);
+    }
+  }
+  cuda::CastTiles make_data(size_t i, bool transposed) {
+    const int64_t rows = from_[i].size(0), columns = from_[i].size(1);
+    auto& data = std::get<0>(results_);
+    data.push_back(at::empty({transposed ? columns : rows, transposed ? rows : columns}, data_options_));
+    return {.rows = transposed ? nullptr : bytes_or_null(data.back()),
+            .columns = transposed ? bytes_or_null(data.back()) : nullptr};
+  }
+  std::pair<float*, float*> make_scales(at::IntArrayRef sizes) {
+    auto& [data, scales, inverses] = results_;
+    for (auto* list : {&scales, &inverses})
+      list->push_back(at::empty(sizes, data_options_.dtype(at::kFloat)));
+    return {floats(scales.back()), floats(inverses.back())};
+  }
+
+  std::vector<at::Tensor> from_, scales_, measured_;
+  at::ScalarType dtype_;
+  cuda::ScaleOptions options_;
+  cudaStream_t stream_;
+  at::TensorOptions data_options_;
+  composite::ThreeLists results_;
+};
+
+composite::ThreeLists cast_many_cuda(at::TensorList xs, at::TensorList scales, at::ScalarType dtype,
+                                     bool power_of_two, bool by_vector, bool transposed) {
+  const c10::cuda::CUDAGuard guard(xs[0].device());
+  std::vector<at::Tensor> from;
+  const bool measures_rows = by_vector && !transposed && scales.empty();
+  bool together = have_kernels_together(xs);
+  if (together) from = as_sources(xs);
+  together = together && (!measures_rows || std::all_of(from.begin(), from.end(), fits_into_registers));
+  if (!together) return composite::cast_many(xs, scales, dtype, power_of_two, by_vector, transposed);
+  ManyCastsOnGpu casts(std::move(from), xs, scales, dtype, power_of_two);
+  auto results = !by_vector   ? casts.with_one_scale(transposed)
+                 : transposed ? casts.columns_with_their_scales()
+                              : casts.rows_with_their_scales();
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  return results;
+}
+
+std::vector<at::Tensor> transpose_many_cuda(at::TensorList xs) {
+  if (xs.empty()) return {};
+  if (!has_kernels(xs[0])) return composite::transpose_many(xs);
+  const c10::cuda::CUDAGuard guard(xs[0].device());
+  std::vector<at::Tensor> from, results;
+  std::vector<cuda::Transpose> works;
+  for (const at::Tensor& x : xs) {
+    from.push_back(x.contiguous());
+    results.push_back(at::empty({x.size(1), x.size(0)}, x.options()));
+    if (x.numel() > 0)
+      works.push_back({{.data = from.back().const_data_ptr(), .rows = x.size(0), .columns = x.size(1)},
+                       bytes_or_null(results.back())});
+  }
+  cuda::launch_transpose(works, c10::cuda::getCurrentCUDAStream());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  return results;
 }
 
 // cuBLASLt multiplies vectors with scales of their own on GPUs of compute capability 9.x, from CUDA 12.9 on. On others LibTorch has a
@@ -252,20 +435,23 @@ void multiply_vectors_cuda(const at::Tensor& out, const at::Tensor& a, const at:
 }
 
 std::tuple<at::Tensor, at::Tensor> cast_blocks_cuda(const at::Tensor& x, at::ScalarType dtype, bool round_up,
-                                                    bool transposed) {
-  if (!has_kernels(x)) return composite::cast_blocks(x, dtype, round_up, transposed);
+                                                    bool transposed, bool for_hardware) {
+  if (!has_kernels(x)) return composite::cast_blocks(x, dtype, round_up, transposed, for_hardware);
   const c10::cuda::CUDAGuard guard(x.device());
   const at::Tensor from = as_source(x);
   const int64_t vectors = x.size(transposed ? 1 : 0), elements = x.size(transposed ? 0 : 1);
   const int64_t blocks = (elements + kBlock - 1) / kBlock;
   at::Tensor data = at::empty({vectors, blocks * kBlock}, x.options().dtype(dtype));
-  at::Tensor scale = at::empty({vectors, blocks}, x.options().dtype(at::kFloat8_e8m0fnu));
+  const int64_t size = size_of_blocked_layout(vectors, blocks);
+  const auto exponents = x.options().dtype(at::kByte);
+  at::Tensor scale = !for_hardware             ? at::empty({vectors, blocks}, exponents)
+                     : size > vectors * blocks ? at::zeros({size}, exponents)
+                                               : at::empty({size}, exponents);
   const auto launch = transposed ? cuda::launch_cast_column_blocks : cuda::launch_cast_row_blocks;
-  launch({static_cast<uint8_t*>(data.mutable_data_ptr()), static_cast<uint8_t*>(scale.mutable_data_ptr())},
-         matrix_of(from), {.round_up = round_up, .format = format_of(dtype)},
-         c10::cuda::getCurrentCUDAStream());
+  launch({bytes_or_null(data), bytes_or_null(scale), for_hardware}, matrix_of(from),
+         {.round_up = round_up, .format = format_of(dtype)}, c10::cuda::getCurrentCUDAStream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
-  return {data, scale};
+  return {data, scale.view(at::kFloat8_e8m0fnu)};
 }
 
 constexpr int64_t kPieceElements = 65536;
@@ -307,15 +493,28 @@ at::Tensor delayed_scale_cuda(const at::Tensor& amax, const at::Tensor& pending,
                               at::ScalarType dtype, bool power_of_two, bool records) {
   const c10::cuda::CUDAGuard guard(amax.device());
   at::Tensor out = at::empty({}, amax.options());
-  cuda::launch_delayed_scale(out.mutable_data_ptr<float>(),
-                             {.magnitudes = amax.const_data_ptr<float>(),
-                              .count = amax.numel(),
-                              .pending = pending.mutable_data_ptr<float>(),
-                              .largest_of_history = largest.const_data_ptr<float>(),
-                              .records = records},
-                             scale_options(dtype, power_of_two), c10::cuda::getCurrentCUDAStream());
+  cuda::launch_delayed_scale(
+      {.magnitudes = amax.const_data_ptr<float>(),
+       .count = amax.numel(),
+       .options = scale_options(dtype, power_of_two),
+       .history = {largest.const_data_ptr<float>(), records ? pending.mutable_data_ptr<float>() : nullptr},
+       .scale_out = floats(out)},
+      c10::cuda::getCurrentCUDAStream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return out;
+}
+
+void update_histories_cuda(const at::Tensor& history, const at::Tensor& pending, const at::Tensor& largest) {
+  if (!has_kernels(history) || history.size(0) == 0)
+    return composite::update_histories(history, pending, largest);
+  const c10::cuda::CUDAGuard guard(history.device());
+  cuda::launch_update_histories({.history = history.mutable_data_ptr<float>(),
+                                 .pending = pending.mutable_data_ptr<float>(),
+                                 .largest = largest.mutable_data_ptr<float>(),
+                                 .rows = history.size(0),
+                                 .steps = history.size(1)},
+                                c10::cuda::getCurrentCUDAStream());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 TORCH_LIBRARY_IMPL(titan, CUDA, m) {
@@ -326,8 +525,12 @@ TORCH_LIBRARY_IMPL(titan, CUDA, m) {
   m.impl("float8_amax_many", amax_many_cuda);
   m.impl("float8_delayed_scale", delayed_scale_cuda);
   m.impl("float8_magnitudes", magnitudes_cuda);
-  m.impl("float8_cast_into", cast_into_cuda);
+  m.impl("float8_cast_into_many", cast_into_many_cuda);
   m.impl("float8_cast_both", cast_both_cuda);
+  m.impl("float8_cast_delayed", cast_delayed_cuda);
+  m.impl("float8_cast_many", cast_many_cuda);
+  m.impl("float8_transpose_many", transpose_many_cuda);
+  m.impl("float8_update_histories", update_histories_cuda);
   m.impl("float8_cast_rows", cast_rows_cuda);
   m.impl("float8_cast_columns", cast_columns_cuda);
   m.impl("float8_multiply_vectors", multiply_vectors_cuda);

@@ -1,9 +1,10 @@
 #pragma once
 
-// Float8 on a GPU: functions that launch the kernels in float8_kernels.cu, which doesn't use LibTorch. They
+// Float8 on a GPU: functions that launch the kernels in float8_scales.cu, float8_casts.cu and float8_blocks.cu, which don't use LibTorch. They
 // return at once; device memory must stay valid until the stream has run the kernel.
 
 #include <cstdint>
+#include <span>
 
 #include <cuda_runtime_api.h>
 
@@ -21,12 +22,21 @@ struct Matrix {
   int64_t rows = 0, columns = 0;
 };
 
+// Functions that take a span do the same for each of its matrices, which have one dtype, up to kMaxMatrices in one launch.
+constexpr int kMaxMatrices = 8;
+
+// ---- magnitudes and scales
+
 /// The largest magnitudes of parts of the matrix, fp32, and of parts of each column, [parts, columns] in the matrix's dtype, which is
 /// exact. The largest of all is found by the kernels that need it.
+struct Measurement {
+  Matrix x;
+  void* out = nullptr;
+};
 int64_t parts_of_matrix(const Matrix& x);
-void launch_magnitudes(float* out, const Matrix& x, cudaStream_t stream);
+void launch_magnitudes(std::span<const Measurement> all, cudaStream_t stream);
 int64_t parts_of_columns(const Matrix& x);
-void launch_magnitudes_of_columns(void* out, const Matrix& x, cudaStream_t stream);
+void launch_magnitudes_of_columns(std::span<const Measurement> all, cudaStream_t stream);
 /// out: one fp32 per row.
 void launch_amax_of_rows(float* out, const Matrix& x, cudaStream_t stream);
 
@@ -50,16 +60,11 @@ ScaleOptions scale_options(double largest, bool power_of_two);
 void launch_scale(float* out, const float* amax, int64_t count, const ScaleOptions& options,
                   cudaStream_t stream);
 
-/// The inputs of a delayed scale ([Note: delayed scales] in titan/float8/convert.h), on the device.
-struct DelayedScale {
-  const float* magnitudes = nullptr;  ///< one for each part of the matrix
-  int64_t count = 0;
-  float* pending = nullptr;
-  const float* largest_of_history = nullptr;
-  bool records = false;
+/// The values that a delayed scale reads and writes ([Note: delayed scales] in titan/float8/convert.h), on the device.
+struct History {
+  const float* largest = nullptr;
+  float* pending = nullptr;  ///< null: the matrix isn't recorded
 };
-void launch_delayed_scale(float* out, const DelayedScale& delayed, const ScaleOptions& options,
-                          cudaStream_t stream);
 
 /// A matrix's scale, or what it is made from: the magnitudes of its parts.
 struct MatrixScale {
@@ -67,21 +72,50 @@ struct MatrixScale {
   const float* magnitudes = nullptr;
   int64_t count = 0;
   ScaleOptions options = {};
+  History history = {};          ///< the scale is delayed
   float* scale_out = nullptr;    ///< null: not written
   float* inverse_out = nullptr;  ///< 1 / scale
 };
-void launch_cast(uint8_t* out, const Matrix& x, Format format, const MatrixScale& scale, cudaStream_t stream);
-/// One scale per row.
-void launch_cast_by_rows(uint8_t* out, const Matrix& x, Format format, const float* scales,
-                         cudaStream_t stream);
+/// Writes a delayed scale.
+void launch_delayed_scale(const MatrixScale& scale, cudaStream_t stream);
 
-/// The cast, if `rows` isn't null, and the transposed cast [columns, rows].
+/// history [rows, steps] shifts by one step and begins with pending [rows], which becomes 0. largest [rows] is the new history's.
+struct Histories {
+  float* history = nullptr;
+  float* pending = nullptr;
+  float* largest = nullptr;
+  int64_t rows = 0, steps = 0;
+};
+void launch_update_histories(const Histories& histories, cudaStream_t stream);
+
+// ---- casts
+
+/// The cast, if `rows` isn't null, and the transposed cast [columns, rows], if `columns` isn't.
 struct CastTiles {
   uint8_t* rows = nullptr;
   uint8_t* columns = nullptr;
 };
-void launch_cast_tiles(const CastTiles& out, const Matrix& x, Format format, const MatrixScale& scale,
-                       cudaStream_t stream);
+template <class Scale>
+struct CastOf {
+  Matrix x;
+  CastTiles out;
+  Scale scale;
+};
+/// All have the same outputs.
+void launch_cast(std::span<const CastOf<MatrixScale>> all, Format format, cudaStream_t stream);
+
+/// Casts and measures at once, by the history's scale. `scale.magnitudes` has room for parts_of_cast(). A second launch makes the scale
+/// and its inverse, and casts if the history is empty.
+int64_t parts_of_cast(const CastTiles& out, const Matrix& x);
+void launch_cast_delayed(const CastOf<MatrixScale>& cast, Format format, cudaStream_t stream);
+
+/// One scale per row.
+struct CastRows {
+  Matrix x;
+  uint8_t* out = nullptr;
+  const float* scales = nullptr;
+};
+void launch_cast_by_rows(std::span<const CastRows> all, Format format, cudaStream_t stream);
 
 /// The columns' scales, or what they are made from: the magnitudes [count, columns] of their parts, in the matrix's dtype.
 struct ColumnScales {
@@ -92,21 +126,28 @@ struct ColumnScales {
   float* scale_out = nullptr;  ///< null: neither is written
   float* inverse_out = nullptr;
 };
-void launch_cast_columns(const CastTiles& out, const Matrix& x, Format format, const ColumnScales& scales,
-                         cudaStream_t stream);
+void launch_cast_columns(std::span<const CastOf<ColumnScales>> all, Format format, cudaStream_t stream);
 
 /// Rows that are measured and cast in one pass, and the magnitudes of parts of the columns, [parts, columns] in the matrix's dtype, if
 /// they aren't null. Rows are whole chunks of 16 elements, aligned to 16 bytes, and at most so long:
 constexpr int64_t kMaxRowOfRegisters = 16384;
 struct MeasuredRows {
+  Matrix x;
   uint8_t* data = nullptr;
   float* scale = nullptr;
   float* inverse = nullptr;
-  void* magnitudes = nullptr;
+  void* magnitudes = nullptr;  ///< only for one matrix in a launch
 };
 int64_t parts_of_measured_rows(const Matrix& x);
-void launch_measured_rows(const MeasuredRows& out, const Matrix& x, Format format,
-                          const ScaleOptions& options, cudaStream_t stream);
+void launch_measured_rows(std::span<const MeasuredRows> all, Format format, const ScaleOptions& options,
+                          cudaStream_t stream);
+
+/// out [columns, rows], bytes; x.source isn't read.
+struct Transpose {
+  Matrix x;
+  uint8_t* out = nullptr;
+};
+void launch_transpose(std::span<const Transpose> all, cudaStream_t stream);
 
 /// out = sums times its row's and its column's scale; one or all of them. `out` may be the sums' memory if the dtypes are equal.
 struct SumScales {
@@ -117,10 +158,11 @@ struct SumScales {
 void launch_scale_sums(void* out, Source to, const Matrix& sums, const SumScales& scales,
                        cudaStream_t stream);
 
-/// Vectors in blocks of 32: data [vectors, blocks * 32], exponents [vectors, blocks].
+/// Vectors in blocks of 32: data [vectors, blocks * 32], exponents [vectors, blocks], or in the hardware's order.
 struct CastBlocks {
   uint8_t* data = nullptr;
   uint8_t* exponents = nullptr;
+  bool for_hardware = false;  ///< blocked_layout() of src/float8/cast.h; the caller zeroes its padding
 };
 struct BlockOptions {
   bool round_up = false;

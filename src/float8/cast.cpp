@@ -92,7 +92,7 @@ at::Tensor cast(const at::Tensor& x, const at::Tensor& scale, at::ScalarType dty
 }
 
 std::tuple<at::Tensor, at::Tensor> cast_blocks(const at::Tensor& x, at::ScalarType dtype, bool round_up,
-                                               bool transposed) {
+                                               bool transposed, bool for_hardware) {
   at::Tensor from = (transposed ? x.t() : x).to(at::kFloat);
   const int64_t rest = from.size(1) % kBlock;
   if (rest != 0) from = at::constant_pad_nd(from, {0, kBlock - rest});
@@ -103,11 +103,16 @@ std::tuple<at::Tensor, at::Tensor> cast_blocks(const at::Tensor& x, at::ScalarTy
   const double end = largest_value(dtype);
   const at::Tensor data =
       (blocks * factors(exponents, round_up).unsqueeze(2)).clamp(-end, end).to(dtype).view(from.sizes());
-  return {data, exponents.to(at::kByte).view(at::kFloat8_e8m0fnu)};
+  const at::Tensor scale = exponents.to(at::kByte).view(at::kFloat8_e8m0fnu);
+  return {data, for_hardware ? blocked_layout(scale) : scale};
 }
 
-void cast_into(const at::Tensor& out, const at::Tensor& x, const at::Tensor& scale) {
-  out.copy_(cast(x, scale, out.scalar_type(), /*transposed=*/false).view(out.sizes()));
+void cast_into_many(at::TensorList outs, at::TensorList xs, const at::Tensor& scales) {
+  for (size_t i = 0; i < outs.size(); ++i) {
+    if (outs[i].numel() == 0) continue;
+    const at::Tensor scale = scales[static_cast<int64_t>(i)];
+    outs[i].copy_(cast(xs[i], scale, outs[i].scalar_type(), /*transposed=*/false).view(outs[i].sizes()));
+  }
 }
 
 at::Tensor magnitudes(const at::Tensor& x, bool of_columns) {
@@ -173,6 +178,46 @@ at::Tensor delayed_scale(const at::Tensor& magnitudes, const at::Tensor& pending
   return at::where(finite, scale, std::numeric_limits<double>::quiet_NaN());
 }
 
+FourTensors cast_delayed(const at::Tensor& x, const at::Tensor& pending, const at::Tensor& largest,
+                         at::ScalarType dtype, bool power_of_two, bool records, bool rows, bool columns) {
+  const at::Tensor amax = float8::amax(x, Over::Matrix);
+  const at::Tensor scale =
+      float8::delayed_scale(amax, {.largest = largest, .pending = pending}, dtype, power_of_two, records);
+  const at::Tensor of_history = float8::scale_of(largest, dtype, power_of_two);
+  const at::Tensor used = at::where(largest.gt(0), of_history, scale);
+  return {rows ? float8::cast(x, used, dtype, false) : at::Tensor(),
+          columns ? float8::cast(x, used, dtype, true) : at::Tensor(), scale, at::Tensor()};
+}
+
+ThreeLists cast_many(at::TensorList xs, at::TensorList scales, at::ScalarType dtype, bool power_of_two,
+                     bool by_vector, bool transposed) {
+  ThreeLists results;
+  auto& [data, made, inverses] = results;
+  const Over over = !by_vector ? Over::Matrix : transposed ? Over::Column : Over::Row;
+  for (size_t i = 0; i < xs.size(); ++i) {
+    if (scales.empty()) {
+      made.push_back(float8::scale_of(float8::amax(xs[i], over), dtype, power_of_two));
+      inverses.push_back(made.back().reciprocal());
+    }
+    data.push_back(float8::cast(xs[i], scales.empty() ? made.back() : scales[i], dtype, transposed));
+  }
+  return results;
+}
+
+std::vector<at::Tensor> transpose_many(at::TensorList xs) {
+  std::vector<at::Tensor> results;
+  for (const at::Tensor& x : xs) results.push_back(x.t().contiguous());
+  return results;
+}
+
+void update_histories(const at::Tensor& history, const at::Tensor& pending, const at::Tensor& largest) {
+  const int64_t kept = history.size(1) - 1;
+  if (kept > 0) history.narrow(1, 1, kept).copy_(history.narrow(1, 0, kept).clone());
+  history.select(1, 0).copy_(pending);
+  largest.copy_(history.amax(1));
+  pending.zero_();
+}
+
 }  // namespace composite
 
 // ---- shapes, and registration
@@ -190,18 +235,32 @@ TORCH_LIBRARY_FRAGMENT(titan, m) {
   // scale: [], or one per row of the result [N, K] ([K, N] if transposed).
   m.def("float8_cast(Tensor x, Tensor scale, ScalarType dtype, bool transposed) -> Tensor");
   // x [N, K] -> data [N, K'], exponents [N, K' / 32], K' whole blocks; transposed [K, N'].
-  m.def("float8_cast_blocks(Tensor x, ScalarType dtype, bool round_up, bool transposed) -> (Tensor, Tensor)");
+  // With for_hardware the exponents are in blocked_layout().
+  m.def(
+      "float8_cast_blocks(Tensor x, ScalarType dtype, bool round_up, bool transposed, bool for_hardware) -> "
+      "(Tensor, Tensor)");
   // amax: [], or [n] for parts. The others are [], fp32. pending = max(pending, amax) if `records`.
   m.def(
       "float8_delayed_scale(Tensor amax, Tensor(a!) pending, Tensor largest, ScalarType dtype, bool "
       "power_of_two, bool records) -> Tensor");
   // See cast.h. A result that isn't asked for, or not computed, is undefined.
-  m.def("float8_cast_into(Tensor(a!) out, Tensor x, Tensor scale) -> ()");
+  m.def("float8_cast_into_many(Tensor(a!)[] outs, Tensor[] xs, Tensor scales) -> ()");
   m.def("float8_magnitudes(Tensor x, bool of_columns) -> Tensor");
   // -> along rows, down columns, scale, inverse. One of magnitudes and scale is given.
   m.def(
       "float8_cast_both(Tensor x, Tensor? magnitudes, Tensor? scale, ScalarType dtype, bool power_of_two, "
       "bool rows, bool columns) -> (Tensor, Tensor, Tensor, Tensor)");
+  // -> as float8_cast_both
+  m.def(
+      "float8_cast_delayed(Tensor x, Tensor(a!) pending, Tensor largest, ScalarType dtype, bool "
+      "power_of_two, "
+      "bool records, bool rows, bool columns) -> (Tensor, Tensor, Tensor, Tensor)");
+  // -> data; without scales, also those that were made, and their inverses
+  m.def(
+      "float8_cast_many(Tensor[] xs, Tensor[] scales, ScalarType dtype, bool power_of_two, bool by_vector, "
+      "bool transposed) -> (Tensor[], Tensor[], Tensor[])");
+  m.def("float8_transpose_many(Tensor[] xs) -> Tensor[]");
+  m.def("float8_update_histories(Tensor(a!) history, Tensor(b!) pending, Tensor(c!) largest) -> ()");
   // -> data, scale, inverse, magnitudes of columns
   m.def(
       "float8_cast_rows(Tensor x, ScalarType dtype, bool power_of_two, bool measures_columns) -> "
@@ -221,9 +280,13 @@ TORCH_LIBRARY_IMPL(titan, CompositeExplicitAutograd, m) {
   m.impl("float8_cast", composite::cast);
   m.impl("float8_cast_blocks", composite::cast_blocks);
   m.impl("float8_delayed_scale", composite::delayed_scale);
-  m.impl("float8_cast_into", composite::cast_into);
+  m.impl("float8_cast_into_many", composite::cast_into_many);
   m.impl("float8_magnitudes", composite::magnitudes);
   m.impl("float8_cast_both", composite::cast_both);
+  m.impl("float8_cast_delayed", composite::cast_delayed);
+  m.impl("float8_cast_many", composite::cast_many);
+  m.impl("float8_transpose_many", composite::transpose_many);
+  m.impl("float8_update_histories", composite::update_histories);
   m.impl("float8_cast_rows", composite::cast_rows);
   m.impl("float8_cast_columns", composite::cast_columns);
   m.impl("float8_multiply_vectors", composite::multiply_vectors);
@@ -243,14 +306,25 @@ TORCH_LIBRARY_IMPL(titan, Meta, m) {
     const auto options = x.options().dtype(dtype);
     return transposed ? at::empty({x.size(1), x.size(0)}, options) : at::empty(x.sizes(), options);
   });
-  m.impl("float8_cast_blocks", [](In x, at::ScalarType dtype, bool, bool transposed) -> DataAndScale {
-    const int64_t vectors = x.size(transposed ? 1 : 0), elements = x.size(transposed ? 0 : 1);
-    const int64_t blocks = (elements + kBlock - 1) / kBlock;
-    return {at::empty({vectors, blocks * kBlock}, x.options().dtype(dtype)),
-            at::empty({vectors, blocks}, x.options().dtype(at::kFloat8_e8m0fnu))};
-  });
+  m.impl("float8_cast_blocks",
+         [](In x, at::ScalarType dtype, bool, bool transposed, bool for_hardware) -> DataAndScale {
+           const int64_t vectors = x.size(transposed ? 1 : 0), elements = x.size(transposed ? 0 : 1);
+           const int64_t blocks = (elements + kBlock - 1) / kBlock;
+           const auto exponents = x.options().dtype(at::kFloat8_e8m0fnu);
+           return {at::empty({vectors, blocks * kBlock}, x.options().dtype(dtype)),
+                   for_hardware ? at::empty({size_of_blocked_layout(vectors, blocks)}, exponents)
+                                : at::empty({vectors, blocks}, exponents)};
+         });
   m.impl("float8_delayed_scale",
          [](In amax, In, In, at::ScalarType, bool, bool) { return at::empty({}, amax.options()); });
+  m.impl(
+      "float8_cast_delayed",
+      [](In x, In, In, at::ScalarType dtype, bool, bool, bool rows, bool columns) -> composite::FourTensors {
+        const auto data = x.options().dtype(dtype);
+        return {rows ? at::empty(x.sizes(), data) : at::Tensor(),
+                columns ? at::empty({x.size(1), x.size(0)}, data) : at::Tensor(),
+                at::empty({}, x.options().dtype(at::kFloat)), at::Tensor()};
+      });
 }
 
 void check_matrix(const at::Tensor& x) {
@@ -298,12 +372,18 @@ at::Tensor cast(const at::Tensor& x, const at::Tensor& scale, at::ScalarType dty
   return operation.call(x, scale, dtype, transposed);
 }
 
-void cast_into(const at::Tensor& out, const at::Tensor& x, const at::Tensor& scale) {
-  TITAN_CHECK(out.is_contiguous() && out.numel() == x.numel() && scale.numel() == 1,
-              "float8: cast_into() of ", x.sizes(), " with ", scale.numel(), " scales into ", out.sizes());
-  largest_value(out.scalar_type());  // throws for another dtype
-  static const auto operation = ops::find_operator<decltype(composite::cast_into)>("titan::float8_cast_into");
-  operation.call(out, x, scale);
+void cast_into_many(at::TensorList outs, at::TensorList xs, const at::Tensor& scales) {
+  TITAN_CHECK(outs.size() == xs.size() && scales.numel() == static_cast<int64_t>(xs.size()),
+              "float8: cast_into_many() of ", xs.size(), " matrices with ", scales.numel(), " scales into ",
+              outs.size());
+  for (size_t i = 0; i < outs.size(); ++i) {
+    TITAN_CHECK(outs[i].is_contiguous() && outs[i].numel() == xs[i].numel(), "float8: cast_into_many() of ",
+                xs[i].sizes(), " into ", outs[i].sizes());
+    largest_value(outs[i].scalar_type());  // throws for another dtype
+  }
+  static const auto operation =
+      ops::find_operator<decltype(composite::cast_into_many)>("titan::float8_cast_into_many");
+  operation.call(outs, xs, scales);
 }
 
 at::Tensor magnitudes(const at::Tensor& x, Over over) {
@@ -316,18 +396,21 @@ at::Tensor magnitudes(const at::Tensor& x, Over over) {
 
 namespace {
 
+BothCasts both_of(const composite::FourTensors& results, const at::Tensor& scale, bool rows, bool columns) {
+  const auto& [along_rows, down_columns, made, inverse] = results;
+  BothCasts both;
+  if (rows || !columns) both.along_rows = {along_rows, scale, inverse};  // or the scale alone
+  if (columns) both.down_columns = {down_columns, scale, inverse};
+  return both;
+}
+
 BothCasts cast_both(const at::Tensor& x, const std::optional<at::Tensor>& magnitudes,
                     const std::optional<at::Tensor>& scale, const ScaleForm& form, bool rows, bool columns) {
   check_matrix(x);
   largest_value(form.dtype);  // throws for another dtype
   static const auto operation = ops::find_operator<decltype(composite::cast_both)>("titan::float8_cast_both");
-  const auto [along_rows, down_columns, used, inverse] =
-      operation.call(x, magnitudes, scale, form.dtype, form.power_of_two, rows, columns);
-  const at::Tensor& common = scale ? *scale : used;
-  BothCasts both;
-  if (rows || !columns) both.along_rows = {along_rows, common, inverse};  // or the scale alone
-  if (columns) both.down_columns = {down_columns, common, inverse};
-  return both;
+  const auto results = operation.call(x, magnitudes, scale, form.dtype, form.power_of_two, rows, columns);
+  return both_of(results, scale ? *scale : std::get<2>(results), rows, columns);
 }
 
 }  // namespace
@@ -340,6 +423,50 @@ BothCasts cast_measured(const at::Tensor& x, const at::Tensor& magnitudes, const
 BothCasts cast_scaled(const at::Tensor& x, const at::Tensor& scale, at::ScalarType dtype, bool rows,
                       bool columns) {
   return cast_both(x, std::nullopt, scale, {.dtype = dtype}, rows, columns);
+}
+
+BothCasts cast_delayed(const at::Tensor& x, const DelayedScale& history, const ScaleForm& form, bool records,
+                       bool rows, bool columns) {
+  check_matrix(x);
+  largest_value(form.dtype);  // throws for another dtype
+  static const auto operation =
+      ops::find_operator<decltype(composite::cast_delayed)>("titan::float8_cast_delayed");
+  const auto results = operation.call(x, history.pending, history.largest, form.dtype, form.power_of_two,
+                                      records, rows, columns);
+  return both_of(results, std::get<2>(results), rows, columns);
+}
+
+std::vector<ops::ScaledMatrix> cast_many(at::TensorList xs, const std::vector<ops::ScaledMatrix>& scales,
+                                         const ManyCasts& how) {
+  for (const at::Tensor& x : xs) check_matrix(x);
+  largest_value(how.form.dtype);  // throws for another dtype
+  static const auto operation = ops::find_operator<decltype(composite::cast_many)>("titan::float8_cast_many");
+  std::vector<at::Tensor> given;
+  for (const ops::ScaledMatrix& each : scales) given.push_back(each.scale);
+  const auto [data, made, inverses] =
+      operation.call(xs, given, how.form.dtype, how.form.power_of_two, how.by_vector, how.transposed);
+  std::vector<ops::ScaledMatrix> casts = scales;
+  casts.resize(xs.size());
+  for (size_t i = 0; i < xs.size(); ++i) {
+    if (scales.empty()) casts[i] = {.data = {}, .scale = made[i], .inverse = inverses[i]};
+    casts[i].data = data[i];
+  }
+  return casts;
+}
+
+std::vector<at::Tensor> transpose_many(at::TensorList xs) {
+  for (const at::Tensor& x : xs)
+    TITAN_CHECK(x.dim() == 2 && x.element_size() == 1, "float8: transpose_many() of ", x.scalar_type(), " ",
+                x.sizes());
+  static const auto operation =
+      ops::find_operator<decltype(composite::transpose_many)>("titan::float8_transpose_many");
+  return operation.call(xs);
+}
+
+void update_histories(const at::Tensor& history, const at::Tensor& pending, const at::Tensor& largest) {
+  static const auto operation =
+      ops::find_operator<decltype(composite::update_histories)>("titan::float8_update_histories");
+  operation.call(history, pending, largest);
 }
 
 MeasuredRows cast_rows(const at::Tensor& x, const ScaleForm& form, bool measures_columns) {
@@ -371,9 +498,10 @@ ops::ScaledMatrix cast_blocks(const at::Tensor& x, const BlockCast& options) {
   const bool round_up = options.rounding == BlockRounding::Up;
   static const auto operation =
       ops::find_operator<decltype(composite::cast_blocks)>("titan::float8_cast_blocks");
-  auto [data, scale] = options.composed && !x.is_meta()
-                           ? composite::cast_blocks(x, options.dtype, round_up, options.transposed)
-                           : operation.call(x, options.dtype, round_up, options.transposed);
+  auto [data, scale] =
+      options.composed && !x.is_meta()
+          ? composite::cast_blocks(x, options.dtype, round_up, options.transposed, options.for_hardware)
+          : operation.call(x, options.dtype, round_up, options.transposed, options.for_hardware);
   return {std::move(data), std::move(scale)};
 }
 
@@ -382,6 +510,21 @@ at::Tensor delayed_scale(const at::Tensor& amax, const DelayedScale& history, at
   static const auto operation =
       ops::find_operator<decltype(composite::delayed_scale)>("titan::float8_delayed_scale");
   return operation.call(amax, history.pending, history.largest, dtype, power_of_two, records);
+}
+
+// Within a tile, vector v is at 16 (v mod 32) + 4 (v / 32): four groups of 32 side by side.
+at::Tensor blocked_layout(const at::Tensor& scale) {
+  const auto missing_to = [](int64_t size, int64_t multiple) {
+    return (multiple - size % multiple) % multiple;
+  };
+  at::Tensor bytes = scale.contiguous().view(at::kByte);
+  bytes = at::constant_pad_nd(bytes, {0, missing_to(scale.size(1), 4), 0, missing_to(scale.size(0), 128)});
+  const int64_t rows = bytes.size(0) / 128, columns = bytes.size(1) / 4;
+  return bytes.view({rows, 4, 32, columns, 4})
+      .permute({0, 3, 2, 1, 4})
+      .contiguous()
+      .view({-1})
+      .view(at::kFloat8_e8m0fnu);
 }
 
 // 2^(e - 127) from its bits; for e = 0 it is a denormal.

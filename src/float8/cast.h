@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 
@@ -49,14 +50,16 @@ at::Tensor delayed_scale(const at::Tensor& amax, const DelayedScale& history, at
 /// row of the result. Result: [N, K], or [K, N] if `transposed`.
 at::Tensor cast(const at::Tensor& x, const at::Tensor& scale, at::ScalarType dtype, bool transposed);
 
-/// The same into `out`, with one scale: contiguous, of `dtype`, with as many elements as x.
-void cast_into(const at::Tensor& out, const at::Tensor& x, const at::Tensor& scale);
+/// The same into each of `outs`, each x with its own scale: contiguous, of one dtype, with as many elements as x.
+/// scales: [n].
+void cast_into_many(at::TensorList outs, at::TensorList xs, const at::Tensor& scales);
 
 // [Note: casts on GPUs]
 // On a GPU, each launch and each pass over a matrix counts. So one operation measures parts of a matrix, and
 // another one finds the largest of them, the scale and its inverse, and casts along rows and down columns in
 // one pass. Rows that fit into registers are measured and cast in one pass, which also measures their
-// columns. Compositions call the operations above, and leave inverses undefined.
+// columns. One launch casts several matrices. With a delayed scale, a matrix is measured while it is cast.
+// Compositions call the operations above, and leave inverses undefined.
 
 /// The form of scales that a cast makes.
 struct ScaleForm {
@@ -77,6 +80,11 @@ BothCasts cast_measured(const at::Tensor& x, const at::Tensor& magnitudes, const
 BothCasts cast_scaled(const at::Tensor& x, const at::Tensor& scale, at::ScalarType dtype, bool rows,
                       bool columns);
 
+/// The same with delayed_scale()'s scale, once ranks have the same histories. If the matrix isn't finite, its scale is NaN,
+/// but the data may have been cast with the history's.
+BothCasts cast_delayed(const at::Tensor& x, const DelayedScale& history, const ScaleForm& form, bool records,
+                       bool rows, bool columns);
+
 struct MeasuredRows {
   ops::ScaledMatrix along_rows;
   at::Tensor magnitudes;  ///< the columns' in each part of the rows; undefined: not asked for
@@ -85,6 +93,22 @@ struct MeasuredRows {
 MeasuredRows cast_rows(const at::Tensor& x, const ScaleForm& form, bool measures_columns);
 /// Casts each column with its own scale, made from magnitudes [n, K].
 ops::ScaledMatrix cast_columns(const at::Tensor& x, const at::Tensor& magnitudes, const ScaleForm& form);
+
+struct ManyCasts {
+  ScaleForm form;
+  bool by_vector = false;   ///< one scale for each row of the result, not one for each matrix
+  bool transposed = false;  ///< along columns
+};
+/// Casts matrices of one dtype. scales: theirs, without data, or empty: they are made.
+std::vector<ops::ScaledMatrix> cast_many(at::TensorList xs, const std::vector<ops::ScaledMatrix>& scales,
+                                         const ManyCasts& how);
+
+/// The transposes of matrices of bytes, contiguous.
+std::vector<at::Tensor> transpose_many(at::TensorList xs);
+
+/// Moves magnitudes into delayed scales' histories, a row for each matrix: history [n, steps] shifts by one and begins with
+/// pending [n], which becomes 0; largest [n] is the maximum of the new history.
+void update_histories(const at::Tensor& history, const at::Tensor& pending, const at::Tensor& largest);
 
 /// out [N, M] = a b^T for a [N, K] and b [M, K] whose vectors have scales. out: fp32 or bf16, contiguous.
 /// Inverses: [N, 1] and [M, 1], or [] if the whole matrix has one.
@@ -111,14 +135,24 @@ struct BlockCast {
   BlockRounding rounding = BlockRounding::Down;
   bool transposed = false;  ///< the product sums over columns; they become the result's rows
   bool composed = false;    ///< use LibTorch's operations even if there is a kernel; the results are the same
+  bool for_hardware = false;  ///< scales in blocked_layout()
 };
+
+/// The number of scales in blocked_layout(), with padding.
+constexpr int64_t size_of_blocked_layout(int64_t vectors, int64_t blocks) {
+  return (vectors + 127) / 128 * 128 * ((blocks + 3) / 4 * 4);
+}
 
 /// Casts rows (or columns) in blocks, rounded to nearest, ties to even. x: [N, K], floating point, not empty.
 /// data: [N, K], with K padded to whole blocks by zeros, which add nothing to a sum; scale: [N, blocks].
 /// Transposed: [K, N].
 ops::ScaledMatrix cast_blocks(const at::Tensor& x, const BlockCast& options);
 
-/// The values in fp32, [vectors, whole blocks].
+/// Scales [vectors, blocks] in cuBLAS's layout ("1D block scaling factors layout"): tiles of 128 vectors by
+/// four blocks, 512 bytes each, one after the other, padded with zeros; a tensor of one dimension.
+at::Tensor blocked_layout(const at::Tensor& scale);
+
+/// The values in fp32, [vectors, whole blocks]. Scales aren't in blocked_layout().
 at::Tensor block_values(const ops::ScaledMatrix& matrix);
 
 /// Whether the matrix has scales of blocks.
@@ -135,10 +169,10 @@ at::Tensor amax_many(at::TensorList xs);
 at::Tensor scale_of(const at::Tensor& amax, at::ScalarType dtype, bool power_of_two);
 at::Tensor cast(const at::Tensor& x, const at::Tensor& scale, at::ScalarType dtype, bool transposed);
 std::tuple<at::Tensor, at::Tensor> cast_blocks(const at::Tensor& x, at::ScalarType dtype, bool round_up,
-                                               bool transposed);
+                                               bool transposed, bool for_hardware);
 at::Tensor delayed_scale(const at::Tensor& amax, const at::Tensor& pending, const at::Tensor& largest,
                          at::ScalarType dtype, bool power_of_two, bool records);
-void cast_into(const at::Tensor& out, const at::Tensor& x, const at::Tensor& scale);
+void cast_into_many(at::TensorList outs, at::TensorList xs, const at::Tensor& scales);
 at::Tensor magnitudes(const at::Tensor& x, bool of_columns);
 using FourTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 FourTensors cast_both(const at::Tensor& x, const std::optional<at::Tensor>& magnitudes,
@@ -147,6 +181,13 @@ FourTensors cast_both(const at::Tensor& x, const std::optional<at::Tensor>& magn
 FourTensors cast_rows(const at::Tensor& x, at::ScalarType dtype, bool power_of_two, bool measures_columns);
 std::tuple<at::Tensor, at::Tensor, at::Tensor> cast_columns(const at::Tensor& x, const at::Tensor& magnitudes,
                                                             at::ScalarType dtype, bool power_of_two);
+FourTensors cast_delayed(const at::Tensor& x, const at::Tensor& pending, const at::Tensor& largest,
+                         at::ScalarType dtype, bool power_of_two, bool records, bool rows, bool columns);
+using ThreeLists = std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>, std::vector<at::Tensor>>;
+ThreeLists cast_many(at::TensorList xs, at::TensorList scales, at::ScalarType dtype, bool power_of_two,
+                     bool by_vector, bool transposed);
+std::vector<at::Tensor> transpose_many(at::TensorList xs);
+void update_histories(const at::Tensor& history, const at::Tensor& pending, const at::Tensor& largest);
 void multiply_vectors(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
                       const at::Tensor& inverse_a, const at::Tensor& inverse_b, bool fast_accumulation,
                       bool power_of_two_scales);

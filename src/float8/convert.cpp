@@ -182,25 +182,18 @@ at::Tensor DelayedScales::history(size_t i) const {
   return history_.narrow(0, 3 * static_cast<int64_t>(i), 3);
 }
 
-void DelayedScales::refresh() {
-  largest_.copy_(history_.amax(1));
-  for (const Layer& layer : layers_) layer.scales->ready = true;
-}
-
 void DelayedScales::update(const std::function<void(const at::Tensor&)>& reduce_max) {
   const at::NoGradGuard no_grad;
   reduce_max(pending_);
-  const int64_t kept = history_.size(1) - 1;
-  if (kept > 0) history_.narrow(1, 1, kept).copy_(history_.narrow(1, 0, kept).clone());
-  history_.select(1, 0).copy_(pending_);
-  refresh();
-  pending_.zero_();
+  update_histories(history_, pending_, largest_);
+  for (const Layer& layer : layers_) layer.scales->ready = true;
 }
 
 void DelayedScales::loaded() {
   const at::NoGradGuard no_grad;
-  refresh();
+  largest_.copy_(history_.amax(1));
   pending_.zero_();
+  for (const Layer& layer : layers_) layer.scales->ready = true;
 }
 
 }  // namespace titan::float8

@@ -18,21 +18,6 @@ namespace titan::float8 {
 
 // ---- one product of two matrices in 8 bits
 
-// Within a tile, vector v is at 16 (v mod 32) + 4 (v / 32): four groups of 32 side by side.
-at::Tensor blocked_layout(const at::Tensor& scale) {
-  const auto missing_to = [](int64_t size, int64_t multiple) {
-    return (multiple - size % multiple) % multiple;
-  };
-  at::Tensor bytes = scale.contiguous().view(at::kByte);
-  bytes = at::constant_pad_nd(bytes, {0, missing_to(scale.size(1), 4), 0, missing_to(scale.size(0), 128)});
-  const int64_t rows = bytes.size(0) / 128, columns = bytes.size(1) / 4;
-  return bytes.view({rows, 4, 32, columns, 4})
-      .permute({0, 3, 2, 1, 4})
-      .contiguous()
-      .view({-1})
-      .view(at::kFloat8_e8m0fnu);
-}
-
 namespace {
 
 constexpr int64_t kAlignment = 16;  // the summed dimension is a multiple of this
@@ -42,7 +27,9 @@ bool by_vector(const ops::ScaledMatrix& matrix) { return matrix.scale.numel() > 
 // Contiguous rows, padded to a length that the hardware supports by zeros, which add nothing to a sum.
 at::Tensor aligned(const at::Tensor& data) {
   const int64_t rest = data.size(1) % kAlignment;
-  if (rest == 0) return data.contiguous();
+  if (rest == 0)
+    return !data.is_contiguous() && data.t().is_contiguous() ? transpose_many(data.t())[0]
+                                                             : data.contiguous();
   const at::Tensor bytes = at::constant_pad_nd(data.view(at::kByte), {0, kAlignment - rest});
   return bytes.view(data.scalar_type());
 }
@@ -50,6 +37,9 @@ at::Tensor aligned(const at::Tensor& data) {
 at::Tensor inverse_of(const ops::ScaledMatrix& matrix) {
   return matrix.inverse.defined() ? matrix.inverse : matrix.scale.reciprocal();
 }
+
+// Scales of blocks; a cast may have written them so.
+at::Tensor for_hardware(const at::Tensor& scale) { return scale.dim() == 1 ? scale : blocked_layout(scale); }
 
 }  // namespace
 
@@ -74,7 +64,7 @@ void put_hardware_product(const at::Tensor& out_NM, const ops::ScaledMatrix& a_N
 at::Tensor hardware_product(const ops::ScaledMatrix& a_NK, const ops::ScaledMatrix& b_MK,
                             const ScaledProductOptions& options) {
   if (in_blocks(a_NK))
-    return at::_scaled_mm(a_NK.data, b_MK.data.t(), blocked_layout(a_NK.scale), blocked_layout(b_MK.scale),
+    return at::_scaled_mm(a_NK.data, b_MK.data.t(), for_hardware(a_NK.scale), for_hardware(b_MK.scale),
                           /*bias=*/{}, /*scale_result=*/{}, options.out_dtype);
   const at::Tensor out =
       at::empty({a_NK.data.size(0), b_MK.data.size(0)}, a_NK.data.options().dtype(options.out_dtype));
@@ -106,27 +96,48 @@ class WeightScales {
                          const std::function<ops::ScaledMatrix(const ops::ScaledMatrix& scale)>& cast_by,
                          const std::function<ops::ScaledMatrix()>& cast_anew) {
     if (weight.is_inference()) return cast_anew();  // it has no version
-    c10::StorageImpl* memory = weight.storage().unsafeGetStorageImpl();
-    const Values values{memory, weight.storage_offset(), static_cast<uint64_t>(weight._version())};
     const std::lock_guard lock(mutex_);
     Entry& entry = entries_[kind];
-    if (entry.scale.scale.defined() && entry.values == values) return cast_by(entry.scale);
+    if (entry.scale.scale.defined() && entry.values == Values(weight)) return cast_by(entry.scale);
     const ops::ScaledMatrix cast = cast_anew();
-    entry = {values,
-             Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(memory)),
-             {.data = {}, .scale = cast.scale, .inverse = cast.inverse}};
+    entry = Entry(weight, cast);
     return cast;
+  }
+  /// The scale of this `kind` for these values, without data; nullopt if there is none.
+  std::optional<ops::ScaledMatrix> find(const at::Tensor& weight, int64_t kind) {
+    if (weight.is_inference()) return std::nullopt;
+    const std::lock_guard lock(mutex_);
+    const auto entry = entries_.find(kind);
+    if (entry == entries_.end() || !(entry->second.values == Values(weight))) return std::nullopt;
+    return entry->second.scale;
+  }
+  /// Remembers the scale of a cast that was made anew.
+  void remember(const at::Tensor& weight, int64_t kind, const ops::ScaledMatrix& cast) {
+    if (weight.is_inference()) return;
+    const std::lock_guard lock(mutex_);
+    entries_[kind] = Entry(weight, cast);
   }
 
  private:
   using Storage = c10::weak_intrusive_ptr<c10::StorageImpl>;
   struct Values {
+    Values() = default;
+    explicit Values(const at::Tensor& weight)
+        : memory(weight.storage().unsafeGetStorageImpl()),
+          offset(weight.storage_offset()),
+          version(static_cast<uint64_t>(weight._version())) {}
     const c10::StorageImpl* memory = nullptr;
     int64_t offset = 0;
     uint64_t version = 0;
     bool operator==(const Values&) const = default;
   };
   struct Entry {
+    Entry() = default;
+    Entry(const at::Tensor& weight, const ops::ScaledMatrix& cast)
+        : values(weight),
+          keeps_address(
+              c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(weight.storage().unsafeGetStorageImpl())),
+          scale{.data = {}, .scale = cast.scale, .inverse = cast.inverse} {}
     Values values;
     std::optional<Storage> keeps_address;  // keeps other storages from getting this address
     ops::ScaledMatrix scale;               // without data
@@ -189,23 +200,19 @@ struct History {
   bool records = false;                 ///< this cast belongs to a training step
 };
 
-// [Note: delayed scales]
-at::Tensor remembered_scale(const at::Tensor& matrix, const ScaleForm& form, const RankParts* ranks,
-                            const History& history) {
-  const at::Tensor found = magnitudes_of(matrix, history.ready ? nullptr : ranks);
-  return delayed_scale(found, *history.scale, form.dtype, form.power_of_two, history.records);
-}
-
-// With one scale.
+// With one scale ([Note: delayed scales]).
 BothCasts cast_whole(const at::Tensor& matrix, const ScaleForm& form, const RankParts* ranks,
                      const History& history, bool rows, bool columns) {
   if (!history.scale) return cast_measured(matrix, magnitudes_of(matrix, ranks), form, rows, columns);
-  return cast_scaled(matrix, remembered_scale(matrix, form, ranks, history), form.dtype, rows, columns);
+  if (history.ready) return cast_delayed(matrix, *history.scale, form, history.records, rows, columns);
+  const at::Tensor scale = delayed_scale(magnitudes_of(matrix, ranks), *history.scale, form.dtype,
+                                         form.power_of_two, history.records);
+  return cast_scaled(matrix, scale, form.dtype, rows, columns);
 }
 
 // If vectors are spread over ranks, each rank's part must be whole blocks.
 ScaledMatrix cast_in_blocks(const at::Tensor& matrix, Vectors vectors, const Cast& how,
-                            const BlockScaling& blocks, const Spread& spread) {
+                            const BlockScaling& blocks, const Spread& spread, bool for_hardware) {
   const bool columns = vectors == Vectors::Columns;
   const int64_t length = matrix.size(columns ? 0 : 1);
   if (spread.parts && spread.across == vectors && length % kBlock != 0)
@@ -216,7 +223,8 @@ ScaledMatrix cast_in_blocks(const at::Tensor& matrix, Vectors vectors, const Cas
   return cast_blocks(matrix, {.dtype = how.dtype,
                               .rounding = blocks.rounding,
                               .transposed = columns,
-                              .composed = columns && blocks.composed_columns});
+                              .composed = columns && blocks.composed_columns,
+                              .for_hardware = for_hardware});
 }
 
 class Float8Products final : public Products {
@@ -306,7 +314,7 @@ class Float8Products final : public Products {
     Operand kept;
     kept.dtype = x.dtype;
     if (layer_.recipe->grad_weight) {
-      kept.down_columns = x_columns(x);
+      kept.down_columns = with_inverse(x_columns(x));
     } else {
       kept.values = x.values;
     }
@@ -318,6 +326,51 @@ class Float8Products final : public Products {
     if (pass == ops::Pass::Backward && layer_.recipe->grad_input)
       weight.down_columns = weight_columns(weight);
     return weight;
+  }
+  // A weight whose scale is known is cast by it, and others are measured, each in one launch for all. Ranks that share a
+  // scale exchange magnitudes weight by weight.
+  void cast_weights(at::ArrayRef<const Products*> products, std::vector<Operand>& weights,
+                    ops::Pass pass) const override {
+    const bool forward = pass == ops::Pass::Forward;
+    const auto& casts = forward ? layer_.recipe->output : layer_.recipe->grad_input;
+    if (!casts || casts->right.granularity == Granularity::Block || layer_.recipe->delayed.weight) return;
+    const Vectors vectors = forward ? Vectors::Rows : Vectors::Columns;
+    const bool by_vector = casts->right.granularity == Granularity::Vector;
+    const int64_t kind = kind_of(vectors, casts->right);
+    WeightsToCast known, unknown;
+    WeightsToCast narrow;  // gathered in Float8
+    for (size_t i = 0; i < weights.size(); ++i) {
+      const auto* each = dynamic_cast<const Float8Products*>(products[i]);
+      const Operand& weight = weights[i];
+      if (!each || each->layer_.recipe != layer_.recipe || weight.down_columns.defined()) continue;
+      if (!weight.values.defined() && !forward && layer_.recipe->output &&
+          layer_.arithmetic == Arithmetic::Hardware &&
+          shares(casts->right, layer_.recipe->output->right, weight))
+        narrow.add(each, weights[i], {});
+      if (!weight.values.defined() || !weight.values.is_cuda() || weight.along_rows.scale.defined()) continue;
+      if (const auto scale = each->weight_scales_.find(weight.values, kind)) {
+        known.add(each, weights[i], *scale);
+      } else if (const Spread spread = each->weight_spread();
+                 !spread.parts || (by_vector && spread.across != vectors)) {
+        unknown.add(each, weights[i], {});
+      }
+    }
+    const std::vector<at::Tensor> transposes = transpose_many(narrow.values);
+    for (size_t i = 0; i < transposes.size(); ++i) {
+      const ScaledMatrix& rows = narrow.weights[i]->along_rows;
+      narrow.weights[i]->down_columns = {transposes[i], rows.scale, rows.inverse};
+    }
+    for (WeightsToCast* some : {&known, &unknown}) {
+      if (some->values.size() < 2) continue;
+      const std::vector<ScaledMatrix> made =
+          cast_many(some->values, some->scales,
+                    {.form = form(casts->right), .by_vector = by_vector, .transposed = !forward});
+      for (size_t i = 0; i < made.size(); ++i) {
+        Operand& weight = *some->weights[i];
+        (forward ? weight.along_rows : weight.down_columns) = made[i];
+        if (some == &unknown) some->products[i]->weight_scales_.remember(weight.values, kind, made[i]);
+      }
+    }
   }
   // A layer cut by columns gathers its input; a layer cut by rows gathers its output's gradient.
   Operand part(const at::Tensor& rows, ops::Pass pass, bool trains) const override {
@@ -418,20 +471,35 @@ class Float8Products final : public Products {
     const History delayed = weight_history();
     if (delayed.scale || how.granularity == Granularity::Block)
       return cast_of(weight, vectors, how, weight_spread(), delayed);
-    const auto kind = static_cast<int64_t>(how.dtype) * 4 + static_cast<int64_t>(scaled_over(vectors, how));
     const bool columns = vectors == Vectors::Columns;
     const auto cast_by = [&](const ScaledMatrix& known) -> ScaledMatrix {
       const at::Tensor matrix = weight.values.contiguous();
       return {cast(matrix, known.scale, how.dtype, columns), known.scale, known.inverse};
     };
     const auto cast_anew = [&] { return cast_of(weight, vectors, how, weight_spread(), {}); };
-    return weight_scales_.cast(weight.values, kind, cast_by, cast_anew);
+    return weight_scales_.cast(weight.values, kind_of(vectors, how), cast_by, cast_anew);
   }
   // Split::Columns keeps the weight's rows whole and cuts its columns.
   Spread weight_spread() const {
     if (layer_.spread.in) return {layer_.spread.in.get(), Vectors::Rows};
     return {layer_.spread.out.get(), Vectors::Columns};
   }
+
+  static int64_t kind_of(Vectors vectors, const Cast& how) {
+    return static_cast<int64_t>(how.dtype) * 4 + static_cast<int64_t>(scaled_over(vectors, how));
+  }
+  struct WeightsToCast {
+    void add(const Float8Products* owner, Operand& weight, const ScaledMatrix& scale) {
+      products.push_back(owner);
+      weights.push_back(&weight);
+      values.push_back((weight.values.defined() ? weight.values : weight.along_rows.data).contiguous());
+      if (scale.scale.defined()) scales.push_back(scale);
+    }
+    std::vector<const Float8Products*> products;
+    std::vector<Operand*> weights;
+    std::vector<at::Tensor> values;
+    std::vector<ScaledMatrix> scales;  // without data; empty if they aren't known
+  };
 
   History history(bool delayed, const DelayedScale LayerScales::*which, bool records) const {
     if (!delayed || !(*layer_.scales.*which).defined()) return {};
@@ -461,6 +529,18 @@ class Float8Products final : public Products {
         .down_columns;
   }
 
+  // Layers whose features are split may multiply rows part by part, and the hardware's order of blocks' scales can't be
+  // cut.
+  bool is_never_cut() const {
+    return layer_.arithmetic == Arithmetic::Hardware && !layer_.spread.in && !layer_.spread.out;
+  }
+  // Hardware multiplies by the inverse, also when the product is repeated.
+  ScaledMatrix with_inverse(ScaledMatrix matrix) const {
+    const bool reads = layer_.arithmetic == Arithmetic::Hardware && !in_blocks(matrix);
+    matrix.inverse = reads ? inverse_of(matrix) : at::Tensor();
+    return matrix;
+  }
+
   ScaleForm form(const Cast& how) const { return {how.dtype, layer_.recipe->power_of_two_scales}; }
 
   // Adds both forms, if one pass can make them or helps to.
@@ -485,7 +565,7 @@ class Float8Products final : public Products {
                        const History& history) const {
     const at::Tensor matrix = operand.values.contiguous();
     if (how.granularity == Granularity::Block)
-      return cast_in_blocks(matrix, vectors, how, layer_.recipe->blocks, spread);
+      return cast_in_blocks(matrix, vectors, how, layer_.recipe->blocks, spread, is_never_cut());
     if (how.granularity == Granularity::Vector) return cast_vectors(matrix, vectors, form(how), spread);
     const bool columns = vectors == Vectors::Columns;
     const BothCasts casts = cast_whole(matrix, form(how), spread.parts, history, !columns, columns);

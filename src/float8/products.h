@@ -67,8 +67,4 @@ void put_hardware_product(const at::Tensor& out_NM, const ops::ScaledMatrix& a_N
 at::Tensor emulated_product(const ops::Products& plain, const ops::ScaledMatrix& a_NK,
                             const ops::ScaledMatrix& b_MK, const ScaledProductOptions& options);
 
-/// Scales [vectors, blocks] in cuBLAS's layout ("1D block scaling factors layout"): tiles of 128 vectors by
-/// four blocks, 512 bytes each, one after the other, padded with zeros.
-at::Tensor blocked_layout(const at::Tensor& scale);
-
 }  // namespace titan::float8

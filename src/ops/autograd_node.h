@@ -98,7 +98,7 @@ inline Operand kept_of(const Operand& input, const Products& products) {
     return tensor.defined() ? at::empty_like(tensor, tensor.options().device(at::kMeta)) : tensor;
   };
   const auto shapes_of = [&](const ScaledMatrix& matrix) {
-    return ScaledMatrix{shape_of(matrix.data), shape_of(matrix.scale), {}};
+    return ScaledMatrix{shape_of(matrix.data), shape_of(matrix.scale), shape_of(matrix.inverse)};
   };
   Operand shapes;
   shapes.dtype = input.dtype;
@@ -179,21 +179,22 @@ class SavedInput {
   }
 
  private:
-  // Separate variables, because activation checkpointing handles each tensor separately. The scale's inverse isn't
-  // saved: the meta device's casts, made where saved tensors are dropped, can't tell whether there is one.
+  // Separate variables, because activation checkpointing handles each tensor separately.
   struct Scaled {
     Scaled() = default;
     explicit Scaled(const ScaledMatrix& matrix) {
       if (!matrix.defined()) return;
       data = save_input(matrix.data);
       scale = save_input(matrix.scale);
+      if (matrix.inverse.defined()) inverse = save_input(matrix.inverse);
     }
-    ScaledMatrix unpack() const { return {data.unpack(), scale.unpack(), {}}; }
+    ScaledMatrix unpack() const { return {data.unpack(), scale.unpack(), inverse.unpack()}; }
     void reset_data() {
       data.reset_data();
       scale.reset_data();
+      inverse.reset_data();
     }
-    SavedVariable data, scale;
+    SavedVariable data, scale, inverse;
   };
 
   void save_forms(const Operand& kept, const at::Tensor& values) {

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <optional>
+#include <utility>
+#include <vector>
 
 #include "ops/autograd_node.h"
 #include "titan/ops/linear.h"
@@ -90,6 +92,20 @@ inline Operand operand_of(const SinkedWeight& weight) {
   return weight.source ? weight.source->weight() : Operand(weight.weight);
 }
 
+/// The weights of a forward, in the order of its products. All are cast at first, unless activation checkpointing may hand
+/// back the results of some products.
+class ForwardWeights {
+ public:
+  /// Both outlive this.
+  ForwardWeights(const std::vector<SinkedWeight>& weights, const ProductsOfEach& products);
+  /// Call it once for each.
+  Operand take(size_t i);
+
+ private:
+  const std::vector<SinkedWeight>& weights_;
+  std::vector<Operand> operands_;  // empty: they are cast one by one
+};
+
 /// The weight between forward and backward.
 struct SavedWeight {
   SavedVariable saved;
@@ -102,6 +118,14 @@ struct SavedWeight {
   }
   Operand unpack() const { return source ? source->weight() : Operand(saved.unpack()); }
 };
+
+/// [Note: weights of several layers] On a GPU, one launch casts all weights of a node. The first product then runs beside
+/// the casts of all, but each cast is freed after its product, and outputs and sums are allocated meanwhile, so the
+/// peak of memory is later.
+inline void cast_weights(at::ArrayRef<const Products*> products, std::vector<Operand>& weights, Pass pass) {
+  BelowAutograd guard;
+  if (weights.size() > 1) products[0]->cast_weights(products, weights, pass);
+}
 
 /// The backward of linear layers over one input. Inputs: x, then the weights. The engine waits for the
 /// gradients of all outputs that have one.
@@ -126,6 +150,19 @@ class JointNode : public torch::autograd::Node {
  protected:
   virtual void backward(const variable_list& grads, variable_list& results) = 0;
 
+  /// The weights of the layers whose outputs have gradients, cast for the products with those.
+  std::vector<Operand> weights_of(const variable_list& grads) const {
+    std::vector<Operand> read;
+    std::vector<const Products*> readers;
+    for (size_t i = 0; i < weights.size(); ++i) {
+      if (!grads[i].defined()) continue;
+      read.push_back(weights[i].unpack());
+      readers.push_back(products[i].get());
+    }
+    cast_weights(readers, read, Pass::Backward);
+    return read;
+  }
+
   Operand grad_operand(const variable_list& grads, size_t i) {
     return products[i]->grad(as_rows(grads[i]), task_should_compute_output(0),
                              task_should_compute_output(i + 1));
@@ -149,12 +186,16 @@ class JointNode : public torch::autograd::Node {
   at::Tensor both_gradients(const variable_list& grads, variable_list& results,
                             at::OptionalIntArrayRef x_sizes = std::nullopt) {
     at::Tensor sum;
+    std::vector<Operand> read = task_should_compute_output(0) ? weights_of(grads) : std::vector<Operand>();
+    size_t num_read = 0;
     for (size_t i = 0; i < weights.size(); ++i) {
       if (!grads[i].defined()) continue;
       const Operand grad = grad_operand(grads, i);
-      if (task_should_compute_output(0))
-        sum = sum.defined() ? products[i]->add_grad_input(sum, grad, weights[i].unpack())
-                            : products[i]->grad_input(grad, weights[i].unpack());
+      if (task_should_compute_output(0)) {
+        const Operand weight = std::exchange(read[num_read++], {});
+        sum = sum.defined() ? products[i]->add_grad_input(sum, grad, weight)
+                            : products[i]->grad_input(grad, weight);
+      }
       if (x_sizes && sum.defined() && weights.size() == 1) {
         results[0] = sum.view(*x_sizes);
         if (wants_weight(i, grads)) x.unpack(results[0]);

@@ -208,10 +208,11 @@ std::vector<at::Tensor> joint_linears(const at::Tensor& x, const std::vector<Sin
   for (size_t i = 0; i < weights.size(); ++i) input.scaled(i, rows);
   if (any_of(keeps)) node->x.save(x, rows, input);  // before the products ([Note: kept outputs])
   if (node) node->x_sizes = x.sizes().vec();
+  ForwardWeights read(weights, products);
   std::vector<at::Tensor> outputs;
   for (size_t i = 0; i < weights.size(); ++i) {
     outputs.push_back(kept(KeptKind::Product, weights[i].weight, [&] {
-      const at::Tensor y = products[i]->forward(input.cast(i, rows), operand_of(weights[i]));
+      const at::Tensor y = products[i]->forward(input.cast(i, rows), read.take(i));
       if (bias.defined()) y.add_(bias);
       return y.view(with_features(x.sizes(), weights[i].weight.size(0)));
     }));
@@ -239,6 +240,21 @@ JointInput::JointInput(const ProductsOfEach& products, const std::vector<bool>& 
   const bool one = std::count_if(forms_.begin(), forms_.end(), keeps_form) == 1;
   if (!one || recomputed || saved_tensors_are_dropped()) return;
   std::find_if(forms_.begin(), forms_.end(), keeps_form)->is_kept = true;
+}
+
+ForwardWeights::ForwardWeights(const std::vector<SinkedWeight>& weights, const ProductsOfEach& products)
+    : weights_(weights) {
+  if (weights.size() == 1 || SavedOutputs::current()) return;
+  std::vector<const Products*> readers;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    operands_.push_back(operand_of(weights[i]));
+    readers.push_back(products[i].get());
+  }
+  cast_weights(readers, operands_, Pass::Forward);
+}
+
+Operand ForwardWeights::take(size_t i) {
+  return operands_.empty() ? operand_of(weights_[i]) : std::exchange(operands_[i], {});
 }
 
 bool JointInput::alike() const {

@@ -142,7 +142,14 @@ struct Summand {
 template <class Meanwhile>
 at::Tensor multiply_and_scatter(const SequenceExchange& exchange, Pass pass, std::vector<Summand> summands,
                                 const Sizes& sizes, const Meanwhile& meanwhile) {
-  for (Summand& each : summands) each.weight = each.products->weight(each.weight, pass);
+  std::vector<const Products*> products;
+  std::vector<Operand> weights;
+  for (const Summand& each : summands) {
+    products.push_back(each.products);
+    weights.push_back(each.weight);
+  }
+  cast_weights(products, weights, pass);
+  for (size_t i = 0; i < summands.size(); ++i) summands[i].weight = products[i]->weight(weights[i], pass);
   Sizes part_sizes = sizes;
   part_sizes[1] /= exchange.count();
   const auto scatter = exchange.scatter();
@@ -234,10 +241,10 @@ class GatheredProducts {
                                : Operand(as_rows(x)),
                 x) {}
 
-  at::Tensor output(size_t i, const SinkedWeight& weight, const Sizes& sizes) {
+  at::Tensor output(size_t i, const Operand& weight, const Sizes& sizes) {
     if (gather_.multiplies_parts(*products_[i], Pass::Forward))
-      return gather_.multiply_parts(*products_[i], Pass::Forward, operand_of(weight), sizes.back());
-    return products_[i]->forward(input_.cast(i, gather_.whole()), operand_of(weight)).view(sizes);
+      return gather_.multiply_parts(*products_[i], Pass::Forward, weight, sizes.back());
+    return products_[i]->forward(input_.cast(i, gather_.whole()), weight).view(sizes);
   }
   bool complete() const { return gather_.complete(); }
   /// Saves the input for the backward.
@@ -272,10 +279,11 @@ std::vector<at::Tensor> gathered_linears(const at::Tensor& x, const std::vector<
   // Save it before the products ([Note: kept outputs]), unless parts are still arriving.
   const bool arrived = gathered.complete();
   if (arrived) save();
+  ForwardWeights read(weights, products);
   std::vector<at::Tensor> outputs;
   for (size_t i = 0; i < weights.size(); ++i)
     outputs.push_back(kept(KeptKind::Product, weights[i].weight, [&] {
-      return gathered.output(i, weights[i], with_features(sizes, weights[i].weight.size(0)));
+      return gathered.output(i, read.take(i), with_features(sizes, weights[i].weight.size(0)));
     }));
   below_autograd([&] { gathered.finish(); });
   if (!arrived) save();

@@ -26,10 +26,11 @@ class WeightCasts {
   void note(const std::string& name, const std::vector<c10::IValue>& outputs) {
     if (!name.starts_with("titan::float8_cast")) return;
     for (const c10::IValue& output : outputs) {
-      const at::Tensor& data = output.toTensor();
-      if (!data.defined() || data.is_meta() || !has_weights_size(data.numel())) continue;
-      casts_.emplace_back(
-          c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(data.storage().unsafeGetStorageImpl()));
+      if (output.isTensor()) {
+        note(output.toTensor());
+      } else {
+        for (const at::Tensor& data : output.toTensorVector()) note(data);
+      }
     }
   }
   int64_t num_alive() const {
@@ -38,6 +39,12 @@ class WeightCasts {
   size_t num_seen() const { return casts_.size(); }
 
  private:
+  void note(const at::Tensor& data) {
+    if (!data.defined() || data.is_meta() || !has_weights_size(data.numel())) return;
+    casts_.emplace_back(
+        c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(data.storage().unsafeGetStorageImpl()));
+  }
+
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> casts_;
 };
 

@@ -142,8 +142,6 @@ class DelayedScales {
   void loaded();
 
  private:
-  void refresh();
-
   std::vector<Layer> layers_;
   at::Tensor history_;            // [3 layers, history_len]
   at::Tensor largest_, pending_;  // [3 layers]

@@ -132,7 +132,8 @@ class Products {
   /// x (plain, or scaled()'s result) for a forward, cast once for several weights.
   virtual Operand input(const Operand& x_NI, bool /*trains*/) const { return x_NI; }
   /// The form of x (plain, or from the two above) that grad_weight needs; only this is kept until the
-  /// backward.
+  /// backward. Which of its tensors are defined doesn't depend on the device, because checkpointing asks for shapes on
+  /// the meta device.
   virtual Operand kept(const Operand& x_NI) const { return x_NI; }
   /// g, cast for the backward products that will use it.
   virtual Operand grad(const Operand& grad_NO, bool /*for_input*/, bool /*for_weight*/) const {
@@ -140,6 +141,10 @@ class Products {
   }
   /// W, cast for several products of one pass, for example over parts of x.
   virtual Operand weight(const Operand& weight_OI, Pass /*pass*/) const { return weight_OI; }
+  /// The same for the weights of several layers, whose products run one after the other: weights[i] is multiplied by
+  /// products[i], of which this is one. May leave weights as they are: their products cast them.
+  virtual void cast_weights(at::ArrayRef<const Products*> /*products*/, std::vector<Operand>& /*weights*/,
+                            Pass /*pass*/) const {}
 
   /// [Note: parts of rows] Each rank has some rows of x (in a backward, of g), and all rows will be gathered.
   /// Returns the form of this rank's rows [n, F] that is sent: the values, or a cast with the scale of the

@@ -361,8 +361,8 @@ void cast_matrix_in_blocks(BlockOutput out, Matrix<T> x, bool transposed) {
 }
 
 std::tuple<at::Tensor, at::Tensor> cast_blocks_cpu(const at::Tensor& x, at::ScalarType dtype, bool round_up,
-                                                   bool transposed) {
-  if (!has_kernel(x)) return composite::cast_blocks(x, dtype, round_up, transposed);
+                                                   bool transposed, bool for_hardware) {
+  if (!has_kernel(x)) return composite::cast_blocks(x, dtype, round_up, transposed, for_hardware);
   const int64_t elements = x.size(transposed ? 0 : 1), vectors = x.size(transposed ? 1 : 0);
   const int64_t blocks = (elements + kBlock - 1) / kBlock;
   at::Tensor data = at::empty({vectors, blocks * kBlock}, x.options().dtype(dtype));
@@ -372,7 +372,7 @@ std::tuple<at::Tensor, at::Tensor> cast_blocks_cpu(const at::Tensor& x, at::Scal
   dispatch(x, dtype, [&]<class Format, class T>(Matrix<T> matrix) {
     cast_matrix_in_blocks<Format>(out, matrix, transposed);
   });
-  return {data, scale};
+  return {data, for_hardware ? blocked_layout(scale) : scale};
 }
 
 TORCH_LIBRARY_IMPL(titan, CPU, m) {

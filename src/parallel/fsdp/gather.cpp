@@ -124,17 +124,20 @@ void ParamGroup::refresh_float8_scales(const dist::Stream& reader) {
 
 // Casts this rank's chunks to the dtypes that they are sent in. `places`: where each slot's chunk goes.
 void ParamGroup::encode_chunks(const std::vector<at::Tensor>& places) const {
+  std::vector<at::Tensor> wide_places, wide_chunks, narrow_places, narrow_chunks;
   for (size_t i = 0; i < params_.size(); ++i) {
     const Slot& slot = layout_.slots()[i];
-    if (slot.chunk_numel() == 0) continue;
     const at::Tensor from = flat_shard_.narrow(0, slot.offset, slot.chunk_numel());
-    const int64_t narrow = float8_.find(i);
-    if (narrow < 0) {
-      places[i].view(param_dtype_).copy_(from);
-    } else {
-      float8::cast_into(places[i].view(float8_.how.dtype), from.unsqueeze(0), float8_.scales[narrow]);
+    if (float8_.find(i) >= 0) {  // all have scales, also empty chunks
+      narrow_places.push_back(places[i].view(float8_.how.dtype));
+      narrow_chunks.push_back(from.unsqueeze(0));
+    } else if (from.numel() > 0) {
+      wide_places.push_back(places[i].view(param_dtype_));
+      wide_chunks.push_back(from);
     }
   }
+  float8::cast_into_many(narrow_places, narrow_chunks, float8_.scales);
+  if (!wide_places.empty()) at::_foreach_copy_(wide_places, wide_chunks);
 }
 
 ops::Operand ParamGroup::float8_weight(size_t slot) const {

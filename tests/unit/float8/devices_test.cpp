@@ -149,10 +149,104 @@ TEST_P(Float8Device, CastsBothWaysWithOneScaleEqualTheComposition) {
                          has_columns);
             expect_casts(cast_scaled(moved, there(scale), to, has_rows, has_columns), has_rows, has_columns);
           }
-          const at::Tensor place = at::empty({x.numel()}, moved.options().dtype(to));
-          cast_into(place, moved, there(scale));
-          expect_same(place, rows.view({-1}), name_of(x));
         }
+}
+
+// Also more than one launch takes, and empty ones.
+TEST_P(Float8Device, CastsIntoManyPlacesEqualTheComposition) {
+  for (const at::ScalarType from : kSources)
+    for (const at::ScalarType to : kFormats) {
+      std::vector<at::Tensor> xs = matrices(from), moved, outs, wanted;
+      xs.insert(xs.begin() + 3, at::empty({1, 0}, xs[0].options()));
+      const at::Tensor scales = at::rand({static_cast<int64_t>(xs.size())}) * 30 + 0.1;
+      for (const at::Tensor& x : xs) {
+        moved.push_back(there(x));
+        outs.push_back(at::zeros({x.numel()}, moved.back().options().dtype(to)));
+        wanted.push_back(at::zeros({x.numel()}, x.options().dtype(to)));
+      }
+      cast_into_many(outs, moved, there(scales));
+      composite::cast_into_many(wanted, xs, scales);
+      for (size_t i = 0; i < xs.size(); ++i) expect_same(outs[i], wanted[i], name_of(xs[i]));
+    }
+}
+
+TEST_P(Float8Device, CastsOfManyEqualTheComposition) {
+  for (const at::ScalarType from : kSources)
+    for (const at::ScalarType to : kFormats)
+      for (const bool by_vector : {false, true})
+        for (const bool transposed : {false, true})
+          for (const bool power_of_two : {false, true}) {
+            const std::vector<at::Tensor> xs = matrices(from);
+            std::vector<at::Tensor> moved;
+            for (const at::Tensor& x : xs) moved.push_back(there(x));
+            const auto [data, scales, inverses] =
+                composite::cast_many(xs, {}, to, power_of_two, by_vector, transposed);
+            const ManyCasts how{{to, power_of_two}, by_vector, transposed};
+            const auto made = cast_many(moved, {}, how);
+            const auto repeated = cast_many(moved, made, how);
+            ASSERT_EQ(made.size(), xs.size());
+            ASSERT_EQ(repeated.size(), xs.size());
+            for (size_t i = 0; i < xs.size(); ++i) {
+              expect_same(made[i].scale, scales[i], name_of(xs[i]));
+              expect_same(made[i].inverse, inverses[i], name_of(xs[i]));
+              expect_same(made[i].data, data[i], name_of(xs[i]));
+              expect_same(repeated[i].data, data[i], name_of(xs[i]));
+              EXPECT_TRUE(repeated[i].scale.is_same(made[i].scale));
+            }
+          }
+}
+
+TEST_P(Float8Device, TransposesEqualTheComposition) {
+  std::vector<at::Tensor> xs, moved;
+  for (const at::Tensor& x : matrices(at::kFloat)) {
+    xs.push_back(at::randint(0, 256, x.sizes(), at::kByte));
+    moved.push_back(there(xs.back()));
+  }
+  const std::vector<at::Tensor> transposes = transpose_many(moved);
+  for (size_t i = 0; i < xs.size(); ++i)
+    EXPECT_TRUE(at::equal(transposes[i].cpu(), xs[i].t())) << name_of(xs[i]);
+}
+
+// A history that fits, that is too small, and that is empty.
+TEST_P(Float8Device, CastsWithDelayedScalesEqualTheComposition) {
+  for (const at::ScalarType from : kSources)
+    for (const at::ScalarType to : kFormats)
+      for (const at::Tensor& x : matrices(from))
+        for (const float largest : {0.0F, 1e-3F, 1e30F})
+          for (const auto& [rows, columns] : {std::pair{true, true}, {true, false}, {false, true}}) {
+            const bool records = rows;
+            const at::Tensor history = at::full({}, largest), pending = at::full({}, 0.2F),
+                             pending_there = there(pending.clone());
+            const auto [along_rows, down_columns, scale, inverse] = composite::cast_delayed(
+                x, pending, history, to, /*power_of_two=*/false, records, rows, columns);
+            const BothCasts casts = cast_delayed(there(x), {there(history), pending_there}, {.dtype = to},
+                                                 records, rows, columns);
+            const std::string what = titan::str(name_of(x), " after ", largest);
+            expect_same(pending_there, pending, what);
+            ASSERT_EQ(casts.along_rows.defined(), rows);
+            ASSERT_EQ(casts.down_columns.defined(), columns);
+            if (rows) expect_same(casts.along_rows.data, along_rows, what);
+            if (columns) expect_same(casts.down_columns.data, down_columns, what);
+            const ops::ScaledMatrix& either = rows ? casts.along_rows : casts.down_columns;
+            expect_same(either.scale, scale, what);
+            expect_inverse(either, what);
+          }
+}
+
+TEST_P(Float8Device, HistoriesAreUpdatedAsByTheComposition) {
+  for (const int64_t steps : {1, 16}) {
+    const at::Tensor history = at::rand({300, steps}), pending = at::rand({300}) * 2;
+    at::Tensor history_there = there(history.clone()), pending_there = there(pending.clone()),
+               largest = at::zeros({300}), largest_there = there(largest.clone());
+    pending[7] = 0;
+    pending_there[7] = 0;
+    update_histories(history_there, pending_there, largest_there);
+    composite::update_histories(history, pending, largest);
+    expect_same(history_there, history, "history");
+    expect_same(largest_there, largest, "largest");
+    expect_same(pending_there, pending, "pending");
+    EXPECT_EQ(pending.abs().max().item<float>(), 0.0F);
+  }
 }
 
 TEST_P(Float8Device, CastsOfVectorsEqualTheComposition) {
@@ -211,14 +305,17 @@ TEST_P(Float8Device, CastsOfBlocksEqualTheComposition) {
     for (const at::ScalarType to : kFormats)
       for (const at::Tensor& x : matrices(from))
         for (const bool up : {false, true})
-          for (const bool transposed : {false, true}) {
-            const auto ours = cast_blocks(there(x), {.dtype = to,
-                                                     .rounding = up ? BlockRounding::Up : BlockRounding::Down,
-                                                     .transposed = transposed});
-            const auto [data, scale] = composite::cast_blocks(x, to, up, transposed);
-            expect_same(ours.data, data, name_of(x));
-            EXPECT_TRUE(at::equal(ours.scale.cpu().view(at::kByte), scale.view(at::kByte))) << name_of(x);
-          }
+          for (const bool transposed : {false, true})
+            for (const bool for_hardware : {false, true}) {
+              const auto ours =
+                  cast_blocks(there(x), {.dtype = to,
+                                         .rounding = up ? BlockRounding::Up : BlockRounding::Down,
+                                         .transposed = transposed,
+                                         .for_hardware = for_hardware});
+              const auto [data, scale] = composite::cast_blocks(x, to, up, transposed, for_hardware);
+              expect_same(ours.data, data, name_of(x));
+              EXPECT_TRUE(at::equal(ours.scale.cpu().view(at::kByte), scale.view(at::kByte))) << name_of(x);
+            }
 }
 
 INSTANTIATE_TEST_SUITE_P(All, Float8Device, ::testing::Values("cpu", "cuda"),
@@ -234,12 +331,13 @@ TEST(Float8KernelsOnGpu, ReadAndWriteEveryByteOnce) {
   const at::Tensor x = at::ones({8192, 256}, at::TensorOptions().device(at::kCUDA).dtype(at::kBFloat16));
   const auto scale = at::ones({}, x.options().dtype(at::kFloat));
   const auto bytes = static_cast<double>(x.nbytes()), cast_bytes = bytes / 2;
-  const auto expect_bytes = [&](const char* kernel, double least, const std::function<void()>& run) {
+  const auto expect_bytes = [&](const char* kernel, double least, const std::function<void()>& run,
+                                uint64_t launches = 1) {
     start();
     run();
     const auto got =
         static_cast<double>(count("bytes_read", nullptr, kernel) + count("bytes_written", nullptr, kernel));
-    EXPECT_EQ(count("launches", nullptr, nullptr), 1u) << kernel;
+    EXPECT_EQ(count("launches", nullptr, nullptr), launches) << kernel;
     EXPECT_GE(got, least) << kernel;
     EXPECT_LE(got, 1.1 * least) << kernel;
   };
@@ -253,6 +351,94 @@ TEST(Float8KernelsOnGpu, ReadAndWriteEveryByteOnce) {
                [&] { of_columns = cast_rows(x, {}, /*measures_columns=*/true).magnitudes; });
   expect_bytes("cast_tiles_kernel", bytes + cast_bytes, [&] { cast_columns(x, of_columns, {}); });
   expect_bytes("magnitudes_of_columns_kernel", bytes, [&] { magnitudes(x, Over::Column); });
+  // The same for several matrices in one launch.
+  const at::Tensor w = at::ones({2048, 256}, x.options());
+  const std::vector<at::Tensor> many{x, w, w.clone()};
+  const double all = 1.5 * bytes;
+  const ManyCasts of_matrices{}, of_rows{.form = {}, .by_vector = true},
+      of_columns_of_many{.form = {}, .by_vector = true, .transposed = true};
+  std::vector<ops::ScaledMatrix> scales, by_column;
+  expect_bytes(
+      "magnitudes_kernel", all, [&] { scales = cast_many(many, {}, of_matrices); }, 2);
+  expect_bytes("cast_kernel", all + all / 2, [&] { cast_many(many, scales, of_matrices); });
+  expect_bytes("cast_tiles_kernel", all + all / 2,
+               [&] { cast_many(many, scales, {.form = {}, .transposed = true}); });
+  expect_bytes("measured_rows_kernel", all + all / 2, [&] { cast_many(many, {}, of_rows); });
+  expect_bytes(
+      "magnitudes_of_columns_kernel", all, [&] { by_column = cast_many(many, {}, of_columns_of_many); }, 2);
+  expect_bytes("cast_tiles_kernel", all + all / 2, [&] { cast_many(many, by_column, of_columns_of_many); });
+  const at::Tensor narrow = cast(x, scale, e4m3, false);
+  expect_bytes("transpose_kernel", 2 * cast_bytes, [&] { transpose_many(narrow); });
+  // With a history, a matrix is read once. The second launch makes the scale.
+  const DelayedScale history{at::ones({}, scale.options()), at::zeros({}, scale.options())};
+  expect_bytes(
+      "cast_kernel", bytes + cast_bytes, [&] { cast_delayed(x, history, {}, true, true, false); }, 2);
+  expect_bytes(
+      "cast_tiles_kernel", bytes + 2 * cast_bytes, [&] { cast_delayed(x, history, {}, true, true, true); },
+      2);
+  expect_bytes("row_blocks_kernel", bytes + cast_bytes + cast_bytes / kBlock,
+               [&] { cast_blocks(x, {.for_hardware = true}); });
+}
+
+// Three layers over one input: w1, w3, and one more. An inverse that isn't kept would be one more for each layer.
+TEST(Float8KernelsOnGpu, LayersOverOneInputCastTheirWeightsTogether) {
+  if (!dist::open_cuda_plugin()) GTEST_SKIP() << "no GPU is visible";
+  const auto start = reinterpret_cast<void (*)()>(dlsym(RTLD_DEFAULT, "virtual_gpu_start_counting"));
+  const auto count = reinterpret_cast<uint64_t (*)(const char*, const char*, const char*)>(
+      dlsym(RTLD_DEFAULT, "virtual_gpu_count"));
+  if (!start) GTEST_SKIP() << "only virtual GPUs count launches";
+  const at::TensorOptions bf16 = at::TensorOptions().device(at::kCUDA).dtype(at::kBFloat16);
+  const at::Tensor x = at::randn({64, 64}, bf16).requires_grad_();
+  std::vector<ops::SinkedWeight> weights;
+  for (const int64_t features : {32, 64, 96})
+    weights.emplace_back((at::randn({features, 64}) * 0.1).to(bf16).requires_grad_());
+  struct Counts {
+    uint64_t forward, backward;
+  };
+  const auto counts_of = [&](const char* recipe) {
+    const auto first = products(recipes().get(recipe), Arithmetic::Hardware, ops::default_products());
+    std::vector<ops::SharedProducts> each;
+    for (size_t i = 0; i < weights.size(); ++i) each.push_back(first->for_parts({}));
+    start();
+    const std::vector<at::Tensor> outputs = ops::joint_linears(x, weights, each);
+    Counts counts{count("launches", nullptr, nullptr), 0};
+    std::vector<at::Tensor> grads, inputs{x};
+    for (const at::Tensor& y : outputs) grads.push_back(at::ones_like(y));
+    for (const auto& weight : weights) inputs.push_back(weight.weight);
+    start();
+    torch::autograd::grad(outputs, inputs, grads);
+    counts.backward = count("launches", nullptr, nullptr);
+    return counts;
+  };
+  const Counts tensorwise = counts_of("tensorwise"), rowwise = counts_of("rowwise");
+  // Two for the input, two for the weights, three products.
+  EXPECT_EQ(tensorwise.forward, 2 + 2 + 3u);
+  // One for the weights; for each layer two for its gradient, two products; two additions.
+  EXPECT_EQ(tensorwise.backward, 1 + 3 * (2 + 2) + 2u);
+  EXPECT_EQ(rowwise.forward, 2 + 1 + 3u);
+  EXPECT_EQ(rowwise.backward, 2 + 3 * (2 + 2) + 2u);
+}
+
+// Their scales need no operations before the product.
+TEST(Float8KernelsOnGpu, LayersWithMxfp8CastInTheHardwaresOrder) {
+  dist::DeviceBackend* backend = dist::open_cuda_plugin();
+  if (!backend) GTEST_SKIP() << "no GPU is visible";
+  const auto start = reinterpret_cast<void (*)()>(dlsym(RTLD_DEFAULT, "virtual_gpu_start_counting"));
+  const auto count = reinterpret_cast<uint64_t (*)(const char*, const char*, const char*)>(
+      dlsym(RTLD_DEFAULT, "virtual_gpu_count"));
+  if (!start) GTEST_SKIP() << "only virtual GPUs count launches";
+  if (backend->compute_capability(0) < 100) GTEST_SKIP() << "this GPU has no MXFP8";
+  const at::TensorOptions bf16 = at::TensorOptions().device(at::kCUDA).dtype(at::kBFloat16);
+  const at::Tensor x = at::randn({128, 128}, bf16).requires_grad_(),
+                   weight = at::randn({256, 128}, bf16).requires_grad_();
+  const auto scaled = products(recipes().get("mxfp8_cublas"), Arithmetic::Hardware, ops::default_products());
+  start();
+  const at::Tensor y = ops::linear(x, weight, {}, scaled);
+  EXPECT_EQ(count("launches", nullptr, nullptr), 3 + 1u);  // x both ways, the weight, and the product
+  const at::Tensor grad = at::ones_like(y);
+  start();
+  torch::autograd::grad({y}, {x, weight}, {grad});
+  EXPECT_EQ(count("launches", nullptr, nullptr), 3 + 2u);
 }
 
 struct RecipeOnGpu : ::testing::TestWithParam<const char*> {};

@@ -1,0 +1,106 @@
+// Casts to MXFP8, in blocks of 32 elements with one scale. So far these have run on virtual GPUs only (docs/verified_on.md).
+
+#include "cuda_plugin/float8_numbers.h"
+#include "cuda_plugin/launch.h"
+
+namespace titan::float8::cuda {
+
+namespace {
+
+constexpr int kBlock = 32;       // elements with one scale
+constexpr int kNotFinite = 255;  // an exponent
+
+// The constants of src/float8/cast.h, which this file can't include.
+template <Format format>
+__device__ int exponent_of(unsigned magnitude, bool round_up) {
+  if (magnitude >= 0x7f800000u) return kNotFinite;
+  if (!round_up) return max(static_cast<int>(magnitude >> 23) - (format == Format::E4m3 ? 8 : 15), 0);
+  const float end = format == Format::E4m3 ? 448.0f : 57344.0f;
+  const unsigned bits = __float_as_uint(__fdiv_rn(__uint_as_float(magnitude), end));
+  const unsigned exponent = bits >> 23, mantissa = bits & 0x7fffffu;
+  return exponent == 0 ? mantissa > 0x400000u : exponent + (mantissa > 0);
+}
+__device__ float factor_of(int exponent, bool round_up) {
+  if (exponent == kNotFinite) return 0.0f;
+  if (exponent == 0 && round_up) return 1.0f;
+  return __uint_as_float(static_cast<unsigned>(254 - max(exponent, 1)) << 23);
+}
+
+// Within a tile of 128 vectors by four blocks, vector v is at 16 (v mod 32) + 4 (v / 32).
+__device__ int64_t place_of_exponent(const CastBlocks& out, int64_t vector, int64_t block, int64_t blocks) {
+  if (!out.for_hardware) return vector * blocks + block;
+  const int64_t tile = vector / 128 * ((blocks + 3) / 4) + block / 4;
+  return tile * 512 + vector % 32 * 16 + vector % 128 / 32 * 4 + block % 4;
+}
+
+// One warp per block, one lane per element. Warps of a thread block process neighboring blocks.
+template <Format format, class T>
+__global__ void row_blocks_kernel(CastBlocks out, const T* x, int64_t rows, int64_t columns, bool round_up) {
+  const int64_t blocks = (columns + kBlock - 1) / kBlock;
+  const int lane = threadIdx.x % kWarp;
+  const int64_t step = int64_t{gridDim.x} * (kThreads / kWarp);
+  for (int64_t i = int64_t{blockIdx.x} * (kThreads / kWarp) + threadIdx.x / kWarp; i < rows * blocks;
+       i += step) {
+    const int64_t row = i / blocks, column = i % blocks * kBlock + lane;
+    const float value = column < columns ? widen(x[row * columns + column]) : 0.0f;
+    const int exponent = exponent_of<format>(__reduce_max_sync(0xffffffffu, magnitude(value)), round_up);
+    out.data[i * kBlock + lane] = to_float8<format>(value * factor_of(exponent, round_up));
+    if (lane == 0)
+      out.exponents[place_of_exponent(out, row, i % blocks, blocks)] = static_cast<uint8_t>(exponent);
+  }
+}
+
+// One thread per block: it reads 32 elements of its column, while its neighbors read those of the next
+// columns, and writes 32 bytes of a row.
+template <Format format, class T>
+__global__ void column_blocks_kernel(CastBlocks out, const T* x, int64_t rows, int64_t columns,
+                                     bool round_up) {
+  const int64_t blocks = (rows + kBlock - 1) / kBlock;
+  const int64_t column = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (column >= columns) return;
+  for (int64_t block = blockIdx.y; block < blocks; block += gridDim.y) {
+    float values[kBlock];
+    unsigned largest = 0;
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) {
+      const int64_t row = block * kBlock + i;
+      values[i] = row < rows ? widen(x[row * columns + column]) : 0.0f;
+      largest = max(largest, magnitude(values[i]));
+    }
+    const int exponent = exponent_of<format>(largest, round_up);
+    const float factor = factor_of(exponent, round_up);
+    alignas(16) uint8_t bytes[kBlock];
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) bytes[i] = to_float8<format>(values[i] * factor);
+    const int64_t place = column * blocks + block;
+    auto* to = reinterpret_cast<uint4*>(out.data + place * kBlock);
+    to[0] = reinterpret_cast<const uint4*>(bytes)[0];
+    to[1] = reinterpret_cast<const uint4*>(bytes)[1];
+    out.exponents[place_of_exponent(out, column, block, blocks)] = static_cast<uint8_t>(exponent);
+  }
+}
+
+}  // namespace
+
+void launch_cast_row_blocks(const CastBlocks& out, const Matrix& x, const BlockOptions& options,
+                            cudaStream_t stream) {
+  const int64_t warps = x.rows * parts_of(x.columns, kBlock);
+  const auto grid =
+      static_cast<unsigned>(std::clamp<int64_t>(parts_of(warps, kThreads / kWarp), 1, kMaxGrid));
+  with_types(options.format, x.source, [&]<Format format, class T>(T) {
+    launch_kernel(row_blocks_kernel<format, T>, grid, dim3(kThreads), stream, out,
+                  static_cast<const T*>(x.data), x.rows, x.columns, options.round_up);
+  });
+}
+
+void launch_cast_column_blocks(const CastBlocks& out, const Matrix& x, const BlockOptions& options,
+                               cudaStream_t stream) {
+  const dim3 grid(parts_of(x.columns, kThreads),
+                  static_cast<unsigned>(std::clamp<int64_t>(parts_of(x.rows, kBlock), 1, kMaxGrid)));
+  with_types(options.format, x.source, [&]<Format format, class T>(T) {
+    launch_kernel(column_blocks_kernel<format, T>, grid, dim3(kThreads), stream, out,
+                  static_cast<const T*>(x.data), x.rows, x.columns, options.round_up);
+  });
+}
+
+}  // namespace titan::float8::cuda

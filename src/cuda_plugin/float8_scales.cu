@@ -1,0 +1,177 @@
+// Float8's magnitudes and scales. So far these have run on virtual GPUs only (docs/verified_on.md). Kernels that read a matrix are
+// memory-bound, so a thread reads 16 bytes at a time if the rows allow it.
+
+#include "cuda_plugin/float8_numbers.h"
+#include "cuda_plugin/launch.h"
+
+namespace titan::float8::cuda {
+
+namespace {
+
+__host__ __device__ int64_t parts_of_elements(int64_t count) {
+  const int64_t parts = (count + kThreads * 32 - 1) / (kThreads * 32);
+  return parts < 1024 ? parts : 1024;
+}
+__host__ __device__ int64_t rows_per_part(int64_t rows) {
+  const int64_t least = (rows + kMaxParts - 1) / kMaxParts;
+  return least > 256 ? least : 256;
+}
+
+// Each thread block writes the largest of its part. The kernel that needs the largest of all reads all of them, so nothing is zeroed
+// before, and no thread waits for another block's.
+template <class T>
+__global__ void magnitudes_kernel(Batch<Measurement> batch) {
+  const Measurement work = batch.of[blockIdx.z];
+  const int64_t count = work.x.rows * work.x.columns, parts = parts_of_elements(count);
+  if (blockIdx.x >= parts) return;
+  const int64_t first = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  const unsigned best =
+      largest_of_block(largest_of(static_cast<const T*>(work.x.data), count, first, parts * kThreads));
+  if (threadIdx.x == 0) static_cast<float*>(work.out)[blockIdx.x] = __uint_as_float(best);
+}
+
+template <class T>
+__global__ void amax_of_rows_kernel(float* out, const T* x, int64_t rows, int64_t columns) {
+  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    const unsigned best = largest_of_block(largest_of(x + row * columns, columns, threadIdx.x, kThreads));
+    if (threadIdx.x == 0) out[row] = __uint_as_float(best);
+  }
+}
+
+// A lane has a pack of columns, and each warp every eighth row of the part.
+template <class T>
+__global__ void magnitudes_of_columns_kernel(Batch<Measurement> batch) {
+  constexpr int kSize = Pack<T>::kSize, kWarps = kThreads / kWarp;
+  __shared__ unsigned of_warps[kWarps][kWarp * kSize];
+  const Measurement work = batch.of[blockIdx.z];
+  const auto* x = static_cast<const T*>(work.x.data);
+  auto* out = static_cast<T*>(work.out);
+  const int64_t rows = work.x.rows, columns = work.x.columns, part_rows = rows_per_part(rows);
+  if (int64_t{blockIdx.x} * kWarp * kSize >= columns || blockIdx.y * part_rows >= rows) return;
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const int64_t column = (int64_t{blockIdx.x} * kWarp + lane) * kSize;
+  const bool packed = reinterpret_cast<uintptr_t>(x) % sizeof(Pack<T>) == 0 && columns % kSize == 0;
+  const int64_t end = min(rows, (blockIdx.y + int64_t{1}) * part_rows);
+  unsigned best[kSize] = {};
+  for (int64_t row = blockIdx.y * part_rows + warp; row < end; row += kWarps) {
+    const T* from = x + row * columns + column;
+    if (packed && column < columns) {
+      const Pack<T> pack = *reinterpret_cast<const Pack<T>*>(from);
+#pragma unroll
+      for (int e = 0; e < kSize; ++e) best[e] = max(best[e], magnitude(pack.values[e]));
+    } else {
+#pragma unroll
+      for (int e = 0; e < kSize; ++e)
+        if (column + e < columns) best[e] = max(best[e], magnitude(from[e]));
+    }
+  }
+#pragma unroll
+  for (int e = 0; e < kSize; ++e) of_warps[warp][e * kWarp + lane] = best[e];
+  __syncthreads();
+  for (int i = threadIdx.x; i < kWarp * kSize; i += kThreads) {
+    unsigned largest = 0;
+    for (int w = 0; w < kWarps; ++w) largest = max(largest, of_warps[w][i % kSize * kWarp + i / kSize]);
+    const int64_t place = int64_t{blockIdx.x} * kWarp * kSize + i;
+    if (place < columns) out[blockIdx.y * columns + place] = narrow<T>(__uint_as_float(largest));
+  }
+}
+
+__global__ void scale_kernel(float* out, const float* amax, int64_t count, ScaleOptions options) {
+  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (i < count) out[i] = scale_for(amax[i], options);
+}
+
+// One thread block.
+__global__ void delayed_scale_kernel(MatrixScale scale) { scale_of_matrix(scale); }
+
+// A thread has one row.
+__global__ void update_histories_kernel(Histories all) {
+  const int64_t row = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (row >= all.rows) return;
+  float* history = all.history + row * all.steps;
+  const float newest = all.pending[row];
+  unsigned best = magnitude(newest);
+  for (int64_t i = all.steps - 1; i > 0; --i) {
+    history[i] = history[i - 1];
+    best = max(best, magnitude(history[i]));
+  }
+  history[0] = newest;
+  all.largest[row] = __uint_as_float(best);
+  all.pending[row] = 0;
+}
+
+template <class T>
+__global__ void amax_of_pieces_kernel(float* out, const AmaxPiece* pieces) {
+  const AmaxPiece piece = pieces[blockIdx.x];
+  unsigned best = largest_of(static_cast<const T*>(piece.data), piece.count, threadIdx.x, kThreads);
+  best = __reduce_max_sync(0xffffffffu, best);
+  if (threadIdx.x % kWarp == 0) atomicMax(reinterpret_cast<unsigned*>(out + piece.tensor), best);
+}
+
+}  // namespace
+
+int64_t parts_of_matrix(const Matrix& x) { return parts_of_elements(x.rows * x.columns); }
+
+void launch_magnitudes(std::span<const Measurement> all, cudaStream_t stream) {
+  in_batches(all, [&](const Batch<Measurement>& batch, std::span<const Measurement> works) {
+    const dim3 grid(most(works, [](const Measurement& work) { return parts_of_matrix(work.x); }), 1,
+                    static_cast<unsigned>(works.size()));
+    with_source(works[0].x.source, [&]<class T>(T) {
+      launch_kernel(magnitudes_kernel<T>, grid, dim3(kThreads), stream, batch);
+    });
+  });
+}
+
+void launch_amax_of_rows(float* out, const Matrix& x, cudaStream_t stream) {
+  with_source(x.source, [&]<class T>(T) {
+    launch_kernel(amax_of_rows_kernel<T>, dim3(static_cast<unsigned>(blocks_for(x.rows, 1))), dim3(kThreads),
+                  stream, out, static_cast<const T*>(x.data), x.rows, x.columns);
+  });
+}
+
+int64_t parts_of_columns(const Matrix& x) { return parts_of(x.rows, rows_per_part(x.rows)); }
+
+void launch_magnitudes_of_columns(std::span<const Measurement> all, cudaStream_t stream) {
+  in_batches(all, [&](const Batch<Measurement>& batch, std::span<const Measurement> works) {
+    with_source(works[0].x.source, [&]<class T>(T) {
+      const dim3 grid(
+          most(works,
+               [](const Measurement& work) { return parts_of(work.x.columns, kWarp * Pack<T>::kSize); }),
+          most(works, [](const Measurement& work) { return parts_of_columns(work.x); }),
+          static_cast<unsigned>(works.size()));
+      launch_kernel(magnitudes_of_columns_kernel<T>, grid, dim3(kThreads), stream, batch);
+    });
+  });
+}
+
+void launch_amax_of_pieces(float* out, const AmaxPiece* pieces, int64_t num_pieces, Source source,
+                           cudaStream_t stream) {
+  if (num_pieces == 0) return;
+  with_source(source, [&]<class T>(T) {
+    launch_kernel(amax_of_pieces_kernel<T>, dim3(static_cast<unsigned>(num_pieces)), dim3(kThreads), stream,
+                  out, pieces);
+  });
+}
+
+ScaleOptions scale_options(double largest, bool power_of_two) {
+  return {.largest = static_cast<float>(largest),
+          .scale_of_least = static_cast<float>(largest / 1e-12),
+          .power_of_two = power_of_two};
+}
+
+void launch_scale(float* out, const float* amax, int64_t count, const ScaleOptions& options,
+                  cudaStream_t stream) {
+  launch_kernel(scale_kernel, dim3(static_cast<unsigned>(parts_of(count, kThreads))), dim3(kThreads), stream,
+                out, amax, count, options);
+}
+
+void launch_delayed_scale(const MatrixScale& scale, cudaStream_t stream) {
+  launch_kernel(delayed_scale_kernel, dim3(1), dim3(kThreads), stream, scale);
+}
+
+void launch_update_histories(const Histories& histories, cudaStream_t stream) {
+  launch_kernel(update_histories_kernel, dim3(static_cast<unsigned>(parts_of(histories.rows, kThreads))),
+                dim3(kThreads), stream, histories);
+}
+
+}  // namespace titan::float8::cuda
