@@ -4,9 +4,12 @@
 #include <cmath>
 #include <limits>
 #include <string>
+#include <vector>
 
 #include <ATen/SDPBackend.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/_flash_attention_backward.h>
+#include <ATen/ops/_flash_attention_forward.h>
 #include <ATen/ops/_fused_sdp_choice.h>
 #include <ATen/ops/_scaled_dot_product_cudnn_attention.h>
 #include <ATen/ops/_scaled_dot_product_cudnn_attention_backward.h>
@@ -16,7 +19,9 @@
 #include <ATen/ops/_scaled_dot_product_flash_attention_backward.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
+#include <ATen/ops/clamp_min.h>
 #include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/cumsum.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
@@ -44,11 +49,11 @@ using Qkv = QueriesKeysValues;
 constexpr double kNoDropout = 0.0;
 
 // Tells of each kernel once, because a job's speed depends on it.
-void tell(SDPBackend choice, const Tensor& q) {
-  static std::array<std::atomic<bool>, at::num_sdp_backends> told{};
-  if (told[static_cast<size_t>(choice)].exchange(true)) return;
-  const std::string heads =
-      str("attention of ", c10::toString(q.scalar_type()), " heads of ", q.size(3), " features");
+void tell(SDPBackend choice, const Tensor& q, bool documents = false) {
+  static std::array<std::array<std::atomic<bool>, at::num_sdp_backends>, 2> told{};
+  if (told[documents][static_cast<size_t>(choice)].exchange(true)) return;
+  const std::string heads = str("attention of ", c10::toString(q.scalar_type()), " heads of ", q.size(3),
+                                " features", documents ? ", within documents," : "");
   if (choice == SDPBackend::cudnn_attention) return log::info_rank0(heads + " uses cuDNN's kernel");
   if (choice == SDPBackend::flash_attention)
     return log::info_rank0(heads + " uses LibTorch's FlashAttention");
@@ -109,6 +114,28 @@ Qkv flash_backward(const Tensor& grad, const Qkv& in, const KernelResult& result
       grad, in.q, in.k, in.v, result.out, result.log_sum_exp.contiguous(), /*cum_seq_q=*/{}, /*cum_seq_k=*/{},
       in.q.size(2), in.k.size(2), kNoDropout, causal, no_state(in.q), no_seed(in.q));
   return {grad_q, grad_k, grad_v};
+}
+
+// ---- flash, on the documents of all rows in one call
+
+// The kernel's form of x [B, S, H, D]: all tokens, one document after the other.
+Tensor packed(const Tensor& x) { return with_adjacent_features(x).flatten(0, 1); }
+
+// The log-sum-exp is [H, B * S].
+KernelResult flash_in_documents(const Qkv& in, const Documents& documents) {
+  auto result = at::_flash_attention_forward(packed(in.q), packed(in.k), packed(in.v), documents.starts,
+                                             documents.starts, documents.longest, documents.longest,
+                                             kNoDropout, /*is_causal=*/true, /*return_debug_mask=*/false);
+  return {std::get<0>(result).view(in.q.sizes()), std::get<1>(result)};
+}
+
+Qkv flash_in_documents_backward(const Tensor& grad, const Qkv& in, const KernelResult& result,
+                                const Documents& documents) {
+  auto [grad_q, grad_k, grad_v] = at::_flash_attention_backward(
+      packed(grad), packed(in.q), packed(in.k), packed(in.v), packed(result.out), result.log_sum_exp,
+      documents.starts, documents.starts, documents.longest, documents.longest, kNoDropout,
+      /*is_causal=*/true, no_state(in.q), no_seed(in.q));
+  return {grad_q.view(in.q.sizes()), grad_k.view(in.k.sizes()), grad_v.view(in.v.sizes())};
 }
 
 // ---- cuDNN
@@ -204,16 +231,30 @@ c10::SmallVector<KeyRange, 2> key_ranges(int64_t num_queries, int64_t num_keys, 
 
 constexpr int64_t kTile = 256;
 
+// The log-sum-exp of queries that see no key of a tile. It is finite, because -inf - -inf isn't a number; a query's own
+// tile, which is its last one, outweighs it.
+constexpr double kNoKeys = -1e30;
+
+// The number of each token's document, [B, S].
+Tensor document_numbers(const Documents& documents, int64_t batch, int64_t length) {
+  const Tensor is_start = at::zeros({batch * length + 1}, documents.starts.options());
+  is_start.scatter_(0, documents.starts.to(at::kLong), 1);
+  return at::cumsum(is_start.narrow(0, 0, batch * length), 0, at::kInt).view({batch, length});
+}
+
 // The scaled queries, which all tiles share.
 struct TiledQueries {
   int64_t group;
   Tensor q_BKGSD;
   at::ScalarType wide;
+  Tensor documents_BS;  // undefined: a row is one document
 
-  explicit TiledQueries(const Qkv& in)
+  TiledQueries(const Qkv& in, const Documents& documents)
       : group(in.q.size(1) / in.k.size(1)),
         q_BKGSD(grouped(in.q) / std::sqrt(static_cast<double>(in.q.size(3)))),
-        wide(composite::accumulate_type(in.q)) {}
+        wide(composite::accumulate_type(in.q)) {
+    if (documents) documents_BS = document_numbers(documents, in.q.size(0), in.q.size(2));
+  }
   /// Groups the heads of x [B, H, S, ...], in at least fp32.
   Tensor grouped(const Tensor& x) const {
     return x.to(composite::accumulate_type(x)).unflatten(1, {-1, group});
@@ -234,8 +275,17 @@ struct Tile {
   Tensor scores(const TiledQueries& of, const Tensor& keys_BK1TD) const {
     Tensor scores = at::matmul(queries(of.q_BKGSD), keys_BK1TD.transpose(-1, -2));
     if (!causal) return scores;
-    const Tensor hidden = at::ones({scores.size(-2), count}, scores.options().dtype(at::kBool)).triu_(1);
+    Tensor hidden = at::ones({scores.size(-2), count}, scores.options().dtype(at::kBool)).triu_(1);
+    if (of.documents_BS.defined()) hidden = hidden.logical_or(elsewhere(of.documents_BS));
     return scores.masked_fill_(hidden, -std::numeric_limits<double>::infinity());
+  }
+
+ private:
+  // Whether a key isn't in the query's document, [B, 1, 1, S, T].
+  Tensor elsewhere(const Tensor& documents_BS) const {
+    const Tensor of_queries = documents_BS.narrow(1, first_query, documents_BS.size(1) - first_query),
+                 of_keys = documents_BS.narrow(1, first, count);
+    return of_queries.unsqueeze(-1).ne(of_keys.unsqueeze(1)).unsqueeze(1).unsqueeze(1);
   }
 };
 
@@ -244,6 +294,14 @@ void for_each_tile(const Qkv& in, bool causal, Visit visit) {
   const int64_t keys = causal ? std::min(in.k.size(2), in.q.size(2)) : in.k.size(2);
   for (int64_t first = 0; first < keys; first += kTile)
     visit(Tile{first, std::min(kTile, keys - first), causal ? first : 0, causal});
+}
+
+// FlashAttention takes documents of all heads that it or cuDNN takes without them. cuDNN itself isn't called: it would
+// build a plan for each number of documents and each longest one, so in nearly every step.
+bool have_document_kernel(const Qkv& in) {
+  if (in.q.is_cpu()) return false;
+  const SDPBackend choice = choose(heads_first(in), /*causal=*/true);
+  return choice == SDPBackend::flash_attention || choice == SDPBackend::cudnn_attention;
 }
 
 }  // namespace
@@ -282,15 +340,16 @@ Qkv run_attention_kernel_backward(const Tensor& given_grad, const Qkv& given, co
   }
 }
 
-KernelResult tiled_attention(const Qkv& in, bool causal) {
-  const TiledQueries of(in);
+KernelResult tiled_attention(const Qkv& in, bool causal, const Documents& documents) {
+  const TiledQueries of(in, documents);
   const Tensor& q = in.q;
   Tensor out = at::zeros(q.sizes(), q.options().dtype(of.wide));
   Tensor log_sum_exp =
       at::full({q.size(0), q.size(1), q.size(2)}, -std::numeric_limits<double>::infinity(), out.options());
   for_each_tile(in, causal, [&](const Tile& tile) {
     const Tensor scores = tile.scores(of, tile.keys(in.k, of.wide));
-    const Tensor sums = at::logsumexp(scores, {-1}, /*keepdim=*/true);
+    Tensor sums = at::logsumexp(scores, {-1}, /*keepdim=*/true);
+    if (documents) sums = at::clamp_min(sums, kNoKeys);
     const Tensor part = at::matmul((scores - sums).exp_(), tile.keys(in.v, of.wide));
     const int64_t rows = q.size(2) - tile.first_query;
     Tensor into = heads_first(out.narrow(2, tile.first_query, rows)),
@@ -300,8 +359,9 @@ KernelResult tiled_attention(const Qkv& in, bool causal) {
   return {out.to(q.scalar_type()), log_sum_exp};
 }
 
-Qkv tiled_attention_backward(const Tensor& grad, const Qkv& in, const KernelResult& result, bool causal) {
-  const TiledQueries of(in);
+Qkv tiled_attention_backward(const Tensor& grad, const Qkv& in, const KernelResult& result, bool causal,
+                             const Documents& documents) {
+  const TiledQueries of(in, documents);
   const double scale = 1 / std::sqrt(static_cast<double>(in.q.size(3)));
   const auto zeros_like = [&](const Tensor& x) { return at::zeros(x.sizes(), x.options().dtype(of.wide)); };
   Qkv grads{zeros_like(in.q), zeros_like(in.k), zeros_like(in.v)};
@@ -343,37 +403,90 @@ void attend_backward_by_libtorch(Tensor& grad_q, Tensor& grad_k, Tensor& grad_v,
   }
 }
 
-std::tuple<Tensor, Tensor> causal_attention_by_libtorch(const Tensor& q, const Tensor& k, const Tensor& v) {
-  const KernelResult result = run_attention_kernel(heads_first(Qkv{q, k, v}), /*causal=*/true);
+std::tuple<Tensor, Tensor> causal_attention_by_libtorch(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                        const std::optional<Tensor>& starts,
+                                                        int64_t longest) {
+  const Qkv in{q, k, v};
+  const Documents documents{starts.value_or(Tensor()), longest};
+  if (documents && have_document_kernel(in)) {
+    tell(SDPBackend::flash_attention, q, /*documents=*/true);
+    const KernelResult result = flash_in_documents(in, documents);
+    return {result.out, result.log_sum_exp};
+  }
+  if (documents && !q.is_cpu()) tell(SDPBackend::math, q, /*documents=*/true);
+  const KernelResult result = documents ? tiled_attention(heads_first(in), /*causal=*/true, documents)
+                                        : run_attention_kernel(heads_first(in), /*causal=*/true);
   return {heads_first(result.out), result.log_sum_exp};
 }
 
-std::tuple<Tensor, Tensor, Tensor> causal_attention_backward_by_libtorch(const Tensor& grad, const Tensor& q,
-                                                                         const Tensor& k, const Tensor& v,
-                                                                         const Tensor& out,
-                                                                         const Tensor& log_sum_exp) {
-  const Qkv grads = heads_first(run_attention_kernel_backward(
-      heads_first(grad), heads_first(Qkv{q, k, v}), {heads_first(out), log_sum_exp}, /*causal=*/true));
+std::tuple<Tensor, Tensor, Tensor> causal_attention_backward_by_libtorch(
+    const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+    const Tensor& log_sum_exp, const std::optional<Tensor>& starts, int64_t longest) {
+  const Qkv in{q, k, v};
+  const Documents documents{starts.value_or(Tensor()), longest};
+  if (documents && have_document_kernel(in)) {
+    const Qkv grads = flash_in_documents_backward(grad, in, {out, log_sum_exp}, documents);
+    return {grads.q, grads.k, grads.v};
+  }
+  const KernelResult result{heads_first(out), log_sum_exp};
+  const Qkv grads =
+      heads_first(documents ? tiled_attention_backward(heads_first(grad), heads_first(in), result,
+                                                       /*causal=*/true, documents)
+                            : run_attention_kernel_backward(heads_first(grad), heads_first(in), result,
+                                                            /*causal=*/true));
   return {grads.q, grads.k, grads.v};
+}
+
+// ---- documents
+
+// On the host: a step of 64k tokens takes tens of microseconds.
+Documents documents_ending_with(int64_t end, const Tensor& tokens_BS, bool pinned) {
+  TITAN_CHECK(tokens_BS.is_cpu() && tokens_BS.scalar_type() == at::kLong && tokens_BS.dim() == 2 &&
+                  tokens_BS.is_contiguous() && tokens_BS.numel() > 0,
+              "documents_ending_with: expected contiguous int64 tokens [B, S] on the host, got ",
+              tokens_BS.scalar_type(), " of ", tokens_BS.sizes(), " on ", tokens_BS.device());
+  TITAN_CHECK(tokens_BS.numel() <= std::numeric_limits<int32_t>::max(), "documents_ending_with: a batch of ",
+              tokens_BS.numel(), " tokens has positions beyond int32");
+  const auto* tokens = tokens_BS.const_data_ptr<int64_t>();
+  const auto length = static_cast<int32_t>(tokens_BS.size(1)),
+             count = static_cast<int32_t>(tokens_BS.numel());
+  std::vector<int32_t> starts = {0};
+  int32_t longest = 0;
+  for (int32_t next = 1; next <= count; ++next) {
+    if (tokens[next - 1] != end && next % length != 0) continue;
+    longest = std::max(longest, next - starts.back());
+    starts.push_back(next);
+  }
+  Documents documents{
+      at::empty({static_cast<int64_t>(starts.size())}, at::TensorOptions(at::kInt).pinned_memory(pinned)),
+      longest};
+  std::copy(starts.begin(), starts.end(), documents.starts.mutable_data_ptr<int32_t>());
+  return documents;
 }
 
 // ---- attention as a node of the graph
 
 namespace {
 
+std::optional<Tensor> starts_of(const Documents& documents) {
+  return documents ? std::optional(documents.starts) : std::nullopt;
+}
+
 // q, k, v and out are [B, S, H, D]; the form of log_sum_exp depends on the kernel.
 struct CausalAttentionBackward final : BackwardNode {
   SavedVariable q, k, v, out, log_sum_exp;
+  Documents documents;  // all layers share it, so no checkpoint saves anything by dropping it
 
   variable_list backward(const Tensor& grad) override {
     using Signature = decltype(causal_attention_backward_by_libtorch);
     static const auto op = find_operator<Signature>("titan::causal_attention_backward");
-    auto [grad_q, grad_k, grad_v] =
-        op.call(grad, q.unpack(), k.unpack(), v.unpack(), out.unpack(getptr()), log_sum_exp.unpack());
+    auto [grad_q, grad_k, grad_v] = op.call(grad, q.unpack(), k.unpack(), v.unpack(), out.unpack(getptr()),
+                                            log_sum_exp.unpack(), starts_of(documents), documents.longest);
     return {std::move(grad_q), std::move(grad_k), std::move(grad_v)};
   }
   void release_variables() override {
     for (SavedVariable* saved : {&q, &k, &v, &out, &log_sum_exp}) saved->reset_data();
+    documents = {};
   }
   std::string name() const override { return "titan::causal_attention backward"; }
 };
@@ -386,6 +499,21 @@ void check_shapes(const char* op, const QueriesKeysValues& in, const char* keys)
               ", ", k.sizes(), ", ", v.sizes());
 }
 
+// Reads no number from a device.
+void check_documents(const Documents& documents, const Tensor& q_BSHD) {
+  const Tensor& starts = documents.starts;
+  TITAN_CHECK(
+      starts.scalar_type() == at::kInt && starts.dim() == 1 && starts.is_contiguous() &&
+          starts.size(0) > q_BSHD.size(0) && starts.device() == q_BSHD.device(),
+      "causal_attention: expected the starts of documents as int32 [N + 1] with at least one document "
+      "for each of the ",
+      q_BSHD.size(0), " rows, on ", q_BSHD.device(), ", got ", starts.scalar_type(), " of ", starts.sizes(),
+      " on ", starts.device());
+  TITAN_CHECK(documents.longest > 0 && documents.longest <= q_BSHD.size(1),
+              "causal_attention: the longest document can't have ", documents.longest, " tokens in rows of ",
+              q_BSHD.size(1));
+}
+
 void check_part(const char* op, const QueriesKeysValues& in, int64_t first_query) {
   check_shapes(op, in, "[B, T, K, D]");
   TITAN_CHECK(in.k.size(1) > 0, op, ": there are no keys");
@@ -396,11 +524,13 @@ void check_part(const char* op, const QueriesKeysValues& in, int64_t first_query
 }  // namespace
 
 // A checkpoint may keep both results ([Note: kept outputs]).
-at::Tensor causal_attention(const at::Tensor& q_BSHD, const at::Tensor& k_BSKD, const at::Tensor& v_BSKD) {
+at::Tensor causal_attention(const at::Tensor& q_BSHD, const at::Tensor& k_BSKD, const at::Tensor& v_BSKD,
+                            const Documents& documents) {
   const QueriesKeysValues in{q_BSHD, k_BSKD, v_BSKD};
   check_shapes("causal_attention", in, "[B, S, K, D]");
   TITAN_CHECK(q_BSHD.size(1) == k_BSKD.size(1), "causal_attention: ", q_BSHD.size(1), " queries and ",
               k_BSKD.size(1), " keys; expected as many");
+  if (documents) check_documents(documents, q_BSHD);
   using Signature = decltype(causal_attention_by_libtorch);
   static const auto op = find_operator<Signature>("titan::causal_attention");
   std::shared_ptr<CausalAttentionBackward> node;
@@ -409,8 +539,11 @@ at::Tensor causal_attention(const at::Tensor& q_BSHD, const at::Tensor& k_BSKD, 
     node->q = save_input(in.q);
     node->k = save_input(in.k);
     node->v = save_input(in.v);
+    node->documents = documents;
   }
-  const auto [out, log_sum_exp] = kept(KeptKind::Attention, {}, [&] { return op.call(in.q, in.k, in.v); });
+  const auto [out, log_sum_exp] = kept(KeptKind::Attention, {}, [&] {
+    return op.call(in.q, in.k, in.v, starts_of(documents), documents.longest);
+  });
   if (!node) return out;
   set_history(out, node);
   node->out = SavedVariable(out, /*is_output=*/true);

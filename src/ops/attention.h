@@ -3,6 +3,7 @@
 // Attention by those of LibTorch's kernels that return and take the log-sum-exp, or by its matrix products if
 // there is no such kernel.
 
+#include <optional>
 #include <tuple>
 
 #include "titan/ops/functional.h"
@@ -38,20 +39,23 @@ QueriesKeysValues run_attention_kernel_backward(const at::Tensor& grad, const Qu
                                                 const KernelResult& result, bool causal);
 
 /// The same by LibTorch's matrix products, a tile of keys at a time, for inputs that no fused kernel
-/// supports: float64 on a GPU, and unusual head sizes.
-KernelResult tiled_attention(const QueriesKeysValues& in, bool causal);
+/// supports: float64 on a GPU, unusual head sizes, and documents in fp32 on a GPU or in float64.
+KernelResult tiled_attention(const QueriesKeysValues& in, bool causal, const Documents& documents = {});
 QueriesKeysValues tiled_attention_backward(const at::Tensor& grad, const QueriesKeysValues& in,
-                                           const KernelResult& result, bool causal);
+                                           const KernelResult& result, bool causal,
+                                           const Documents& documents = {});
 
 // Sequence first, as everywhere else.
 
 /// The operators titan::causal_attention, titan::attend_ and their backwards (operators.cpp), by these
-/// kernels.
-std::tuple<at::Tensor, at::Tensor> causal_attention_by_libtorch(const at::Tensor& q, const at::Tensor& k,
-                                                                const at::Tensor& v);
+/// kernels. `starts` and `longest` are a Documents.
+std::tuple<at::Tensor, at::Tensor> causal_attention_by_libtorch(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+    const std::optional<at::Tensor>& starts = std::nullopt, int64_t longest = 0);
 std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward_by_libtorch(
     const at::Tensor& grad, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-    const at::Tensor& out, const at::Tensor& log_sum_exp);
+    const at::Tensor& out, const at::Tensor& log_sum_exp,
+    const std::optional<at::Tensor>& starts = std::nullopt, int64_t longest = 0);
 void attend_by_libtorch(at::Tensor& out, at::Tensor& log_sum_exp, const at::Tensor& q, const at::Tensor& k,
                         const at::Tensor& v, int64_t first_query);
 void attend_backward_by_libtorch(at::Tensor& grad_q, at::Tensor& grad_k, at::Tensor& grad_v,

@@ -226,11 +226,13 @@ TORCH_LIBRARY(titan, m) {
   m.def(
       "swiglu_with_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor out, Tensor grad_gate, Tensor "
       "grad_up)");
-  // Causal. On a GPU, attention whose results no checkpoint keeps is LibTorch's scaled_dot_product_attention.
-  m.def("causal_attention(Tensor q, Tensor k, Tensor v) -> (Tensor out, Tensor log_sum_exp)");
+  // Causal, and with `starts` within the documents that start there (ops::Documents), of at most `longest` tokens.
   m.def(
-      "causal_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor log_sum_exp) "
-      "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v)");
+      "causal_attention(Tensor q, Tensor k, Tensor v, Tensor? starts=None, int longest=0) "
+      "-> (Tensor out, Tensor log_sum_exp)");
+  m.def(
+      "causal_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor log_sum_exp, "
+      "Tensor? starts=None, int longest=0) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)");
   // Attention over part of the keys, added to `out` and `log_sum_exp` over other keys; query i sees the keys
   // 0 .. first_query + i. The backward adds to the gradients; its `out` and `log_sum_exp` are over all keys.
   m.def(
@@ -317,12 +319,13 @@ TORCH_LIBRARY_IMPL(titan, Meta, m) {
   m.impl("swiglu_backward", [](In, In gate, In up) -> Pair {
     return {at::empty_like(gate), at::empty_like(up)};
   });
-  m.impl("causal_attention", [](In q, In, In) -> Pair {
+  m.impl("causal_attention", [](In q, In, In, const std::optional<Tensor>&, int64_t) -> Pair {
     return {contiguous_like(q), wide_empty({q.size(0), q.size(2), q.size(1)}, q)};
   });
-  m.impl("causal_attention_backward", [](In, In q, In k, In v, In, In) -> Triple {
-    return {contiguous_like(q), contiguous_like(k), contiguous_like(v)};
-  });
+  m.impl("causal_attention_backward",
+         [](In, In q, In k, In v, In, In, const std::optional<Tensor>&, int64_t) -> Triple {
+           return {contiguous_like(q), contiguous_like(k), contiguous_like(v)};
+         });
   m.impl("attend_", [](Tensor&, Tensor&, In, In, In, int64_t) {});
   m.impl("attend_backward_", [](Tensor&, Tensor&, Tensor&, In, In, In, In, In, In, int64_t) {});
   m.impl("merge_attention_", [](Tensor&, Tensor&, In, In) {});

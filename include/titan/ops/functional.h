@@ -7,6 +7,7 @@
 
 #include <utility>
 
+#include "titan/ops/documents.h"
 #include "titan/ops/linear.h"
 
 namespace titan::ops {
@@ -53,11 +54,13 @@ std::pair<at::Tensor, at::Tensor> joint_rotary(const at::Tensor& q_BSHD, const a
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
 
 /// softmax(q k^T / sqrt(D)) v with a causal mask. q: [B, S, H, D]; k, v: [B, S, K, D], H a multiple of K
-/// (query head h reads key head h / (H/K)). Result: [B, S, H, D], in q's dtype.
+/// (query head h reads key head h / (H/K)). Result: [B, S, H, D], in q's dtype. With `documents`, whose starts
+/// are on q's device, a query sees only the keys of its own document.
 ///
 /// Computed on CPUs by our own kernel in fp32 (and in bf16 if LibTorch's products of 16-bit matrices are
-/// slow), otherwise by LibTorch's flash kernels.
-at::Tensor causal_attention(const at::Tensor& q_BSHD, const at::Tensor& k_BSKD, const at::Tensor& v_BSKD);
+/// slow, or within documents), otherwise by LibTorch's flash kernels.
+at::Tensor causal_attention(const at::Tensor& q_BSHD, const at::Tensor& k_BSKD, const at::Tensor& v_BSKD,
+                            const Documents& documents = {});
 
 // [Note: attention in parts]
 // The keys of a sequence may be processed in parts, in any order. Softmax over all keys follows from the

@@ -14,11 +14,15 @@
 // A forward may start from the result and lse over other keys, and so continue it. A backward over some of
 // the keys takes the lse and O of all keys. In this way a sequence is attended part by part
 // (parallel/context).
+//
+// Within documents, a query's keys start at its document. Blocks of keys that no query of a block sees are left out
+// there as they are beyond the diagonal.
 
 #include <algorithm>
 #include <limits>
 #include <tuple>
 #include <type_traits>
+#include <vector>
 
 #include <torch/library.h>
 
@@ -28,6 +32,7 @@
 #include "ops/attention.h"
 #include "ops/cpu/panels.h"
 #include "ops/cpu_features.h"
+#include "titan/core/error.h"
 
 namespace titan::ops {
 
@@ -43,6 +48,11 @@ using simd::LeftFactor;
 constexpr int64_t kQueries = 48;
 constexpr int64_t kKeysForward = 96;
 constexpr int64_t kKeysBackward = 48;  // its two blocks of scores share the first-level cache
+
+/// Some of a block's keys: first .. end - 1.
+struct SeenKeys {
+  int64_t first, end;
+};
 
 struct Shape {
   int64_t batch, queries, keys, heads, kv_heads, size;
@@ -66,9 +76,11 @@ struct Shape {
   float scale() const { return 1.0f / std::sqrt(static_cast<float>(size)); }
   size_t packed_queries() const { return static_cast<size_t>(padded_queries() * padded_size()); }
   size_t packed_keys() const { return static_cast<size_t>(padded_keys() * padded_size()); }
-  /// The number of keys that query i sees among the `width` keys from `key` on.
-  TITAN_INLINE int64_t seen(int64_t i, int64_t key, int64_t width) const {
-    return std::clamp<int64_t>(first_query + i + 1 - key, 0, width);
+  /// The keys that query i sees among the `width` keys from `key` on. `first_keys`: of the row (FirstKeys).
+  TITAN_INLINE SeenKeys seen(int64_t i, int64_t key, int64_t width, const int32_t* first_keys) const {
+    const int64_t end = std::clamp<int64_t>(first_query + i + 1 - key, 0, width);
+    const int64_t first = first_keys ? std::max<int64_t>(first_keys[i] - key, 0) : 0;
+    return first < end ? SeenKeys{first, end} : SeenKeys{0, 0};
   }
   /// The number of keys that the queries before `end` see.
   int64_t keys_before(int64_t end) const { return std::min(keys, first_query + end); }
@@ -76,6 +88,36 @@ struct Shape {
   int64_t first_block_that_sees(int64_t key) const {
     return std::max<int64_t>(0, key - first_query) / kQueries * kQueries;
   }
+};
+
+/// The first key that each query sees, which is the start of its document, for all queries up to the last block's end.
+class FirstKeys {
+ public:
+  FirstKeys(const Documents& documents, const Shape& shape) : queries_(shape.padded_queries()) {
+    if (!documents) return;
+    const auto* starts = documents.starts.const_data_ptr<int32_t>();
+    const int64_t count = documents.starts.size(0) - 1;
+    TITAN_CHECK(starts[0] == 0 && starts[count] == shape.batch * shape.queries,
+                "causal_attention: the documents' starts end at ", starts[count], ", and the batch has ",
+                shape.batch * shape.queries, " tokens");
+    keys_.resize(static_cast<size_t>(shape.batch * queries_));
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t row = starts[i] / shape.queries, first = starts[i] - row * shape.queries,
+                    length = starts[i + 1] - starts[i];
+      TITAN_CHECK(length > 0 && first + length <= shape.queries, "causal_attention: the document from ",
+                  starts[i], " to ", starts[i + 1], " is empty or isn't in one row of ", shape.queries,
+                  " tokens");
+      const bool is_last = first + length == shape.queries;
+      std::fill_n(keys_.begin() + row * queries_ + first, is_last ? queries_ - first : length,
+                  static_cast<int32_t>(first));
+    }
+  }
+  /// Those of a row of the batch; null: all queries see key 0.
+  const int32_t* of_row(int64_t row) const { return keys_.empty() ? nullptr : keys_.data() + row * queries_; }
+
+ private:
+  int64_t queries_;
+  std::vector<int32_t> keys_;
 };
 
 /// x [B, S, heads, size] in memory. The features of a head are adjacent, other strides are free. T may be
@@ -137,7 +179,9 @@ constexpr float kLowest = std::numeric_limits<float>::lowest();
 // Replaces a row of scores by exp(score - maximum), with zeros at masked keys. Returns the factor by which
 // earlier results must be scaled.
 template <class V>
-TITAN_INLINE float softmax_row(float* scores, int64_t seen, int64_t width, float& maximum, float& sum) {
+TITAN_INLINE float softmax_row(float* scores, SeenKeys keys, int64_t width, float& maximum, float& sum) {
+  const int64_t seen = keys.end;
+  std::fill_n(scores, keys.first, kLowest);  // too low to change the maximum or the sum
   constexpr int64_t lanes = simd::kFloatsOf<V>;
   simd::IntsOf<V> lane;
   for (int i = 0; i < lanes; ++i) lane[i] = i;
@@ -157,6 +201,7 @@ TITAN_INLINE float softmax_row(float* scores, int64_t seen, int64_t width, float
     simd::store(scores + j, p);
   }
   for (int64_t j = simd::round_up(seen, lanes); j < width; ++j) scores[j] = 0;
+  std::fill_n(scores, keys.first, 0.0f);
   maximum = top;
   sum = sum * correction + simd::sum(total);
   return correction;
@@ -191,6 +236,7 @@ struct Block {
   int64_t first;  // query
   simd::Rows<Out> out;
   LogSumRows log_sums;
+  const int32_t* first_keys;  // those of the row
 };
 
 TITAN_INLINE void start_from_nothing(ForwardScratch& scratch) {
@@ -224,13 +270,15 @@ TITAN_INLINE void attend_block_by(const Block<T, Out>& block, ForwardScratch& sc
   }
   float* scores = scratch.scores.data();
   const int64_t keys = shape.keys_before(block.first + count);
-  for (int64_t key = 0; key < keys; key += kKeysForward) {
+  // The block's first query sees the first keys.
+  const int64_t first_key = block.first_keys ? block.first_keys[block.first] / kPanel * kPanel : 0;
+  for (int64_t key = first_key; key < keys; key += kKeysForward) {
     const int64_t width = std::min(kKeysForward, simd::round_up(keys - key, kPanel));
     simd::multiply_panels<V, false>({scores, kKeysForward}, {scratch.queries.data(), 1, kQueries},
                                     {scratch.keys.data() + key * size, size * kPanel, width / kPanel},
                                     kQueries, size);
     for (int64_t i = 0; i < kQueries; ++i) {
-      const int64_t seen = shape.seen(block.first + i, key, std::min(width, keys - key));
+      const SeenKeys seen = shape.seen(block.first + i, key, std::min(width, keys - key), block.first_keys);
       const auto row = static_cast<size_t>(i);
       const float correction =
           softmax_row<V>(scores + i * kKeysForward, seen, width, scratch.maximum[row], scratch.sum[row]);
@@ -265,8 +313,9 @@ TITAN_WIDE void attend_block_wide(const Block<T, Out>& block, ForwardScratch& sc
 /// the keys in `sum`. T: float or BFloat16; Out: T or float. Features are adjacent in all tensors.
 template <class T, class Out>
 void attention_forward(const AttentionSum& sum, const QueriesKeysValues& in, int64_t first_query,
-                       AttentionStart start) {
+                       AttentionStart start, const Documents& documents = {}) {
   const Shape shape(in.q, in.k, first_query);
+  const FirstKeys first_keys(documents, shape);
   const Heads<const T> queries(in.q), keys(in.k), values(in.v);
   const Heads<Out> results(sum.out_BSHD);
   const LogSums sums(sum.log_sum_exp_BHS);
@@ -286,7 +335,8 @@ void attention_forward(const AttentionSum& sum, const QueriesKeysValues& in, int
       attend({.queries = queries.rows(b, head, first, count, shape.size),
               .first = first,
               .out = results.rows(b, head, first, count, shape.size),
-              .log_sums = sums.rows(b, head, first)},
+              .log_sums = sums.rows(b, head, first),
+              .first_keys = first_keys.of_row(b)},
              scratch, shape, start);
     }
   });
@@ -353,33 +403,43 @@ TITAN_CPU_CLONES void pack_queries(BackwardScratch& scratch, const Shape& shape,
 // Replaces scores by probabilities, and gradients of probabilities by gradients of scores.
 template <class V>
 TITAN_INLINE void probabilities_of_block(BackwardScratch& scratch, const Shape& shape, int64_t query,
-                                         int64_t key) {
+                                         int64_t key, const int32_t* first_keys) {
   const int64_t width = std::min(kKeysBackward, shape.keys - key);
   for (int64_t i = 0; i < kQueries; ++i) {
     float *p = scratch.probabilities.data() + i * kKeysBackward,
           *ds = scratch.grad_scores.data() + i * kKeysBackward;
     const float log_sum = scratch.log_sum_exp[static_cast<size_t>(query + i)],
                 delta = scratch.delta[static_cast<size_t>(query + i)];
-    const int64_t seen = shape.seen(query + i, key, width);
-    for (int64_t j = 0; j < seen; j += simd::kFloatsOf<V>) {
+    const SeenKeys seen = shape.seen(query + i, key, width, first_keys);
+    constexpr int64_t lanes = simd::kFloatsOf<V>;
+    for (int64_t j = seen.first / lanes * lanes; j < seen.end; j += lanes) {
       const V probability = simd::exp(simd::load_vector<V>(p + j) - log_sum);
       simd::store(p + j, probability);
       simd::store(ds + j, probability * (simd::load_vector<V>(ds + j) - delta));
     }
-    for (int64_t j = seen; j < kKeysBackward; ++j) p[j] = ds[j] = 0;
+    for (int64_t j = 0; j < seen.first; ++j) p[j] = ds[j] = 0;
+    for (int64_t j = seen.end; j < kKeysBackward; ++j) p[j] = ds[j] = 0;
   }
+}
+
+// The end of the queries that see any of a block's keys: that of the document of its last key.
+TITAN_INLINE int64_t queries_end(const Shape& shape, int64_t key, const int32_t* first_keys) {
+  if (!first_keys) return shape.queries;
+  const int64_t last = std::min(key + kKeysBackward, shape.keys) - 1;
+  return std::upper_bound(first_keys + last, first_keys + shape.queries, last) - first_keys;
 }
 
 // Adds the contribution of one head's queries to the gradients of its keys and values, and computes the
 // gradients of the queries.
 template <class V>
-TITAN_INLINE void backward_head_by(BackwardScratch& scratch, const Shape& shape) {
+TITAN_INLINE void backward_head_by(BackwardScratch& scratch, const Shape& shape, const int32_t* first_keys) {
   const int64_t size = shape.size, wide = shape.padded_size(), panels = shape.size_panels(),
                 panel_of_keys = shape.padded_keys() * kPanel,
                 panel_of_queries = shape.padded_queries() * kPanel, key_panels = kKeysBackward / kPanel;
   float *p = scratch.probabilities.data(), *ds = scratch.grad_scores.data();
   for (int64_t key = 0; key < shape.keys; key += kKeysBackward) {
-    for (int64_t query = shape.first_block_that_sees(key); query < shape.queries; query += kQueries) {
+    const int64_t end = queries_end(shape, key, first_keys);
+    for (int64_t query = shape.first_block_that_sees(key); query < end; query += kQueries) {
       const LeftFactor q{scratch.queries.data() + query * size, 1, kQueries},
           grad{scratch.grads.data() + query * size, 1, kQueries};
       simd::multiply_panels<V, false>({p, kKeysBackward}, q,
@@ -388,7 +448,7 @@ TITAN_INLINE void backward_head_by(BackwardScratch& scratch, const Shape& shape)
       simd::multiply_panels<V, false>({ds, kKeysBackward}, grad,
                                       {scratch.values_t.data() + key * size, size * kPanel, key_panels},
                                       kQueries, size);
-      probabilities_of_block<V>(scratch, shape, query, key);
+      probabilities_of_block<V>(scratch, shape, query, key, first_keys);
       simd::multiply_panels<V, true>({scratch.grad_v.data() + key * wide, wide}, {p, 1, kKeysBackward},
                                      {scratch.grad_panels.data() + query * kPanel, panel_of_queries, panels},
                                      kKeysBackward, kQueries);
@@ -402,11 +462,11 @@ TITAN_INLINE void backward_head_by(BackwardScratch& scratch, const Shape& shape)
   }
 }
 
-TITAN_CPU_CLONES void backward_head(BackwardScratch& scratch, const Shape& shape) {
-  backward_head_by<simd::Floats>(scratch, shape);
+TITAN_CPU_CLONES void backward_head(BackwardScratch& scratch, const Shape& shape, const int32_t* first_keys) {
+  backward_head_by<simd::Floats>(scratch, shape, first_keys);
 }
-TITAN_WIDE void backward_head_wide(BackwardScratch& scratch, const Shape& shape) {
-  backward_head_by<simd::WideFloats>(scratch, shape);
+TITAN_WIDE void backward_head_wide(BackwardScratch& scratch, const Shape& shape, const int32_t* first_keys) {
+  backward_head_by<simd::WideFloats>(scratch, shape, first_keys);
 }
 
 // to (+)= scale * from
@@ -428,8 +488,10 @@ TITAN_CPU_CLONES void unpack_gradient(simd::Rows<Out> to, const std::vector<floa
 // processes a key/value head with all query heads that read it, so that no two threads write to one gradient.
 template <class T, class Out>
 void attention_backward(const QueriesKeysValues& grads, const QueriesKeysValues& in,
-                        const AttentionOutputs& results, int64_t first_query, bool add) {
+                        const AttentionOutputs& results, int64_t first_query, bool add,
+                        const Documents& documents = {}) {
   const Shape shape(in.q, in.k, first_query);
+  const FirstKeys first_keys(documents, shape);
   const Heads<const T> queries(in.q), keys(in.k), values(in.v), outs(results.out), out_grads(results.grad);
   const Heads<Out> grad_q(grads.q), grad_k(grads.k), grad_v(grads.v);
   const LogSums sums(results.log_sum_exp);
@@ -444,7 +506,7 @@ void attention_backward(const QueriesKeysValues& grads, const QueriesKeysValues&
         const auto queries_of = [&](const auto& x) { return x.rows(b, head, 0, shape.queries, shape.size); };
         pack_queries<T>(scratch, shape,
                         {queries_of(queries), queries_of(out_grads), queries_of(outs), sums.rows(b, head)});
-        backward(scratch, shape);
+        backward(scratch, shape, first_keys.of_row(b));
         unpack_gradient<Out>(queries_of(grad_q), scratch.grad_q, shape, shape.scale(), add);
       }
       unpack_gradient<Out>(keys_of(grad_k), scratch.grad_k, shape, 1.0f, add);
@@ -456,10 +518,11 @@ void attention_backward(const QueriesKeysValues& grads, const QueriesKeysValues&
 // ---- the operators
 
 // On AMD processors with AVX-512, our kernel is used in bf16 too (docs/decisions/cpu_attention.md has the
-// times).
-bool have_own_kernel(const at::Tensor& q) {
+// times). LibTorch's can't leave out what is between documents.
+bool have_own_kernel(const at::Tensor& q, bool in_documents = false) {
   return q.scalar_type() == at::kFloat ||
-         (q.scalar_type() == at::kBFloat16 && (!cpu_features().fast_16bit_products || cpu_features().amd));
+         (q.scalar_type() == at::kBFloat16 &&
+          (in_documents || !cpu_features().fast_16bit_products || cpu_features().amd));
 }
 
 template <class Kernel>
@@ -469,21 +532,25 @@ void dispatch_own(const at::Tensor& q, Kernel&& kernel) {
 }
 
 std::tuple<at::Tensor, at::Tensor> causal_attention_cpu(const at::Tensor& q, const at::Tensor& k,
-                                                        const at::Tensor& v) {
-  if (!have_own_kernel(q)) return causal_attention_by_libtorch(q, k, v);
+                                                        const at::Tensor& v,
+                                                        const std::optional<at::Tensor>& starts,
+                                                        int64_t longest) {
+  if (!have_own_kernel(q, starts.has_value())) return causal_attention_by_libtorch(q, k, v, starts, longest);
   const AttentionSum sum{at::empty(q.sizes(), q.options()),
                          at::empty({q.size(0), q.size(2), q.size(1)}, q.options().dtype(at::kFloat))};
   dispatch_own(q, [&]<class T>(T*) {
     attention_forward<T, T>(sum, with_adjacent_features({q, k, v}), /*first_query=*/0,
-                            AttentionStart::Nothing);
+                            AttentionStart::Nothing, {starts.value_or(at::Tensor()), longest});
   });
   return {sum.out_BSHD, sum.log_sum_exp_BHS};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward_cpu(
     const at::Tensor& grad, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-    const at::Tensor& out, const at::Tensor& log_sum_exp) {
-  if (!have_own_kernel(q)) return causal_attention_backward_by_libtorch(grad, q, k, v, out, log_sum_exp);
+    const at::Tensor& out, const at::Tensor& log_sum_exp, const std::optional<at::Tensor>& starts,
+    int64_t longest) {
+  if (!have_own_kernel(q, starts.has_value()))
+    return causal_attention_backward_by_libtorch(grad, q, k, v, out, log_sum_exp, starts, longest);
   const QueriesKeysValues grads{at::empty(q.sizes(), q.options()), at::empty(k.sizes(), k.options()),
                                 at::empty(v.sizes(), v.options())};
   dispatch_own(q, [&]<class T>(T*) {
@@ -491,7 +558,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward_cpu(
                              {.grad = with_adjacent_features(grad),
                               .out = with_adjacent_features(out),
                               .log_sum_exp = log_sum_exp},
-                             /*first_query=*/0, /*add=*/false);
+                             /*first_query=*/0, /*add=*/false, {starts.value_or(at::Tensor()), longest});
   });
   return {grads.q, grads.k, grads.v};
 }

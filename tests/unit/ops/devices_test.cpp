@@ -41,6 +41,12 @@ struct MixedLoss final : TokenLoss {
   }
 };
 
+// Attention within documents that end with token 0, on the device of `x`.
+at::Tensor attention_in_documents(const Tensors& x, const Tensors& indices) {
+  const Documents documents = documents_ending_with(0, indices[0].cpu(), /*pinned=*/x[0].is_cuda());
+  return causal_attention(x[0], x[1], x[2], documents.to(x[0].device()));
+}
+
 const std::vector<DeviceCase>& cases() {
   static const std::vector<DeviceCase> all = {
       {"rms_norm",
@@ -122,6 +128,22 @@ const std::vector<DeviceCase>& cases() {
        {{2, 33, 4, 20}, {2, 33, 2, 20}, {2, 33, 2, 20}},
        {},
        [](const Tensors& x, const Tensors&) { return causal_attention(x[0], x[1], x[2]); }},
+      {"causal_attention_in_documents",
+       {{2, 33, 4, 16}, {2, 33, 2, 16}, {2, 33, 2, 16}},
+       {{2, 33}},
+       attention_in_documents},
+      {"causal_attention_of_odd_heads_in_documents",
+       {{2, 300, 4, 20}, {2, 300, 2, 20}, {2, 300, 2, 20}},
+       {{2, 300}},
+       attention_in_documents},
+      // q, k and v are parts of one product's result.
+      {"causal_attention_of_slices_in_documents",
+       {{2, 33, 8, 16}},
+       {{2, 33}},
+       [](const Tensors& x, const Tensors& indices) {
+         return attention_in_documents({x[0].narrow(2, 0, 4), x[0].narrow(2, 4, 2), x[0].narrow(2, 6, 2)},
+                                       indices);
+       }},
       {"embedding",
        {{7, 12}},
        {{3, 20}},
@@ -234,6 +256,44 @@ TEST(AttentionOnGpu, TakesTheFastestKernel) {
                   << kernel << backward << " for " << dtype << " heads of " << features
                   << (grouped ? ", grouped" : "") << (causal ? ", causal" : "");
         }
+}
+
+// Documents go through FlashAttention's entry for packed sequences wherever the table above has a fused kernel of 16
+// bits with grouped heads, and otherwise through tiles.
+TEST(AttentionOnGpu, PacksDocumentsForFlashAttention) {
+  dist::DeviceBackend* gpus = dist::open_cuda_plugin();
+  if (!gpus) GTEST_SKIP() << "no GPU is visible";
+  static std::set<std::string> called;
+  for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf, at::kFloat, at::kDouble})
+    for (const int64_t features : {20, 36, 64, 128, 192, 256, 512}) {
+      const auto options = at::TensorOptions().device(at::kCUDA).dtype(dtype);
+      const auto heads = [&](int64_t count) { return at::ones({2, 40, count, features}, options); };
+      const at::Tensor tokens = at::randint(9, {2, 40}, at::kLong);
+      called.clear();
+      const auto handle = at::addThreadLocalCallback(at::RecordFunctionCallback(
+          [](const at::RecordFunction& call) -> std::unique_ptr<at::ObserverContext> {
+            called.insert(call.name());
+            return nullptr;
+          }));
+      const at::Tensor q = heads(4), k = heads(2), v = heads(2);
+      const KernelResult result = [&] {
+        const Documents documents = documents_ending_with(0, tokens, /*pinned=*/true).to(at::kCUDA);
+        const auto [out, sums] = causal_attention_by_libtorch(q, k, v, documents.starts, documents.longest);
+        causal_attention_backward_by_libtorch(out, q, k, v, out, sums, documents.starts, documents.longest);
+        return KernelResult{out, sums};
+      }();
+      at::removeCallback(handle);
+      const bool packs =
+          (dtype == at::kBFloat16 || dtype == at::kHalf) && features % 8 == 0 && features <= 256;
+      for (const char* backward : {"forward", "backward"})
+        EXPECT_EQ(called.contains(str("aten::_flash_attention_", backward)), packs)
+            << backward << " for " << dtype << " heads of " << features;
+      for (const std::string& name : called)
+        EXPECT_FALSE(name.starts_with("aten::_scaled_dot_product")) << name << " doesn't know documents";
+      // Equal values everywhere: each query's result is their mean.
+      EXPECT_TRUE(result.out.isfinite().all().item<bool>());
+      EXPECT_CLOSE(result.out.cpu(), at::ones({2, 40, 4, features}), 1e-2);
+    }
 }
 
 // Bytes that a kernel has read and written, each once: virtual GPUs count them in the run. At most 1.1 times the least possible,

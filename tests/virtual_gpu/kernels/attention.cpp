@@ -1,6 +1,7 @@
-// Operations that only CUDA has: its three attention kernels, all computed by the CPU's flash attention, products of 16-bit
+// Operations that only CUDA has: its three attention kernels and FlashAttention's entry for packed sequences, all computed by the CPU's flash attention, products of 16-bit
 // matrices with a 32-bit result, and the fused RMS norm.
 
+#include <functional>
 #include <limits>
 
 #include <ATen/ATen.h>
@@ -108,6 +109,98 @@ std::tuple<Tensor, Tensor, Tensor> cudnn_backward(const Tensor& grad, const Tens
   return {a, b, c};
 }
 
+// FlashAttention's entry for packed sequences: sequence i has the tokens starts[i] .. starts[i + 1] - 1 of q, k and v, which are
+// [tokens, heads, head_dim]. The log-sum-exp is [heads, tokens].
+using Sequences = std::function<void(int64_t first, int64_t count)>;
+
+void for_each_sequence(const Tensor& starts, int64_t longest, const Sequences& visit) {
+  const auto* start = starts.const_data_ptr<int32_t>();
+  for (int64_t i = 0; i + 1 < starts.numel(); ++i) {
+    TORCH_CHECK(start[i + 1] - start[i] <= longest, "virtual GPU: a sequence of ", start[i + 1] - start[i],
+                " tokens is longer than the longest that was announced, ", longest);
+    visit(start[i], start[i + 1] - start[i]);
+  }
+}
+
+// Tokens of x [tokens, heads, head_dim] as [1, heads, tokens, head_dim].
+Tensor sequence_of(const Tensor& x, int64_t first, int64_t count) {
+  return x.narrow(0, first, count).transpose(0, 1).unsqueeze(0);
+}
+
+// As the real kernel checks.
+void check_packed(const std::vector<Tensor>& packed, const Tensor& starts, const Tensor& starts_of_keys) {
+  for (const Tensor& t : packed) {
+    TORCH_CHECK(t.dim() == 3 && t.stride(-1) == 1, "Input tensor must have contiguous last dimension");
+    TORCH_CHECK(t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16,
+                "FlashAttention only support fp16 and bf16 data type");
+    TORCH_CHECK(t.size(2) % 8 == 0 && t.size(2) <= 256, "FlashAttention: head size ", t.size(2));
+  }
+  for (const Tensor& t : {starts, starts_of_keys})
+    TORCH_CHECK(t.is_cuda() && t.scalar_type() == at::kInt && t.dim() == 1 && t.is_contiguous(),
+                "cu_seqlens must be contiguous int32 on the GPU");
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> packed_flash(
+    const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& starts,
+    const OptionalTensor& starts_of_keys, c10::SymInt longest, c10::SymInt, double, bool is_causal, bool,
+    optional<double> scale, optional<c10::SymInt>, optional<c10::SymInt>, const OptionalTensor&,
+    const OptionalTensor&) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  TORCH_CHECK(starts && starts_of_keys,
+              "virtual GPU: _flash_attention_forward is written for packed sequences only");
+  check_packed({q, k, v}, *starts, *starts_of_keys);
+  Tensor out = at::empty(q.sizes(), q.options()),
+         sums = at::empty({q.size(1), q.size(0)}, q.options().dtype(at::kFloat));
+  StandIns memory(StandIns::Kind::cpu);
+  const auto cpu = [&](const Tensor& t) { return memory.stand_in(t); };
+  run_on_device("aten::_flash_attention_forward", {q, k, v, *starts}, {out, sums},
+                [q = cpu(q), k = cpu(k), v = cpu(v), starts = cpu(*starts), out = cpu(out), sums = cpu(sums),
+                 longest = longest.expect_int(), is_causal, scale] {
+                  const at::AutoDispatchBelowADInplaceOrView below;
+                  for_each_sequence(starts, longest, [&](int64_t first, int64_t count) {
+                    const auto mine = [&](const Tensor& t) { return sequence_of(t, first, count); };
+                    auto [o, l] = at::_scaled_dot_product_flash_attention_for_cpu(mine(q), mine(k), mine(v),
+                                                                                  0, is_causal, {}, scale);
+                    mine(out).copy_(o);
+                    sums.narrow(1, first, count).copy_(l.squeeze(0));
+                  });
+                });
+  return {out, sums, unused_seed(), unused_seed(), Tensor()};
+}
+
+std::tuple<Tensor, Tensor, Tensor> packed_flash_backward(const Tensor& grad, const Tensor& q, const Tensor& k,
+                                                         const Tensor& v, const Tensor& out,
+                                                         const Tensor& sums, const Tensor& starts,
+                                                         const Tensor& starts_of_keys, c10::SymInt longest,
+                                                         c10::SymInt, double, bool is_causal, const Tensor&,
+                                                         const Tensor&, optional<double> scale,
+                                                         optional<c10::SymInt>, optional<c10::SymInt>) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  check_packed({grad, q, k, v, out}, starts, starts_of_keys);
+  Tensor grad_q = at::empty(q.sizes(), q.options()), grad_k = at::empty(k.sizes(), k.options()),
+         grad_v = at::empty(v.sizes(), v.options());
+  StandIns memory(StandIns::Kind::cpu);
+  const auto cpu = [&](const Tensor& t) { return memory.stand_in(t); };
+  run_on_device("aten::_flash_attention_backward", {grad, q, k, v, out, sums, starts},
+                {grad_q, grad_k, grad_v},
+                [grad = cpu(grad), q = cpu(q), k = cpu(k), v = cpu(v), out = cpu(out), sums = cpu(sums),
+                 starts = cpu(starts), grad_q = cpu(grad_q), grad_k = cpu(grad_k), grad_v = cpu(grad_v),
+                 longest = longest.expect_int(), is_causal, scale] {
+                  const at::AutoDispatchBelowADInplaceOrView below;
+                  for_each_sequence(starts, longest, [&](int64_t first, int64_t count) {
+                    const auto mine = [&](const Tensor& t) { return sequence_of(t, first, count); };
+                    const auto copy = [&](const Tensor& t) { return dense(mine(t)); };
+                    auto [a, b, c] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+                        copy(grad), copy(q), copy(k), copy(v), copy(out),
+                        sums.narrow(1, first, count).unsqueeze(0).contiguous(), 0, is_causal, {}, scale);
+                    mine(grad_q).copy_(a);
+                    mine(grad_k).copy_(b);
+                    mine(grad_v).copy_(c);
+                  });
+                });
+  return {grad_q, grad_k, grad_v};
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> efficient(const Tensor& q, const Tensor& k, const Tensor& v,
                                                      const OptionalTensor& bias, bool, double, bool is_causal,
                                                      optional<double> scale) {
@@ -208,6 +301,8 @@ void install_cuda_only_kernels() {
       new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
   library->impl("_scaled_dot_product_flash_attention", TORCH_FN(flash));
   library->impl("_scaled_dot_product_flash_attention_backward", TORCH_FN(flash_backward));
+  library->impl("_flash_attention_forward", TORCH_FN(packed_flash));
+  library->impl("_flash_attention_backward", TORCH_FN(packed_flash_backward));
   library->impl("_scaled_dot_product_cudnn_attention", TORCH_FN(cudnn));
   library->impl("_scaled_dot_product_cudnn_attention_backward", TORCH_FN(cudnn_backward));
   library->impl("_scaled_dot_product_efficient_attention", TORCH_FN(efficient));
