@@ -37,6 +37,13 @@ void describe(config::Table<Llama3Args>& table) {
   table.field("depth_init", &Args::depth_init,
               "output weights start smaller in deeper layers, not by the number of layers");
   table.field("tie_embeddings", &Args::tie_embeddings, "one matrix for embedding and output");
+  table.field("attn_mask_type", &Args::attn_mask_type,
+              "the keys that a token sees: those before it in its row, or (\"block_causal\") in its document",
+              config::one_of({"causal", "block_causal"}));
+  table.field(
+      "eos_id", &Args::eos_id,
+      "with block_causal, the token that ends a document; unset: the tokenizer's end-of-sequence token",
+      config::at_least(0));
 }
 
 namespace {
@@ -92,6 +99,10 @@ void check(const Llama3Args& args, std::vector<std::string>& problems) {
          " can't be rotated; dim / n_heads must be even");
   expect(args.n_heads % args.num_kv_heads() == 0, "model.args: n_heads ", args.n_heads,
          " isn't a multiple of n_kv_heads ", args.num_kv_heads());
+  expect(!args.eos_id || args.block_causal(),
+         "model.args: eos_id is read only with attn_mask_type = \"block_causal\"");
+  expect(args.eos_id.value_or(0) < args.vocab_size, "model.args: eos_id ", args.eos_id.value_or(0),
+         " isn't one of the vocab_size = ", args.vocab_size, " tokens");
   expect(!args.rope_scaling.enabled || args.rope_scaling.low_freq_factor < args.rope_scaling.high_freq_factor,
          "model.args.rope_scaling: low_freq_factor must be below high_freq_factor");
 }

@@ -1,6 +1,7 @@
 // Llama 3 on one device. Suffixes name dimensions: B batch, S sequence, D model, V vocabulary.
 
 #include <cmath>
+#include <utility>
 
 #include "titan/core/error.h"
 #include "titan/models/llama3.h"
@@ -62,11 +63,12 @@ TransformerBlockImpl::TransformerBlockImpl(int64_t layer_id, const Llama3Args& a
   register_module("ffn_norm", ffn_norm);
 }
 
-at::Tensor TransformerBlockImpl::forward(const at::Tensor& x_BSD, const at::Tensor& positions) {
+at::Tensor TransformerBlockImpl::forward(const at::Tensor& x_BSD, const at::Tensor& positions,
+                                         const ops::Documents& documents) {
   check_entered_through_ref();
   // The norms add to the residual stream, and what they return of it has the gradients of all its users.
   const ops::NormedSum x = attention_norm(x_BSD, at::Tensor());
-  const ops::NormedSum h = ffn_norm(x.sum, attention(x.normed, positions));
+  const ops::NormedSum h = ffn_norm(x.sum, attention(x.normed, positions, documents));
   return h.sum + feed_forward(h.normed);
 }
 
@@ -98,12 +100,15 @@ void Llama3Impl::layers_dropped() {
 }
 
 at::Tensor Llama3Impl::forward(const at::Tensor& input, const at::Tensor& labels_BS,
-                               int64_t global_valid_tokens) {
+                               int64_t global_valid_tokens, const ops::Documents& documents) {
   check_entered_through_ref();
+  TITAN_CHECK(args_.block_causal() == static_cast<bool>(documents) || input.is_meta(),
+              "llama3: attn_mask_type = \"", args_.attn_mask_type, "\" was called ",
+              documents ? "with" : "without", " the batch's documents");
   TITAN_CHECK(output || !labels_BS.defined(),
               "llama3: only the last pipeline stage has `output` and computes the loss");
   at::Tensor h_BSD = tok_embeddings ? tok_embeddings(input) : input;
-  for (const TransformerBlock& layer : layers) h_BSD = layer(h_BSD);
+  for (const TransformerBlock& layer : layers) h_BSD = layer(h_BSD, at::Tensor(), documents);
   if (norm) h_BSD = norm(h_BSD);
   if (!output) return h_BSD;
   return labels_BS.defined() ? output(h_BSD, labels_BS, global_valid_tokens) : output(h_BSD);
@@ -119,16 +124,18 @@ class TrainableLlama3 final : public train::TrainableModel {
   nn::AnyRef root() override { return model_; }
   at::Tensor hidden(const at::Tensor& input) override {
     TITAN_CHECK(!model_->output, "llama3: a stage with `output` returns a loss, not hidden states");
-    return model_(input);
+    return model_(input, at::Tensor(), int64_t{0}, std::exchange(documents_, {}));
   }
   at::Tensor loss(const at::Tensor& input, const at::Tensor& labels_BS,
                   int64_t global_valid_tokens) override {
-    return model_(input, labels_BS, global_valid_tokens);
+    return model_(input, labels_BS, global_valid_tokens, std::exchange(documents_, {}));
   }
+  void set_documents(const ops::Documents& documents) override { documents_ = documents; }
   const Llama3& model() const { return model_; }
 
  private:
   Llama3 model_;
+  ops::Documents documents_;  // for the next call
 };
 
 train::ModelSizes sizes_of(const Llama3Args& args) {
@@ -136,7 +143,9 @@ train::ModelSizes sizes_of(const Llama3Args& args) {
           .num_heads = args.n_heads,
           .num_kv_heads = args.num_kv_heads(),
           .vocab_size = args.vocab_size,
-          .num_params = num_params(args)};
+          .num_params = num_params(args),
+          .block_causal = args.block_causal(),
+          .eos_id = args.eos_id};
 }
 
 std::unique_ptr<train::TrainableModel> build(Llama3Args args, const train::BuildOptions& options) {

@@ -91,11 +91,17 @@ class Attention(nn.Module):
         self.wv = nn.Linear(args.dim, args.kv_heads * args.head_dim, bias=False)
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
 
-    def forward(self, x_BSD: Tensor, rope: Tensor) -> Tensor:
+    def forward(self, x_BSD: Tensor, rope: Tensor, mask_B1SS: Tensor | None = None) -> Tensor:
+        """`mask`: where a query sees a key; without one, attention is causal."""
         q_BSHE, k_BSKE, v_BSKE = (w(x_BSD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         q_BSHE, k_BSKE = rotate(q_BSHE, rope), rotate(k_BSKE, rope)
         out_BHSE = F.scaled_dot_product_attention(
-            q_BSHE.transpose(1, 2), k_BSKE.transpose(1, 2), v_BSKE.transpose(1, 2), is_causal=True, enable_gqa=True
+            q_BSHE.transpose(1, 2),
+            k_BSKE.transpose(1, 2),
+            v_BSKE.transpose(1, 2),
+            attn_mask=mask_B1SS,
+            is_causal=mask_B1SS is None,
+            enable_gqa=True,
         )
         return self.wo(out_BHSE.transpose(1, 2).flatten(2))
 
@@ -119,8 +125,8 @@ class TransformerBlock(nn.Module):
         self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
 
-    def forward(self, x_BSD: Tensor, rope: Tensor) -> Tensor:
-        h_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rope)
+    def forward(self, x_BSD: Tensor, rope: Tensor, mask_B1SS: Tensor | None = None) -> Tensor:
+        h_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rope, mask_B1SS)
         return h_BSD + self.feed_forward(self.ffn_norm(h_BSD))
 
 
@@ -144,11 +150,11 @@ class Llama3(nn.Module):
             parameter.data = parameter.data.to(dtype)
         self.set_rope(torch.float64 if dtype == torch.float64 else torch.float32)
 
-    def forward(self, tokens_BS: Tensor) -> Tensor:
+    def forward(self, tokens_BS: Tensor, mask_B1SS: Tensor | None = None) -> Tensor:
         """Logits [B, S, V] in the parameters' dtype."""
         x_BSD = self.tok_embeddings(tokens_BS)
         for layer in self.layers.values():
-            x_BSD = layer(x_BSD, self.rope)
+            x_BSD = layer(x_BSD, self.rope, mask_B1SS)
         return self.output(self.norm(x_BSD))
 
     @torch.no_grad()

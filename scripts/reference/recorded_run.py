@@ -55,6 +55,6 @@ def model_args(record: dict) -> ModelArgs:
     )
 
 
-def loss_of(model: Llama3, input_BS: Tensor, labels_BS: Tensor) -> Tensor:
+def loss_of(model: Llama3, input_BS: Tensor, labels_BS: Tensor, mask_B1SS: Tensor | None = None) -> Tensor:
     """The mean loss over the valid labels."""
-    return summed_loss(model(input_BS), labels_BS) / (labels_BS != IGNORE_INDEX).sum()
+    return summed_loss(model(input_BS, mask_B1SS), labels_BS) / (labels_BS != IGNORE_INDEX).sum()

@@ -243,7 +243,8 @@ data::DataLoader build_loader(const JobConfig& config, const Meshes& meshes, con
                               .global_batch_size = table.global_batch_size,
                               .local_batch_size = table.local_batch_size,
                               .seq_len = table.seq_len,
-                              .settings = table.dataloader};
+                              .settings = table.dataloader,
+                              .document_end = document_end(config, tokenizer.get())};
   // A copy from pageable memory would make the host wait for the GPU.
   options.settings.pin_memory |= meshes.world.world().device().is_cuda();
   return data::DataLoader(data::build_feed(feed), options);

@@ -28,6 +28,18 @@ bool runs_on_cpu(const JobConfig& config) {
   return device == "cpu" || (device == "auto" && !dist::gpu_visible());
 }
 
+std::optional<int64_t> document_end(const JobConfig& config, const data::Tokenizer* tokenizer) {
+  const ModelSizes sizes = config.spec().sizes(config.args());
+  if (!sizes.block_causal || sizes.eos_id) return sizes.eos_id;
+  const std::optional<int32_t> end = tokenizer ? tokenizer->eos_id() : std::nullopt;
+  if (!end)
+    throw ConfigError(str("needs the token that ends a document, and ",
+                          tokenizer ? "the tokenizer has no end-of-sequence token"
+                                    : "token ids in files come without a tokenizer",
+                          "; set model.args.eos_id"));
+  return end;
+}
+
 namespace {
 
 // Checks of the job's files: data sets, recorded batches, tokenizer, initial weights. They read only names,
@@ -165,6 +177,28 @@ struct Check {
     const int64_t layers = config.spec().sizes(config.args()).num_layers;
     require(layers == 0 || std::stoll(activations.selective_ac_option) <= layers,
             "activation_checkpoint.selective_ac_option", str("selects no layer: the model has ", layers));
+  }
+
+  // The key is that of the Llamas, and the one to use in other families.
+  static constexpr const char* kMaskKey = "model.args.attn_mask_type";
+
+  void check_document_mask() {
+    if (!config.spec().sizes(config.args()).block_causal) return;
+    for (const Parallelism& parallelism : chosen_parallelisms(config.parallelism)) {
+      const RowAxis& axis = parallelism.axis;
+      require(axis.degree == 1, kMaskKey,
+              str("can't be combined with parallelism.", axis.degree_key, " = ", axis.degree,
+                  ": a rank attends to parts of a row, which doesn't leave out other documents"));
+    }
+    require(
+        !config.compile.enable, kMaskKey,
+        "can't be combined with compile.enable: documents have other sizes in each step, and a CUDA graph "
+        "repeats the sizes of the recorded one");
+  }
+
+  // Without a tokenizer that the job reads, its own problem is reported.
+  void check_document_end(const data::Tokenizer* tokenizer) {
+    if (tokenizer || !config.reads_text()) judge(kMaskKey, [&] { document_end(config, tokenizer); });
   }
 
   void check_precision() {
@@ -531,6 +565,7 @@ CheckedFiles check_job(const JobConfig& config, const config::Origins& origins, 
   check.check_model();
   const std::optional<int> dp_degree = check.check_parallelism(world_size);
   check.check_plan();
+  check.check_document_mask();
   check.check_precision();
   check.check_converters();
   check.check_activations();
@@ -541,7 +576,10 @@ CheckedFiles check_job(const JobConfig& config, const config::Origins& origins, 
   check.check_graphs(world_size);
   check.check_validation(world_size);
   CheckedFiles checked;
-  if (files != JobFiles::Ignore) checked.tokenizer = check.check_tokenizer();
+  if (files != JobFiles::Ignore) {
+    checked.tokenizer = check.check_tokenizer();
+    check.check_document_end(checked.tokenizer.get());
+  }
   if (files == JobFiles::Check) {
     const TrainingSettings& training = config.training;
     check.check_data("training", training, training.global_batch_size, dp_degree, training.steps);

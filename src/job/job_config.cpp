@@ -51,8 +51,8 @@ std::shared_ptr<void> args_of_flavor(const ModelSpec& spec, const std::string& f
     const std::string plain = flavor.substr(0, flavor.size() - std::string_view(suffix).size());
     if (std::ranges::count(flavors, plain) > 0 && std::ranges::count(flavors, flavor) == 0)
       throw ConfigError(str("use \"", plain,
-                            "\": TorchTitan's flavor adds a choice of attention kernel, "
-                            "which doesn't exist here"));
+                            "\" with model.args.attn_mask_type = \"block_causal\": TorchTitan's flavor "
+                            "also chooses an attention kernel, which there is no choice of here"));
   }
   return spec.make_args(flavor);
 }
@@ -211,8 +211,13 @@ config::Schema make_schema() {
 }  // namespace
 
 std::string JobConfig::model_title() const {
-  const bool same = spec().sizes(args()) == spec().sizes(spec().make_args(model.flavor).get());
-  return str(model.name, " ", model.flavor, same ? "" : " with other sizes");
+  const ModelSizes sizes = spec().sizes(args());
+  ModelSizes of_flavor = spec().sizes(spec().make_args(model.flavor).get());
+  // The mask isn't one of the sizes.
+  of_flavor.block_causal = sizes.block_causal;
+  of_flavor.eos_id = sizes.eos_id;
+  return str(model.name, " ", model.flavor, sizes == of_flavor ? "" : " with other sizes",
+             sizes.block_causal ? ", attending within documents" : "");
 }
 
 const config::Schema& job_schema() {

@@ -106,6 +106,10 @@ struct StartReport {
 StartReport check_start(const JobConfig& config, const config::Origins& origins, int world_size,
                         bool all_here);
 
+/// The token that ends a document, if attention stays within documents; else nullopt. `tokenizer` is null if the job reads
+/// no text. Throws ConfigError if neither settings nor tokenizer name the token.
+std::optional<int64_t> document_end(const JobConfig& config, const data::Tokenizer* tokenizer);
+
 /// Whether the ranks will compute on a CPU.
 bool runs_on_cpu(const JobConfig& config);
 

@@ -253,14 +253,18 @@ AttentionImpl::AttentionImpl(const AttentionOptions& options, RotaryEmbedding ro
   wo = register_module("wo", Linear(options.dim, options.dim, output));
 }
 
-at::Tensor AttentionImpl::forward(const at::Tensor& x_BSD, const at::Tensor& positions) {
+at::Tensor AttentionImpl::forward(const at::Tensor& x_BSD, const at::Tensor& positions,
+                                  const ops::Documents& documents) {
   check_entered_through_ref();
+  TITAN_CHECK(
+      !core_ || !documents, "attention '", fqn(),
+      "' was called with documents, and its sequences are spread over ranks, which attend to whole rows");
   const auto split_heads = [this](const at::Tensor& x) { return x.unflatten(-1, {-1, head_dim_}); };
   const std::vector<at::Tensor> products = linears(x_BSD, {&wq, &wk, &wv});
   const auto [q_BSHE, k_BSKE] = rotary_(split_heads(products[0]), split_heads(products[1]), positions);
   const at::Tensor v_BSKE = split_heads(products[2]);
-  const at::Tensor out_BSHE =
-      core_ ? core_->attend(q_BSHE, k_BSKE, v_BSKE) : ops::causal_attention(q_BSHE, k_BSKE, v_BSKE);
+  const at::Tensor out_BSHE = core_ ? core_->attend(q_BSHE, k_BSKE, v_BSKE)
+                                    : ops::causal_attention(q_BSHE, k_BSKE, v_BSKE, documents);
   return wo(out_BSHE.flatten(2));
 }
 

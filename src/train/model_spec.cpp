@@ -14,6 +14,12 @@ at::Tensor TrainableModel::hidden(const at::Tensor& /*input*/) {
               "(TrainableModel::hidden)");
 }
 
+void TrainableModel::set_documents(const ops::Documents& /*documents*/) {
+  TITAN_CHECK(false,
+              "this model attends to whole rows: it can't keep attention within documents "
+              "(TrainableModel::set_documents)");
+}
+
 void keep_stage_modules(TrainableModel& model, const std::vector<std::string>& names) {
   nn::LayerSequence* sequence = nn::layer_sequence(model.root());
   if (!sequence)

@@ -63,6 +63,11 @@ void check_valid_tokens(int64_t global_valid_tokens) {
   TITAN_CHECK(global_valid_tokens > 0, "a step needs at least one valid token, got ", global_valid_tokens);
 }
 
+ops::Documents documents_of(const data::Batch& batch, at::Device device) {
+  if (!batch.document_end) return {};
+  return ops::documents_ending_with(*batch.document_end, batch.input_BS, /*pinned=*/device.is_cuda());
+}
+
 at::Tensor checked_loss(TrainableModel& model, const at::Tensor& input, const at::Tensor& labels_BS,
                         int64_t global_valid_tokens) {
   at::Tensor loss = model.loss(input, labels_BS, global_valid_tokens);

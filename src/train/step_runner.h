@@ -64,6 +64,9 @@ class StepRunner {
 
 /// Throws Error unless global_valid_tokens > 0. Every runner calls it.
 void check_valid_tokens(int64_t global_valid_tokens);
+/// The documents of a batch for TrainableModel::set_documents, in host memory from which a copy to `device` is
+/// asynchronous; none without Batch::document_end.
+ops::Documents documents_of(const data::Batch& batch, at::Device device);
 /// model.loss(), checked: throws Error unless it is a scalar in float32 or float64.
 at::Tensor checked_loss(TrainableModel& model, const at::Tensor& input, const at::Tensor& labels_BS,
                         int64_t global_valid_tokens);

@@ -18,6 +18,7 @@ at::Tensor WholeModelRunner::forward_backward(const std::vector<data::Batch>& ba
     at::Tensor loss;
     {
       const dist::TraceRange traced([&] { return str("forward ", i); });
+      set_documents(batches[i]);
       loss = checked_loss(model, copies_.on_device(batches[i].input_BS),
                           copies_.on_device(batches[i].labels_BS), global_valid_tokens);
       total.add_(loss.detach());
@@ -32,9 +33,15 @@ at::Tensor WholeModelRunner::forward_backward(const std::vector<data::Batch>& ba
 at::Tensor WholeModelRunner::forward(const data::Batch& batch, int64_t global_valid_tokens) {
   check_valid_tokens(global_valid_tokens);
   const dist::TraceRange traced([] { return "forward 0"; });
+  set_documents(batch);
   const at::Tensor loss = checked_loss(*models_[0].model, copies_.on_device(batch.input_BS),
                                        copies_.on_device(batch.labels_BS), global_valid_tokens);
   return loss.detach().to(at::kDouble);
+}
+
+void WholeModelRunner::set_documents(const data::Batch& batch) {
+  if (const ops::Documents documents = documents_of(batch, device_))
+    models_[0].model->set_documents({copies_.on_device(documents.starts), documents.longest});
 }
 
 }  // namespace titan::train

@@ -23,6 +23,8 @@ class WholeModelRunner final : public StepRunner {
   const std::vector<ModelPart>& models() const override { return models_; }
 
  private:
+  void set_documents(const data::Batch& batch);
+
   std::vector<ModelPart> models_;
   at::Device device_;
   BatchCopies copies_;

@@ -90,7 +90,7 @@ Outcome run_spread(const LlamaCase& llama, const Batch& batch, const Precision& 
   for (int m = 0; m < variant.micro_batches; ++m) {
     set_last_micro_batch(model->root(), m + 1 == variant.micro_batches);
     const Batch part = mine.rows(m, variant.micro_batches);
-    const at::Tensor part_loss = model->loss(part.tokens.to(device()), part.labels.to(device()), num_valid);
+    const at::Tensor part_loss = loss_of(*model, part, num_valid);
     part_loss.backward();
     loss += part_loss.item<double>();
   }
@@ -130,6 +130,7 @@ bool fits(const LlamaCase& llama, const Variant& variant) {
   std::vector<train::KeyedProblem> problems;
   train::check_divisibility(variant.dims, sizes, llama.seq_len, problems);
   const int rows = variant.dims.batch_degree() * variant.micro_batches;
+  if (has_documents(llama) && variant.dims.row_degree() > 1) return false;  // refused
   return problems.empty() && llama.rows % rows == 0;
 }
 
@@ -230,6 +231,7 @@ LlamaCase one_row() {
 }
 
 LlamaCase mini() { return small("mini"); }
+LlamaCase documents() { return small("documents", in_documents()); }
 
 // The model is built in the test, where the number of ranks is known.
 struct CompositionCase {
@@ -259,7 +261,9 @@ INSTANTIATE_TEST_SUITE_P(
                       CompositionCase{"odd_sizes", odd_sizes, kFloat32},
                       CompositionCase{"tiny_vocabulary", tiny_vocabulary, kFloat64},
                       CompositionCase{"tiny_feed_forward", tiny_feed_forward, kFloat64},
-                      CompositionCase{"tied", tied, kFloat64}, CompositionCase{"one_row", one_row, kFloat64}),
+                      CompositionCase{"tied", tied, kFloat64}, CompositionCase{"one_row", one_row, kFloat64},
+                      CompositionCase{"documents", documents, kFloat64},
+                      CompositionCase{"documents", documents, kFloat32}),
     [](const auto& info) { return str(info.param.name, "_", info.param.precision.name); });
 
 TEST(CompositionIn16Bits, IsAsCloseToFp32AsOneRank) {

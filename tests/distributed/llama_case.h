@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -68,6 +69,13 @@ inline LlamaCase tied_llama() {
   return llama;
 }
 
+/// Attention within documents, whose last tokens come from a small vocabulary.
+inline std::map<std::string, config::Value> in_documents() {
+  return {
+      {"attn_mask_type", std::string("block_causal")}, {"eos_id", int64_t{5}}, {"vocab_size", int64_t{12}}};
+}
+inline bool has_documents(const LlamaCase& llama) { return llama.args.contains("eos_id"); }
+
 inline const train::ModelSpec& llama_spec() {
   cli::register_builtin_models();
   return *train::model_specs().get("llama3");
@@ -120,10 +128,12 @@ inline std::unique_ptr<train::TrainableModel> build_sharded_llama(const LlamaCas
 struct Batch {
   at::Tensor tokens;
   at::Tensor labels;
+  std::optional<int64_t> document_end = {};
   int64_t num_valid() const { return labels.ne(-100).sum().item<int64_t>(); }
   /// The rows first, first + step, ...
   Batch rows(int64_t first, int64_t step) const {
-    return {tokens.slice(0, first, {}, step).contiguous(), labels.slice(0, first, {}, step).contiguous()};
+    return {tokens.slice(0, first, {}, step).contiguous(), labels.slice(0, first, {}, step).contiguous(),
+            document_end};
   }
 };
 
@@ -136,7 +146,15 @@ inline Batch random_batch(const LlamaCase& llama, uint64_t seed) {
   for (int64_t row = 0; row < llama.rows; ++row)
     batch.labels[row].slice(0, 0, row * 5 % llama.seq_len).fill_(-100);
   if (llama.rows > 1) batch.labels[1].fill_(-100);
+  if (has_documents(llama)) batch.document_end = std::get<int64_t>(llama.args.at("eos_id"));
   return batch;
+}
+
+/// The loss of a batch's rows, divided by `num_valid`.
+inline at::Tensor loss_of(train::TrainableModel& model, const Batch& rows, int64_t num_valid) {
+  if (rows.document_end)
+    model.set_documents(ops::documents_ending_with(*rows.document_end, rows.tokens).to(device()));
+  return model.loss(rows.tokens.to(device()), rows.labels.to(device()), num_valid);
 }
 
 /// Runs forward and backward over this rank's rows (rank, rank + degree, ...) in `micro_batches` parts.
@@ -149,7 +167,7 @@ inline double forward_backward(train::TrainableModel& model, const Batch& batch,
   for (int m = 0; m < micro_batches; ++m) {
     set_last_micro_batch(model.root(), m + 1 == micro_batches);
     Batch part = mine.rows(m, micro_batches);
-    at::Tensor part_loss = model.loss(part.tokens.to(device()), part.labels.to(device()), num_valid);
+    at::Tensor part_loss = loss_of(model, part, num_valid);
     part_loss.backward();
     loss += part_loss.item<double>();
   }

@@ -117,7 +117,7 @@ inline std::vector<data::Batch> micro_batches_of(const Batch& batch, int count) 
   std::vector<data::Batch> result;
   for (int m = 0; m < count; ++m) {
     const Batch part = batch.rows(m, count);
-    result.push_back({part.tokens, part.labels, part.num_valid()});
+    result.push_back({part.tokens, part.labels, part.num_valid(), part.document_end});
   }
   return result;
 }

@@ -98,6 +98,7 @@ bool fits(const LlamaCase& llama, const Variant& variant) {
   const auto sizes = llama_spec().sizes(make_args(llama).get());
   std::vector<train::KeyedProblem> problems;
   train::check_divisibility(variant.dims, sizes, llama.seq_len, problems);
+  if (has_documents(llama) && variant.dims.row_degree() > 1) return false;  // refused
   return problems.empty() && variant.stages <= sizes.num_layers + 2;
 }
 
@@ -208,7 +209,8 @@ TEST_P(Pipeline, EqualsOneRank) {
 INSTANTIATE_TEST_SUITE_P(Models, Pipeline,
                          ::testing::Values(PipelineCase{small("pipelined"), kFloat64, /*crossed=*/true},
                                            PipelineCase{small("pipelined"), kFloat32},
-                                           PipelineCase{shallow(), kFloat64}, PipelineCase{tied(), kFloat64}),
+                                           PipelineCase{shallow(), kFloat64}, PipelineCase{tied(), kFloat64},
+                                           PipelineCase{small("documents", in_documents()), kFloat32}),
                          [](const auto& info) {
                            return info.param.llama.name + "_" + info.param.precision.name;
                          });

@@ -13,6 +13,7 @@
 // one is computed.
 
 #include <chrono>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -56,6 +57,7 @@ struct LoaderOptions {
   int64_t local_batch_size = 1;    ///< rows of a micro-batch
   int64_t seq_len = 0;
   DataloaderSettings settings;
+  std::optional<int64_t> document_end = std::nullopt;  ///< passed on with each batch
 };
 
 /// One micro-batch in contiguous host memory, which isn't reused while the batch is held.
@@ -63,6 +65,8 @@ struct Batch {
   at::Tensor input_BS;       ///< int64
   at::Tensor labels_BS;      ///< int64; -100 doesn't count
   int64_t valid_tokens = 0;  ///< labels that count
+  /// The last token of each document, if attention has to stay within documents (ops::documents_ending_with).
+  std::optional<int64_t> document_end = std::nullopt;
 };
 
 class Prefetcher;

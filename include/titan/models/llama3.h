@@ -46,10 +46,14 @@ struct Llama3Args {
   int64_t max_seq_len = 131072;  ///< positions in the rotary table; the trainer sets it to training.seq_len
   bool depth_init = true;        ///< deeper layers start with smaller output weights
   bool tie_embeddings = false;   ///< one matrix for tok_embeddings and output
+  std::string attn_mask_type = "causal";  ///< "block_causal": attention stays within the documents of a row
+  std::optional<int64_t> eos_id =
+      std::nullopt;  ///< for block_causal: a document's last token; unset: the tokenizer's
 
   int64_t head_dim() const { return dim / n_heads; }
   int64_t num_kv_heads() const { return n_kv_heads.value_or(n_heads); }
   int64_t ffn_hidden_dim() const;
+  bool block_causal() const { return attn_mask_type == "block_causal"; }
 };
 void describe(config::Table<Llama3Args>& table);
 
@@ -71,7 +75,8 @@ class TransformerBlockImpl : public nn::Module {
   TransformerBlockImpl(int64_t layer_id, const Llama3Args& args, const nn::RotaryEmbedding& rotary,
                        const nn::Construct& construct);
   /// x: [B, S, D]; positions: int64 [S] or [B, S], or undefined for 0..S-1.
-  at::Tensor forward(const at::Tensor& x_BSD, const at::Tensor& positions = {});
+  at::Tensor forward(const at::Tensor& x_BSD, const at::Tensor& positions = {},
+                     const ops::Documents& documents = {});
 
   nn::Attention attention;
   nn::FeedForward feed_forward;
@@ -87,9 +92,10 @@ class Llama3Impl : public nn::Module, public nn::LayerSequence {
   explicit Llama3Impl(const Llama3Args& args, const nn::Construct& construct = {});
 
   /// Tokens, int64 [B, S], to logits [B, S, V]. With labels, int64 [B, S], where -100 is ignored: the sum of
-  /// the token losses divided by `global_valid_tokens`, a scalar of at least fp32.
+  /// the token losses divided by `global_valid_tokens`, a scalar of at least fp32. A block_causal model needs the
+  /// batch's `documents`, except on the meta device.
   at::Tensor forward(const at::Tensor& input, const at::Tensor& labels_BS = {},
-                     int64_t global_valid_tokens = 0);
+                     int64_t global_valid_tokens = 0, const ops::Documents& documents = {});
 
   const Llama3Args& args() const { return args_; }
 

@@ -273,7 +273,9 @@ class AttentionImpl : public Module, public AttentionUser {
  public:
   /// `rotary` is shared with the other layers; it belongs to the model.
   AttentionImpl(const AttentionOptions& options, RotaryEmbedding rotary);
-  at::Tensor forward(const at::Tensor& x_BSD, const at::Tensor& positions = {});
+  /// With `documents`, tokens attend within their documents; not through an attention core.
+  at::Tensor forward(const at::Tensor& x_BSD, const at::Tensor& positions = {},
+                     const ops::Documents& documents = {});
   void set_attention_core(std::shared_ptr<AttentionCore> core) override { core_ = std::move(core); }
 
   Linear wq, wk, wv, wo;

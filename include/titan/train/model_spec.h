@@ -32,6 +32,7 @@
 #include "titan/core/error.h"
 #include "titan/core/registry.h"
 #include "titan/nn/hooks.h"
+#include "titan/ops/documents.h"
 #include "titan/parallel/activation_checkpoint.h"
 #include "titan/parallel/fsdp.h"
 #include "titan/parallel/parallelism.h"
@@ -58,6 +59,10 @@ class TrainableModel {
   /// result covers this rank's tokens: its part of each row under parallelisms that share rows, and its part
   /// of those tokens under sequence parallelism. The default throws Error: the model can't be a stage.
   virtual at::Tensor hidden(const at::Tensor& input);
+  /// Called before the loss() or hidden() of a batch in whose rows attention has to stay within documents
+  /// (ModelSizes::block_causal), with the documents of that call. They are on the model's device. The default throws
+  /// Error: the model attends to whole rows.
+  virtual void set_documents(const ops::Documents& documents);
 };
 
 /// Sizes that are checked against data and parallelism.
@@ -67,6 +72,9 @@ struct ModelSizes {
   int64_t num_kv_heads = 0;
   int64_t vocab_size = 0;
   int64_t num_params = 0;
+  bool block_causal = false;  ///< attention stays within the documents of a row
+  std::optional<int64_t> eos_id =
+      std::nullopt;  ///< with block_causal, a document's last token; unset: the tokenizer's
 
   bool operator==(const ModelSizes&) const = default;
 };

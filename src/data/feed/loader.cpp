@@ -250,7 +250,8 @@ std::optional<std::vector<Batch>> DataLoader::make_step() {
     int64_t valid = 0;
     for (int64_t row = first; row < std::min<int64_t>(first + rows, step.valid.size()); ++row)
       valid += step.valid[row];
-    batches.push_back({step.input.narrow(0, first, rows), step.labels.narrow(0, first, rows), valid});
+    batches.push_back({step.input.narrow(0, first, rows), step.labels.narrow(0, first, rows), valid,
+                       options_.document_end});
   }
   return batches;
 }

@@ -87,8 +87,11 @@ std::vector<data::Batch> split_rows(const std::vector<data::Batch>& batches, int
     }
     TITAN_CHECK(rows > 0 && all % rows == 0, "a batch of ", all,
                 " rows can't be split into micro-batches of ", rows);
-    for (int64_t first = 0; first < all; first += rows)
-      parts.push_back({batch.input_BS.narrow(0, first, rows), batch.labels_BS.narrow(0, first, rows)});
+    for (int64_t first = 0; first < all; first += rows) {
+      data::Batch part{batch.input_BS.narrow(0, first, rows), batch.labels_BS.narrow(0, first, rows)};
+      part.document_end = batch.document_end;
+      parts.push_back(std::move(part));
+    }
   }
   return parts;
 }
@@ -234,6 +237,8 @@ class RunningStep {
     TrainableModel& model = *runner_.stages_[due.stage].model;
     const at::Tensor input = input_of(due, cell);
     if (!at::GradMode::is_enabled()) cell.input.reset();  // no backward will need it
+    if (const ops::Documents documents = documents_of(batch_of(due), runner_.device_))
+      model.set_documents(documents.to(runner_.device_));
     if (is_last(due)) {
       const at::Tensor loss =
           checked_loss(model, input, on_device(batch_of(due).labels_BS), global_valid_tokens_);

@@ -122,6 +122,41 @@ TEST(Llama3, DoesNotLookAhead) {
   EXPECT_GT(testing::relative_error(after.narrow(1, 9, 1), before.narrow(1, 9, 1)), 1e-3);
 }
 
+// Token 49 ends documents.
+Llama3Args in_documents() {
+  Llama3Args args = small_llama(false, 2);
+  args.attn_mask_type = "block_causal";
+  return args;
+}
+
+// Rotary angles matter only by their differences, so a document's logits don't depend on where it lies in its row.
+TEST(Llama3, ADocumentHasTheLogitsThatItHasAlone) {
+  const Llama3 model(in_documents(), deferred(at::kCPU));
+  materialize(model, 1);
+  at::NoGradGuard no_grad;
+  const at::Tensor tokens = at::randint(49, {2, 16}, at::kLong);
+  tokens[0][4] = tokens[0][11] = tokens[1][15] = 49;
+  const auto logits_of = [&](const at::Tensor& rows) {
+    return model(rows, at::Tensor(), 0, ops::documents_ending_with(49, rows));
+  };
+  const at::Tensor packed = logits_of(tokens);
+  for (const auto& [row, first, count] : {std::tuple{0, 0, 5}, {0, 5, 7}, {0, 12, 4}, {1, 0, 16}}) {
+    const auto part = [&](const at::Tensor& x) {
+      return x.narrow(0, row, 1).narrow(1, first, count).contiguous();
+    };
+    EXPECT_CLOSE(part(packed), logits_of(part(tokens)), 1e-5) << row << " " << first;
+  }
+}
+
+TEST(Llama3, NeedsTheDocumentsThatItsMaskIsFor) {
+  const Llama3 masked(in_documents(), deferred(at::kCPU)), causal(small_llama(false, 2), deferred(at::kCPU));
+  materialize(masked, 1);
+  materialize(causal, 1);
+  const at::Tensor tokens = at::zeros({1, 4}, at::kLong);
+  EXPECT_THROW(masked(tokens), Error);
+  EXPECT_THROW(causal(tokens, at::Tensor(), 0, ops::documents_ending_with(0, tokens)), Error);
+}
+
 TEST(Llama3, RefusesSequencesBeyondItsTable) {
   const Llama3 model(small_llama(false, 2), deferred(at::kCPU));
   materialize(model, 1);
