@@ -74,6 +74,7 @@ at::Tensor TransformerBlockImpl::forward(const at::Tensor& x_BSD, const at::Tens
 
 Llama3Impl::Llama3Impl(const Llama3Args& args, const nn::Construct& construct)
     : args_(args),
+      block_causal_(args.block_causal()),
       tok_embeddings(args.vocab_size, args.dim, construct),
       rotary(rotary_options(args, construct)),
       norm(args.dim, args.norm_eps, construct),
@@ -102,9 +103,9 @@ void Llama3Impl::layers_dropped() {
 at::Tensor Llama3Impl::forward(const at::Tensor& input, const at::Tensor& labels_BS,
                                int64_t global_valid_tokens, const ops::Documents& documents) {
   check_entered_through_ref();
-  TITAN_CHECK(args_.block_causal() == static_cast<bool>(documents) || input.is_meta(),
-              "llama3: attn_mask_type = \"", args_.attn_mask_type, "\" was called ",
-              documents ? "with" : "without", " the batch's documents");
+  TITAN_CHECK(block_causal_ == static_cast<bool>(documents) || input.is_meta(), "llama3: attn_mask_type = \"",
+              args_.attn_mask_type, "\" was called ", documents ? "with" : "without",
+              " the batch's documents");
   TITAN_CHECK(output || !labels_BS.defined(),
               "llama3: only the last pipeline stage has `output` and computes the loss");
   at::Tensor h_BSD = tok_embeddings ? tok_embeddings(input) : input;

@@ -131,7 +131,7 @@ TEST(PipelineMemory, MatchesTheSimulator) {
     const double of_stage = whole * world().size() / stages;
     const double expected = of_stage * measured.simulated.peak_live, held = of_stage * measured.held;
     EXPECT_LE(measured.peak_bytes, 1.15 * expected + layer) << traits.name;
-    EXPECT_LE(measured.peak_bytes, 1.04 * held + 1.2 * layer) << traits.name;
+    EXPECT_LE(measured.peak_bytes, 1.04 * held + 1.3 * layer) << traits.name;
     EXPECT_GE(measured.peak_bytes, 0.95 * expected) << traits.name;
     print_row(traits.name, measured.peak_bytes / whole, expected / whole, held / whole);
   }

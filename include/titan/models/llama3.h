@@ -102,6 +102,7 @@ class Llama3Impl : public nn::Module, public nn::LayerSequence {
  private:
   void layers_dropped() override;
   Llama3Args args_;
+  bool block_causal_;  // a forward compares no strings
 
  public:
   nn::Embedding tok_embeddings;
