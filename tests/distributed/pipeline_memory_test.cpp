@@ -120,8 +120,9 @@ void print_row(std::string_view schedule, double peak, double simulated, double 
 }
 
 // The simulator counts activations between I and W as whole; with their actual size the bound is narrower.
-// Beyond the schedule's micro-batches, a rank has only the temporary memory of a layer's backward, which is
-// less than half of the smallest part that a stage could hold for too long.
+// Beyond the schedule's micro-batches, a rank has only the temporary memory of a layer's backward. It is most in
+// SwiGLU's, which makes its output again beside both gradients, and less than the smallest part that a stage could hold
+// for too long, which is two layers.
 TEST(PipelineMemory, MatchesTheSimulator) {
   const double whole = bytes_of_micro_batch();
   const double layer = whole * world().size() / kLayers;
@@ -131,7 +132,7 @@ TEST(PipelineMemory, MatchesTheSimulator) {
     const double of_stage = whole * world().size() / stages;
     const double expected = of_stage * measured.simulated.peak_live, held = of_stage * measured.held;
     EXPECT_LE(measured.peak_bytes, 1.15 * expected + layer) << traits.name;
-    EXPECT_LE(measured.peak_bytes, 1.04 * held + 1.3 * layer) << traits.name;
+    EXPECT_LE(measured.peak_bytes, 1.04 * held + 1.5 * layer) << traits.name;
     EXPECT_GE(measured.peak_bytes, 0.95 * expected) << traits.name;
     print_row(traits.name, measured.peak_bytes / whole, expected / whole, held / whole);
   }
