@@ -31,11 +31,14 @@ bool runs_on_cpu(const JobConfig& config) {
 std::optional<int64_t> document_end(const JobConfig& config, const data::Tokenizer* tokenizer) {
   const ModelSizes sizes = config.spec().sizes(config.args());
   if (!sizes.block_causal || sizes.eos_id) return sizes.eos_id;
-  const std::optional<int32_t> end = tokenizer ? tokenizer->eos_id() : std::nullopt;
+  // Those in files may come from another tokenizer than that of the validation's text.
+  const bool reads_ids = config.training.dataset == kStoredTokens ||
+                         (config.validation.enable && config.validation.dataset == kStoredTokens);
+  const std::optional<int32_t> end = tokenizer && !reads_ids ? tokenizer->eos_id() : std::nullopt;
   if (!end)
     throw ConfigError(str("needs the token that ends a document, and ",
-                          tokenizer ? "the tokenizer has no end-of-sequence token"
-                                    : "token ids in files come without a tokenizer",
+                          tokenizer && !reads_ids ? "the tokenizer has no end-of-sequence token"
+                                                  : "token ids in files come without a tokenizer",
                           "; set model.args.eos_id"));
   return end;
 }
@@ -212,7 +215,10 @@ struct Check {
     const std::pair<const char*, bool> own_steps[] = {
         {"optimizer.state_dtype", optimizer.state_dtype.has_value()},
         {"optimizer.stochastic_rounding", optimizer.stochastic_rounding}};
+    const bool reads_them = !optim::optimizers().contains(optimizer.name) ||
+                            optim::optimizers().get(optimizer.name).reads_state_dtype;
     for (const auto& [key, on] : own_steps) {
+      require(!on || reads_them, key, str("isn't read by the optimizer \"", optimizer.name, "\""));
       require(!on || !doubles, key, "can't be combined with training.dtype = \"float64\"");
       require(!on || optimizer.implementation == "fused", key, "needs optimizer.implementation = \"fused\"");
     }

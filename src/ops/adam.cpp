@@ -18,6 +18,10 @@ void check_adam(at::TensorList params, at::TensorList grads, at::TensorList exp_
                 at::TensorList exp_avg_sqs, at::IntArrayRef places) {
   TITAN_CHECK(places.size() == 4 * params.size(), "adam_: ", params.size(), " parameters and ", places.size(),
               " numbers of their places");
+  TITAN_CHECK(grads.size() == params.size() && exp_avgs.size() == params.size() &&
+                  exp_avg_sqs.size() == params.size(),
+              "adam_: lists of ", params.size(), ", ", grads.size(), ", ", exp_avgs.size(), " and ",
+              exp_avg_sqs.size(), " tensors");
   for (size_t i = 0; i < params.size(); ++i) {
     const auto check = [&](const Tensor& tensor, at::ScalarType dtype) {
       TITAN_CHECK((dtype == at::kFloat || dtype == at::kBFloat16) && tensor.scalar_type() == dtype &&
@@ -25,10 +29,11 @@ void check_adam(at::TensorList params, at::TensorList grads, at::TensorList exp_
                   "adam_: expected ", params[i].numel(), " contiguous elements of fp32 or bf16, got ",
                   tensor.sizes(), " of ", tensor.scalar_type(), ", with strides ", tensor.strides());
     };
-    check(params[i], params[i].scalar_type());
-    check(grads[i], params[i].scalar_type());
-    check(exp_avgs[i], exp_avgs[i].scalar_type());
-    check(exp_avg_sqs[i], exp_avgs[i].scalar_type());
+    check(params[i], params[0].scalar_type());
+    check(grads[i], params[0].scalar_type());
+    check(exp_avgs[i], exp_avgs[0].scalar_type());
+    check(exp_avg_sqs[i], exp_avgs[0].scalar_type());
+    TITAN_CHECK(places[4 * i + 2] > 0, "adam_: rows of ", places[4 * i + 2], " elements");
   }
 }
 

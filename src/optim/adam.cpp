@@ -187,8 +187,7 @@ OptimizerSpec with_decay(WeightDecay decay) {
                                     "optimizer.stochastic_rounding, which need \"fused\""));
             return name == "fused";
           },
-      // The scale is fp32, which is too coarse for float64. On a CPU one more pass costs little, and its numbers are those of clipping
-      // before the step.
+      // LibTorch's kernels scale in fp32, which is too coarse for float64. On CPUs they don't scale: one more pass costs little there.
       .takes_grad_factor =
           [](const OptimizerSettings& settings, const at::Tensor& param) {
             return is_own_step(settings, param.scalar_type()) || is_fused_in_fp32(settings, param);

@@ -58,6 +58,11 @@ StepGraphs::Kind StepGraphs::kind_of(const StepInput& input) {
 
 ClippedStep StepGraphs::run(int64_t step, const StepInput& input) {
   running_ = nullptr;
+  for (const data::Batch& batch : input.batches)
+    TITAN_CHECK(!batch.document_end,
+                "a step with attention within documents can't be recorded as a CUDA graph: documents differ "
+                "from step to "
+                "step");
   const Kind kind = kind_of(input);
   const auto known = recorded_.find(kind);
   if (known != recorded_.end()) return launch(*known->second, input);

@@ -169,6 +169,7 @@ class OptimizerSpec {
         }),
         takes_grad_factor(erased(std::move(rule.takes_grad_factor))),
         takes_lr_on_device(erased(std::move(rule.takes_lr_on_device))),
+        reads_state_dtype(static_cast<bool>(rule.state_dtype)),
         state_dtype([dtype = std::move(rule.state_dtype)](const void* args, at::ScalarType of_param) {
           return dtype ? dtype(*static_cast<const Args*>(args), of_param) : of_param;
         }) {}
@@ -179,6 +180,8 @@ class OptimizerSpec {
   std::function<bool(const void* args)> runs_on_device;
   std::function<bool(const void* args, const at::Tensor& param)> takes_grad_factor;
   std::function<bool(const void* args, const at::Tensor& param)> takes_lr_on_device;
+  bool reads_state_dtype =
+      false;  ///< false: OptimizerSettings::state_dtype and stochastic_rounding have no effect
   std::function<at::ScalarType(const void* args, at::ScalarType of_param)> state_dtype;
 
  private:

@@ -87,6 +87,7 @@ class Prefetcher {
         num_workers_(std::clamp<int64_t>(options.settings.num_workers, 1, std::max<int64_t>(1, num_lanes_))),
         num_ahead_(options.settings.prefetch_factor.value_or(2)),
         pin_memory_(options.settings.pin_memory),
+        padding_(options.document_end == 0 ? 1 : 0),
         slots_(num_ahead_ + kSlotsInUse) {
     TITAN_INTERNAL_ASSERT(num_lanes_ <= num_rows_ && num_ahead_ >= 1);
     for (int64_t worker = 0; worker < num_workers_; ++worker)
@@ -166,7 +167,7 @@ class Prefetcher {
       if (!pin_memory_ && is_ours_alone(*tensor)) continue;
       *tensor = at::empty({num_rows_, seq_len_}, at::TensorOptions(at::kLong).pinned_memory(pin_memory_));
     }
-    slot.step.input.narrow(0, num_lanes_, num_rows_ - num_lanes_).zero_();
+    slot.step.input.narrow(0, num_lanes_, num_rows_ - num_lanes_).fill_(padding_);
     slot.step.labels.narrow(0, num_lanes_, num_rows_ - num_lanes_).fill_(kIgnoredLabel);
     slot.prepared_for = step;
   }
@@ -185,6 +186,8 @@ class Prefetcher {
   std::vector<std::unique_ptr<Lane>> lanes_;
   const int64_t num_lanes_, num_rows_, seq_len_, num_workers_, num_ahead_;
   const bool pin_memory_;
+  int64_t
+      padding_;  // a token of rows without data that ends no document: each document takes memory on a GPU
   std::vector<Slot> slots_;
   int64_t num_taken_ = 0;
   std::mutex mutex_;

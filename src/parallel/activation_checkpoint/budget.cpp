@@ -312,7 +312,10 @@ class BudgetHook final : public nn::CheckpointHook {
     const std::optional<Level> level = plan_->level_of(layer_);
     if (level == Level::None) return run(inputs);
     if (!parameters_) parameters_ = std::make_shared<const ParameterStorages>(host.as_module());
-    RecomputeParts parts{.parameters = parameters_, .products = nullptr, .observer = nullptr};
+    if (!without_buffers_)
+      without_buffers_ =
+          std::make_shared<const ParameterStorages>(host.as_module(), ParameterStorages::Buffers::Without);
+    RecomputeParts parts{.parameters = without_buffers_, .products = nullptr, .observer = nullptr};
     if (level == Level::Op) parts.products = products_;
     if (!level) parts.observer = make_probe(inputs);
     return forward_to_recompute(host, inputs, std::move(run), options_, parts);
@@ -330,6 +333,7 @@ class BudgetHook final : public nn::CheckpointHook {
   ActivationCheckpointOptions options_;
   std::shared_ptr<ProductChoice> products_;
   std::shared_ptr<const ParameterStorages> parameters_;
+  std::shared_ptr<const ParameterStorages> without_buffers_;  // for recomputations, which write buffers again
 };
 
 }  // namespace

@@ -503,7 +503,10 @@ TensorList forward_to_recompute(nn::HookHost& host, const TensorList& inputs, nn
 
 TensorList RecomputeHook::call(nn::HookHost& host, const TensorList& inputs, Run run) {
   if (!at::GradMode::is_enabled()) return run(inputs);
-  if (!parameters_) parameters_ = std::make_shared<const ParameterStorages>(host.as_module());
+  // A forward may write buffers, and a recomputation writes them again.
+  if (!parameters_)
+    parameters_ =
+        std::make_shared<const ParameterStorages>(host.as_module(), ParameterStorages::Buffers::Without);
   return forward_to_recompute(host, inputs, std::move(run), options_, {parameters_, products_, nullptr});
 }
 

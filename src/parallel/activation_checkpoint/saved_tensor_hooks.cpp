@@ -68,10 +68,12 @@ at::Tensor without_graph(const at::Tensor& tensor) {
   return bare;
 }
 
-ParameterStorages::ParameterStorages(const torch::nn::Module& module) {
-  for (const auto& list : {module.parameters(), module.buffers()})
-    for (const at::Tensor& tensor : list)
-      if (tensor.has_storage()) storages_.push_back(tensor.storage().unsafeGetStorageImpl());
+ParameterStorages::ParameterStorages(const torch::nn::Module& module, Buffers buffers) {
+  std::vector<at::Tensor> tensors = module.parameters();
+  if (buffers == Buffers::With)
+    for (at::Tensor& buffer : module.buffers()) tensors.push_back(std::move(buffer));
+  for (const at::Tensor& tensor : tensors)
+    if (tensor.has_storage()) storages_.push_back(tensor.storage().unsafeGetStorageImpl());
   std::sort(storages_.begin(), storages_.end());
 }
 

@@ -58,7 +58,8 @@ at::Tensor without_graph(const at::Tensor& tensor);
 class ParameterStorages {
  public:
   ParameterStorages() = default;
-  explicit ParameterStorages(const torch::nn::Module& module);
+  enum class Buffers { With, Without };
+  explicit ParameterStorages(const torch::nn::Module& module, Buffers buffers = Buffers::With);
   bool contains(const at::Tensor& tensor) const;
 
  private:

@@ -176,8 +176,11 @@ TEST_P(Float8Device, CastsOfManyEqualTheComposition) {
       for (const bool by_vector : {false, true})
         for (const bool transposed : {false, true})
           for (const bool power_of_two : {false, true}) {
-            const std::vector<at::Tensor> xs = matrices(from);
-            std::vector<at::Tensor> moved;
+            // Rows that a GPU's kernel takes, of several lengths in one launch, or matrices of any size.
+            std::vector<at::Tensor> xs, moved;
+            for (const at::Tensor& x : matrices(from))
+              if (!by_vector || x.size(1) % 16 == 0) xs.push_back(x);
+            for (const int64_t length : {48, 16384}) xs.push_back(at::randn({3, length}).to(from));
             for (const at::Tensor& x : xs) moved.push_back(there(x));
             const auto [data, scales, inverses] =
                 composite::cast_many(xs, {}, to, power_of_two, by_vector, transposed);
@@ -240,12 +243,16 @@ TEST_P(Float8Device, HistoriesAreUpdatedAsByTheComposition) {
                largest = at::zeros({300}), largest_there = there(largest.clone());
     pending[7] = 0;
     pending_there[7] = 0;
+    const at::Tensor before = history.clone(), found = pending.clone();
     update_histories(history_there, pending_there, largest_there);
     composite::update_histories(history, pending, largest);
     expect_same(history_there, history, "history");
     expect_same(largest_there, largest, "largest");
     expect_same(pending_there, pending, "pending");
     EXPECT_EQ(pending.abs().max().item<float>(), 0.0F);
+    const at::Tensor expected = at::cat({found.unsqueeze(1), before.narrow(1, 0, steps - 1)}, 1);
+    expect_same(history, expected, "the found magnitude before the older ones");
+    expect_same(largest, expected.amax(1), "the largest of a history");
   }
 }
 
