@@ -72,7 +72,8 @@ struct Index {
 
 template <class P, class S>
 __global__ void __launch_bounds__(kThreads, 4)
-    adam_kernel(AdamTensors in, adam::Rule rule, const double* grad_factor, const float* skip) {
+    adam_kernel(AdamTensors in, adam::Rule rule, const double* grad_factor, const float* skip,
+                const float* lr) {
   if (skip && *skip == 1) return;
   int which = 0;
   while (which + 1 < in.num_tensors && in.first_block[which + 1] <= static_cast<int>(blockIdx.x)) ++which;
@@ -83,6 +84,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   __shared__ adam::Factors factors;
   __shared__ uint64_t of_row, column_of_first;
   if (threadIdx.x == 0) {
+    if (lr) rule.lr = *lr;
     factors = adam::factors_of(rule, *x.step, grad_factor ? *grad_factor : 1);
     const int64_t row = begin / x.place.row;
     of_row = static_cast<uint64_t>(x.place.first + row * x.place.pitch);
@@ -139,7 +141,7 @@ void with_element(titan::cuda::Source source, Launch launch) {
 }  // namespace
 
 void launch_adam(AdamTensors in, AdamSources sources, const adam::Rule& rule, const double* grad_factor,
-                 const float* skip, cudaStream_t stream) {
+                 const float* skip, const float* lr, cudaStream_t stream) {
   int64_t blocks = 0;
   for (int i = 0; i < in.num_tensors; ++i) {
     in.first_block[i] = static_cast<int>(blocks);
@@ -148,7 +150,7 @@ void launch_adam(AdamTensors in, AdamSources sources, const adam::Rule& rule, co
   with_element(sources.param, [&]<class P>(P) {
     with_element(sources.state, [&]<class S>(S) {
       launch_kernel(adam_kernel<P, S>, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), stream, in, rule,
-                    grad_factor, skip);
+                    grad_factor, skip, lr);
     });
   });
 }

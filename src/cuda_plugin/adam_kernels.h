@@ -35,8 +35,9 @@ struct AdamSources {
   titan::cuda::Source param, state;
 };
 
-/// grad_factor: null, or multiplies the gradients, which aren't written. skip: null, or if it is 1, nothing changes.
+/// grad_factor: null, or multiplies the gradients, which aren't written. skip: null, or if it is 1, nothing changes. lr: null, or takes the place of
+/// the rule's.
 void launch_adam(AdamTensors in, AdamSources sources, const adam::Rule& rule, const double* grad_factor,
-                 const float* skip, cudaStream_t stream);
+                 const float* skip, const float* lr, cudaStream_t stream);
 
 }  // namespace titan::ops::cuda

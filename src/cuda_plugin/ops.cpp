@@ -338,7 +338,8 @@ const T* data_or_null(const std::optional<Tensor>& x) {
 void adam_cuda(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
                at::TensorList exp_avg_sqs, at::TensorList steps, at::IntArrayRef places, double lr,
                double beta1, double beta2, double weight_decay, double eps, bool decoupled, bool stochastic,
-               const std::optional<Tensor>& grad_factor, const std::optional<Tensor>& skip) {
+               const std::optional<Tensor>& grad_factor, const std::optional<Tensor>& skip,
+               const std::optional<Tensor>& lr_on_device) {
   if (params.empty()) return;
   composite::check_adam(params, grads, exp_avgs, exp_avg_sqs, places);
   const c10::cuda::CUDAGuard guard(params[0].device());
@@ -348,7 +349,7 @@ void adam_cuda(at::TensorList params, at::TensorList grads, at::TensorList exp_a
     cuda::launch_adam(launch, {source_of(params[0]), source_of(exp_avgs[0])},
                       {lr, beta1, beta2, weight_decay, eps, decoupled, stochastic},
                       data_or_null<double>(grad_factor), data_or_null<float>(skip),
-                      c10::cuda::getCurrentCUDAStream());
+                      data_or_null<float>(lr_on_device), c10::cuda::getCurrentCUDAStream());
     C10_CUDA_KERNEL_LAUNCH_CHECK();
     launch.num_tensors = 0;
   };

@@ -2,7 +2,7 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
-#include <ATen/ops/full_like.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
@@ -88,11 +88,13 @@ Tensor rounded(const Tensor& x, const Tensor& random) {
 void adam_(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
            at::TensorList steps, at::IntArrayRef places, double lr, double beta1, double beta2,
            double weight_decay, double eps, bool decoupled, bool stochastic,
-           const std::optional<Tensor>& grad_factor, const std::optional<Tensor>& skip) {
+           const std::optional<Tensor>& grad_factor, const std::optional<Tensor>& skip,
+           const std::optional<Tensor>& lr_on_device) {
   check_adam(params, grads, exp_avgs, exp_avg_sqs, places);
   if (params.empty()) return;
   const Tensor all_steps = at::stack(steps).to(at::kLong), rest = 1 - power(beta1, all_steps);
-  const Tensor step_sizes = at::full_like(rest, lr).div(rest).to(at::kFloat),
+  const Tensor rate = lr_on_device ? lr_on_device->to(at::kDouble) : at::full({}, lr, rest.options());
+  const Tensor step_sizes = rate.div(rest).to(at::kFloat),
                of_roots = (1 - power(beta2, all_steps)).sqrt().to(at::kFloat);
   for (size_t i = 0; i < params.size(); ++i) {
     if (params[i].numel() == 0) continue;
@@ -107,8 +109,8 @@ void adam_(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
     const Tensor square = exp_avg_sq * beta2 + grad * (1 - beta2) * grad;
     // In double, because LibTorch's root of fp32 isn't the nearest number on a CPU.
     const Tensor denominator = square.to(at::kDouble).sqrt().to(at::kFloat) / of_root + eps;
-    const Tensor result =
-        (decoupled ? param * (1 - lr * weight_decay) : param) - avg * step_size / denominator;
+    const Tensor result = (decoupled ? param * (1 - rate * weight_decay).to(at::kFloat) : param) -
+                          avg * step_size / denominator;
 
     std::pair<Tensor, Tensor> words;
     if (stochastic) words = random_words(adam_place(places, i), step, param.numel());

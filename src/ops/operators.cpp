@@ -260,11 +260,12 @@ TORCH_LIBRARY(titan, m) {
   m.def("embedding_backward(Tensor grad, Tensor tokens, int num_embeddings) -> Tensor");
   // [Note: the arithmetic of titan::adam_]. fp32 or bf16, contiguous; a gradient has its parameter's dtype. places: key, first, row and
   // pitch of each parameter's adam::Place. steps: fp32 scalars that count this update. The gradients are multiplied by grad_factor
-  // (double) and not written. If skip (fp32) is 1, nothing changes.
+  // (double) and not written. If skip (fp32) is 1, nothing changes. lr_on_device (fp32) takes the place of lr.
   m.def(
       "adam_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor[] "
       "steps, int[] places, float lr, float beta1, float beta2, float weight_decay, float eps, bool "
-      "decoupled, bool stochastic, Tensor? grad_factor=None, Tensor? skip=None) -> ()");
+      "decoupled, bool stochastic, Tensor? grad_factor=None, Tensor? skip=None, Tensor? lr_on_device=None) "
+      "-> ()");
 }
 
 TORCH_LIBRARY_IMPL(titan, CompositeExplicitAutograd, m) {
@@ -341,7 +342,7 @@ TORCH_LIBRARY_IMPL(titan, Meta, m) {
   using List = at::TensorList;
   using Maybe = const std::optional<Tensor>&;
   m.impl("adam_", [](List, List, List, List, List, at::IntArrayRef, double, double, double, double, double,
-                     bool, bool, Maybe, Maybe) {});
+                     bool, bool, Maybe, Maybe, Maybe) {});
 }
 
 // ---- LibTorch's missing meta kernels

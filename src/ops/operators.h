@@ -53,7 +53,8 @@ at::Tensor embedding_backward(const at::Tensor& grad, const at::Tensor& tokens, 
 void adam_(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
            at::TensorList steps, at::IntArrayRef places, double lr, double beta1, double beta2,
            double weight_decay, double eps, bool decoupled, bool stochastic,
-           const std::optional<at::Tensor>& grad_factor, const std::optional<at::Tensor>& skip);
+           const std::optional<at::Tensor>& grad_factor, const std::optional<at::Tensor>& skip,
+           const std::optional<at::Tensor>& lr_on_device);
 /// Throws unless these are what all versions of adam_ take.
 void check_adam(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
                 at::TensorList exp_avg_sqs, at::IntArrayRef places);

@@ -112,10 +112,12 @@ void own_step(WeightDecay decay, const OptimizerSettings& settings, const Update
     places.insert(places.end(), place.begin(), place.end());
   }
   const auto optional = [](const at::Tensor& x) { return x.defined() ? std::optional(x) : std::nullopt; };
-  op.call(update.params, update.grads, update.state[0], update.state[1], update.steps, places, update.lr,
+  // Rounded to fp32, as LibTorch's kernels do, so that both forms of the rate give the same bits.
+  const auto lr = static_cast<double>(static_cast<float>(update.lr));
+  op.call(update.params, update.grads, update.state[0], update.state[1], update.steps, places, lr,
           settings.beta1, settings.beta2, settings.weight_decay, settings.eps,
           decay == WeightDecay::Decoupled, settings.stochastic_rounding, optional(update.grad_factor),
-          optional(update.skip));
+          optional(update.skip), optional(update.lr_on_device));
   for (const at::Tensor& param : update.params) param.unsafeGetTensorImpl()->bump_version();
 }
 
@@ -160,9 +162,11 @@ void for_loop_step(WeightDecay decay, const OptimizerSettings& settings, const U
   }
 }
 
-// Whether the step is LibTorch's kernel for GPUs, and computes in fp32: all dtypes but float64.
-bool is_fused_in_fp32(const OptimizerSettings& settings, const at::Tensor& param) {
-  return settings.implementation == "fused" && param.is_cuda() && param.scalar_type() != at::kDouble;
+// Whether the step reads a factor of the gradients and a learning rate from the device's memory: titan::adam_, and LibTorch's kernel for
+// GPUs. That one computes with both in fp32, which is too coarse for float64. On CPUs it reads neither: one more pass costs little there.
+bool reads_device_numbers(const OptimizerSettings& settings, const at::Tensor& param) {
+  return is_own_step(settings, param.scalar_type()) ||
+         (settings.implementation == "fused" && param.is_cuda() && param.scalar_type() != at::kDouble);
 }
 
 OptimizerSpec with_decay(WeightDecay decay) {
@@ -187,16 +191,8 @@ OptimizerSpec with_decay(WeightDecay decay) {
                                     "optimizer.stochastic_rounding, which need \"fused\""));
             return name == "fused";
           },
-      // LibTorch's kernels scale in fp32, which is too coarse for float64. On CPUs they don't scale: one more pass costs little there.
-      .takes_grad_factor =
-          [](const OptimizerSettings& settings, const at::Tensor& param) {
-            return is_own_step(settings, param.scalar_type()) || is_fused_in_fp32(settings, param);
-          },
-      // LibTorch's kernels round the host's learning rate to fp32, too. titan::adam_ takes it from the host.
-      .takes_lr_on_device =
-          [](const OptimizerSettings& settings, const at::Tensor& param) {
-            return !is_own_step(settings, param.scalar_type()) && is_fused_in_fp32(settings, param);
-          },
+      .takes_grad_factor = reads_device_numbers,
+      .takes_lr_on_device = reads_device_numbers,
       .state_dtype = state_dtype};
 }
 

@@ -108,10 +108,17 @@ T* data_of(const at::Tensor& tensor) {
 void adam_cpu(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
               at::TensorList exp_avg_sqs, at::TensorList steps, at::IntArrayRef places, double lr,
               double beta1, double beta2, double weight_decay, double eps, bool decoupled, bool stochastic,
-              const std::optional<at::Tensor>& grad_factor, const std::optional<at::Tensor>& skip) {
+              const std::optional<at::Tensor>& grad_factor, const std::optional<at::Tensor>& skip,
+              const std::optional<at::Tensor>& lr_on_device) {
   composite::check_adam(params, grads, exp_avgs, exp_avg_sqs, places);
   if (skip && skip->item<float>() == 1) return;
-  const adam::Rule rule{lr, beta1, beta2, weight_decay, eps, decoupled, stochastic};
+  const adam::Rule rule{lr_on_device ? lr_on_device->item<float>() : lr,
+                        beta1,
+                        beta2,
+                        weight_decay,
+                        eps,
+                        decoupled,
+                        stochastic};
   const double of_grad = grad_factor ? grad_factor->item<double>() : 1;
   for (size_t i = 0; i < params.size(); ++i) {
     const adam::Factors factors = adam::factors_of(rule, steps[i].item<float>(), of_grad);

@@ -45,20 +45,21 @@ struct AdamState {
   std::vector<std::vector<Tensor>*> lists() { return {&params, &grads, &exp_avgs, &exp_avg_sqs, &steps}; }
 
   void step(decltype(composite::adam_)& function, const Numbers& n, std::optional<Tensor> factor = {},
-            std::optional<Tensor> skip = {}) {
+            std::optional<Tensor> skip = {}, std::optional<Tensor> lr = {}) {
     for (Tensor& count : steps) count.add_(1);
     function(params, grads, exp_avgs, exp_avg_sqs, steps, places, n.lr, n.beta1, n.beta2, n.weight_decay,
-             n.eps, n.decoupled, n.stochastic, factor, skip);
+             n.eps, n.decoupled, n.stochastic, factor, skip, lr);
   }
 };
 
 void by_kernel(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
                at::TensorList exp_avg_sqs, at::TensorList steps, at::IntArrayRef places, double lr,
                double beta1, double beta2, double weight_decay, double eps, bool decoupled, bool stochastic,
-               const std::optional<Tensor>& factor, const std::optional<Tensor>& skip) {
+               const std::optional<Tensor>& factor, const std::optional<Tensor>& skip,
+               const std::optional<Tensor>& lr_on_device) {
   find_operator<decltype(composite::adam_)>("titan::adam_")
       .call(params, grads, exp_avgs, exp_avg_sqs, steps, places, lr, beta1, beta2, weight_decay, eps,
-            decoupled, stochastic, factor, skip);
+            decoupled, stochastic, factor, skip, lr_on_device);
 }
 
 AdamState some_tensors(at::ScalarType param_dtype, at::ScalarType state_dtype) {
@@ -113,6 +114,17 @@ TEST(Adam, KernelEqualsTheReference) {
   });
 }
 
+TEST(Adam, ALearningRateInATensorTakesThePlaceOfTheNumber) {
+  const auto rate = at::full({}, 0.03, at::kFloat);
+  AdamState given = some_tensors(at::kFloat, at::kBFloat16), in_tensor = given.to(at::kCPU),
+            reference = given.to(at::kCPU);
+  given.step(by_kernel, {.lr = rate.item<float>()});
+  in_tensor.step(by_kernel, {.lr = 7}, {}, {}, rate);
+  reference.step(composite::adam_, {.lr = 7}, {}, {}, rate);
+  expect_same_bits(in_tensor, given, "the kernel");
+  expect_same_bits(reference, given, "the reference");
+}
+
 TEST(AdamOnGpu, EqualsTheCpu) {
   if (!dist::open_cuda_plugin()) GTEST_SKIP() << "no GPU is visible";
   for_all_kinds([](AdamState expected, const Numbers& numbers, const std::string& what) {
@@ -125,6 +137,9 @@ TEST(AdamOnGpu, EqualsTheCpu) {
     }
     expected.step(by_kernel, numbers, factor, skip);
     got.step(by_kernel, numbers, factor.cuda(), skip.cuda());
+    const Tensor rate = at::full({}, 0.02, at::kFloat);
+    expected.step(by_kernel, numbers, factor, run, rate);
+    got.step(by_kernel, numbers, factor.cuda(), run.cuda(), rate.cuda());
     expect_same_bits(got, expected, what);
   });
 }

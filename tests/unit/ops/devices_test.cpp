@@ -369,7 +369,7 @@ TEST(KernelsOnGpu, ReadAndWriteEveryByteOnce) {
   start();
   find_operator<decltype(composite::adam_)>("titan::adam_")
       .call({param}, {grad}, {exp_avg}, {exp_avg_sq}, {step}, {1, 0, param.numel(), 0}, 0.01, 0.9, 0.95, 0.1,
-            1e-8, true, true, std::nullopt, std::nullopt);
+            1e-8, true, true, std::nullopt, std::nullopt, std::nullopt);
   expect_least("adam_kernel", 3 * bytes(param) + 4 * bytes(x));
 
   // The norm's backward with another gradient to add.
