@@ -242,6 +242,10 @@ std::string why_not_reachable(const std::string& address) {
   return "";
 }
 
+// A queued receive holds a multiprocessor for each CTA until its message has come; NCCL would take up to 32. Four keep up with a network of
+// 400 Gb/s, and a message within a host takes tenths of a millisecond, which the schedule hides.
+constexpr int kMostCtasOfLongReceives = 4;
+
 /// Known to abort_all() as long as it lives.
 class NcclGroup final : public c10d::ProcessGroupNCCL {
  public:
@@ -458,6 +462,7 @@ class CudaBackend final : public DeviceBackend {
     auto options = c10d::ProcessGroupNCCL::Options::create(/*is_high_priority_stream=*/true);
     options->timeout = spec.timeout;
     options->group_name = spec.name;
+    if (spec.has_long_receives) options->config.maxCTAs = kMostCtasOfLongReceives;
     auto group = c10::make_intrusive<NcclGroup>(spec, options);
     const c10::Device device(c10::kCUDA, c10::cuda::current_device());
     meet(spec);

@@ -105,6 +105,7 @@ struct GroupSpec {
   int rank = 0;
   int size = 1;
   std::chrono::milliseconds timeout{};
+  bool has_long_receives = false;  ///< kLongReceives in titan/dist/world.h
 };
 
 class DeviceBackend {

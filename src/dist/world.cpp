@@ -69,7 +69,9 @@ std::unique_ptr<GroupBackends> World::Impl::make_backends(const std::vector<int>
   if (backend == "gloo") {
     backends->main = make_host({});
   } else {
-    backends->make_main = [spec = spec_of(name, key, "nccl", rank, size), devices = devices,
+    GroupSpec of_devices = spec_of(name, key, "nccl", rank, size);
+    of_devices.has_long_receives = key.starts_with(kLongReceives);
+    backends->make_main = [spec = std::move(of_devices), devices = devices,
                            device = device](std::chrono::milliseconds limit) {
       BackendPtr group = devices->make_group(within_limit(spec, limit));
       std::vector<at::Tensor> sums = {first_summand(spec.rank, device)};

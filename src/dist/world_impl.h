@@ -54,7 +54,11 @@ struct World::Impl {
   GroupSpec spec_of(const std::string& name, const std::string& key, const char* kind, int rank,
                     int size) const {
     const std::string prefix = str("group/", key, "/", kind);
-    return {name, c10::make_intrusive<c10d::PrefixStore>(prefix, store), rank, size, timeout};
+    return {.name = name,
+            .store = c10::make_intrusive<c10d::PrefixStore>(prefix, store),
+            .rank = rank,
+            .size = size,
+            .timeout = timeout};
   }
   std::unique_ptr<GroupBackends> make_backends(const std::vector<int>& ranks, const std::string& name,
                                                const std::string& key, int rank);

@@ -194,10 +194,12 @@ void describe_tensor_parallel(config::Table<ParallelismSettings>& table) {
               "with tensor parallelism: compute the loss from logits gathered chunk by chunk");
   table.field("enable_async_tensor_parallel", &ParallelismSettings::enable_async_tensor_parallel,
               "with tensor and sequence parallelism: products run while parts of their sequence are sent");
-  table.field("async_tensor_parallel_transport", &ParallelismSettings::async_tensor_parallel_transport,
-              "how these parts are sent: through memory that the GPUs of an axis share over NVLink, by sends "
-              "and receives, or the former where available",
-              config::one_of({"auto", "symmetric_memory", "send_receive"}));
+  table.field(
+      "async_tensor_parallel_transport", &ParallelismSettings::async_tensor_parallel_transport,
+      "how these parts are sent: through memory that the GPUs of an axis share over NVLink, by sends "
+      "and receives, or (auto) the former where available, with whole products where a GPU is estimated "
+      "to lose by parts",
+      config::one_of({"auto", "symmetric_memory", "send_receive"}));
 }
 
 // TorchTitan reads the name without regard to case, and has two more for schedules in a file.

@@ -5,6 +5,7 @@
 #include <ATen/ops/empty.h>
 
 #include "ops/joint_node.h"
+#include "ops/parts_estimate.h"
 
 namespace titan::ops {
 
@@ -53,6 +54,13 @@ Operand part_of_sequence(const Operand& whole, int64_t batch, int rank, int coun
   return part;
 }
 
+// Whether a product of these sizes runs in parts. bytes_of_part: that each rank sends to each other one.
+bool runs_in_parts(const SequenceExchange& exchange, int64_t rows, int64_t inner, int64_t features,
+                   int64_t bytes_of_part, c10::Device device) {
+  return !exchange.chooses_by_size() || !device.is_cuda() ||
+         gains_by_parts({exchange.count(), rows, inner, features, bytes_of_part});
+}
+
 // Computes one product of a pass.
 at::Tensor product(const Products& products, Pass pass, const Operand& rows, const Operand& weight) {
   return pass == Pass::Forward ? products.forward(rows, weight) : products.grad_input(rows, weight);
@@ -64,7 +72,11 @@ class PulledGather {
   /// part: [B, S/N, F]; `rows`: the result of Products::part for it. With a scale for the whole, the cast is
   /// sent instead of the values.
   PulledGather(const SequenceExchange& exchange, const Operand& rows, const at::Tensor& part)
-      : count_(exchange.count()), sizes_(part.sizes().vec()), dtype_(rows.dtype), sent_as_(rows.dtype) {
+      : exchange_(exchange),
+        count_(exchange.count()),
+        sizes_(part.sizes().vec()),
+        dtype_(rows.dtype),
+        sent_as_(rows.dtype) {
     at::Tensor sent = rows.values;
     if (rows.along_rows.defined()) {
       scale_ = rows.along_rows.scale;
@@ -80,12 +92,16 @@ class PulledGather {
     }
     gather_ = exchange.gather(sent);
     options_ = sent.options();
+    bytes_of_part_ = static_cast<int64_t>(sent.nbytes());
   }
 
   bool complete() const { return !gather_; }
-  /// Whether some parts haven't arrived yet and these products can multiply parts one by one.
-  bool multiplies_parts(const Products& products, Pass pass) const {
-    return gather_ && (scale_.defined() || products.multiplies_rows_apart(pass));
+  /// Whether some parts haven't arrived yet, and these products of so many features can multiply parts one by one and
+  /// gain by it.
+  bool multiplies_parts(const Products& products, Pass pass, int64_t features) const {
+    return gather_ && (scale_.defined() || products.multiplies_rows_apart(pass)) &&
+           runs_in_parts(exchange_, sizes_[0] * sizes_[1], sizes_[2], features, bytes_of_part_,
+                         options_.device());
   }
   /// The product [B, S, features]: each part is multiplied by `weight` as it arrives.
   at::Tensor multiply_parts(const Products& products, Pass pass, const Operand& weight, int64_t features) {
@@ -122,12 +138,14 @@ class PulledGather {
     gather_.reset();
   }
 
+  const SequenceExchange& exchange_;
   int count_;
   Sizes sizes_;  // whole sizes
   at::ScalarType dtype_, sent_as_;
   at::Tensor scale_, inverse_;  // undefined: the values are sent
   std::unique_ptr<SequenceExchange::Gather> gather_;
   at::TensorOptions options_;  // Options of the tensor that is sent.
+  int64_t bytes_of_part_ = 0;
   Operand whole_;
 };
 
@@ -136,6 +154,21 @@ struct Summand {
   Operand rows;  // [B * S, F]
   Operand weight;
 };
+
+// sizes: the result's.
+bool sums_in_parts(const SequenceExchange& exchange, const std::vector<Summand>& summands,
+                   const Sizes& sizes) {
+  const auto stored = [](const Operand& rows) {
+    return rows.values.defined() ? rows.values : rows.along_rows.data;
+  };
+  int64_t inner = 0;
+  for (const Summand& each : summands) inner += stored(each.rows).size(1);
+  const Operand& first = summands[0].rows;
+  const auto element = static_cast<int64_t>(c10::elementSize(first.dtype));
+  const int64_t rows = sizes[0] * sizes[1], features = sizes[2];
+  return runs_in_parts(exchange, rows, inner, features, rows / exchange.count() * features * element,
+                       stored(first).device());
+}
 
 // Sums products over the summands and over ranks, and scatters the result. `meanwhile` runs once all parts
 // are being sent.
@@ -152,15 +185,26 @@ at::Tensor multiply_and_scatter(const SequenceExchange& exchange, Pass pass, std
   for (size_t i = 0; i < summands.size(); ++i) summands[i].weight = products[i]->weight(weights[i], pass);
   Sizes part_sizes = sizes;
   part_sizes[1] /= exchange.count();
-  const auto scatter = exchange.scatter();
-  for (int rank = scatter->next(); rank >= 0; rank = scatter->next()) {
+  const auto sum_over = [&](const auto& rows_of) {
     at::Tensor sum;
     for (const Summand& each : summands) {
-      const Operand part = part_of_sequence(each.rows, sizes[0], rank, exchange.count());
-      const at::Tensor one = product(*each.products, pass, part, each.weight);
+      const at::Tensor one = product(*each.products, pass, rows_of(each), each.weight);
       sum = sum.defined() ? sum.add_(one) : one;
     }
-    scatter->give(sum.view(part_sizes));
+    return sum;
+  };
+  at::Tensor whole;
+  if (!sums_in_parts(exchange, summands, sizes))
+    whole = sum_over([](const Summand& each) -> const Operand& { return each.rows; }).view(sizes);
+  const auto scatter = exchange.scatter();
+  for (int rank = scatter->next(); rank >= 0; rank = scatter->next()) {
+    if (whole.defined()) {
+      scatter->give(part_of_sequence(whole, rank, exchange.count()).contiguous());
+      continue;
+    }
+    scatter->give(sum_over([&](const Summand& each) {
+                    return part_of_sequence(each.rows, sizes[0], rank, exchange.count());
+                  }).view(part_sizes));
   }
   meanwhile();
   return scatter->finish();
@@ -210,7 +254,7 @@ struct ScatteredLinearBackward final : BackwardNode {
     const Operand weight_OI = wants_x ? weight.unpack() : Operand();
     const Operand x_NI = wants_weight ? as_rows(x.unpack()) : Operand();
     PulledGather gather(*exchange, products->part(as_rows(grad), Pass::Backward, /*trains=*/true), grad);
-    const bool by_parts = wants_x && gather.multiplies_parts(*products, Pass::Backward);
+    const bool by_parts = wants_x && gather.multiplies_parts(*products, Pass::Backward, features);
     if (by_parts) results[X] = gather.multiply_parts(*products, Pass::Backward, weight_OI, features);
     // Always gather, because data that the peers sent must be received.
     const Operand whole = products->grad(gather.whole(), wants_x && !by_parts, wants_weight);
@@ -242,7 +286,7 @@ class GatheredProducts {
                 x) {}
 
   at::Tensor output(size_t i, const Operand& weight, const Sizes& sizes) {
-    if (gather_.multiplies_parts(*products_[i], Pass::Forward))
+    if (gather_.multiplies_parts(*products_[i], Pass::Forward, sizes.back()))
       return gather_.multiply_parts(*products_[i], Pass::Forward, weight, sizes.back());
     return products_[i]->forward(input_.cast(i, gather_.whole()), weight).view(sizes);
   }

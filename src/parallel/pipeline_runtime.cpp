@@ -54,7 +54,7 @@ void Links::connect(const Schedule& schedule) {
     if ((from != pp_.rank() && to != pp_.rank()) || links_.contains({from, to})) continue;
     std::vector<int> ranks = {pp_.ranks()[static_cast<size_t>(from)], pp_.ranks()[static_cast<size_t>(to)]};
     std::sort(ranks.begin(), ranks.end());
-    const char* purpose = from < to ? "pipeline.down" : "pipeline.up";
+    const std::string purpose = str(dist::kLongReceives, from < to ? "down" : "up");
     auto group = pp_.world().group(ranks, str("pp.", from, "-", to), purpose);
     const int peer = 1 - group->rank();
     make_contact(*group, peer, /*sends=*/from == pp_.rank(), pp_.world().device());

@@ -1,6 +1,8 @@
 // Every schedule on ranks that have never sent each other anything. NCCL connects two ranks of a communicator
 // when one first sends to the other, and blocks both hosts until then.
 
+#include <dlfcn.h>
+
 #include <gtest/gtest.h>
 
 #include "distributed/small_stages.h"
@@ -38,6 +40,21 @@ TEST(PipelineLaunches, AreRefusedIfTheyBlock) {
   EXPECT_THROW(links.connect(pipeline::make_schedule("GPipe", world().size(), world().size(), 1)),
                ConfigError);
   unsetenv("CUDA_LAUNCH_BLOCKING");
+}
+
+// Counted by virtual GPUs. A receive that waits keeps its multiprocessors from computing.
+TEST(PipelineLinks, TakeFewMultiprocessors) {
+  const auto start = reinterpret_cast<void (*)()>(dlsym(RTLD_DEFAULT, "virtual_gpu_start_counting"));
+  const auto count = reinterpret_cast<uint64_t (*)(const char*, const char*, const char*)>(
+      dlsym(RTLD_DEFAULT, "virtual_gpu_count"));
+  if (!count || world().backend() != "nccl") GTEST_SKIP() << "runs on virtual GPUs, with --nccl";
+  const dist::World fresh(unconnected_world("multiprocessors"));
+  start();
+  pipeline::Links links(train::build_meshes(fresh, {.pp = world().size()}).pp);
+  links.connect(pipeline::make_schedule("GPipe", world().size(), world().size(), 1));
+  const uint64_t limited = count("calls", nullptr, "communicator of at most 4 CTAs");
+  EXPECT_GT(limited, 0u);
+  EXPECT_EQ(limited, count("calls", nullptr, "communicator"));
 }
 
 INSTANTIATE_TEST_SUITE_P(Schedules, PipelineContact,

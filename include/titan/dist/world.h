@@ -93,6 +93,10 @@ World init(const InitOptions& options = {});
 /// groups whose calls are made by threads other than the training thread.
 inline constexpr std::string_view kOwnTimeout = "own_timeout:";
 
+/// Prefix for the purpose of a group whose receives are queued long before their messages come, as a pipeline's are. NCCL's kernels, which
+/// wait on the device, then take few multiprocessors from the computation.
+inline constexpr std::string_view kLongReceives = "pipeline.";
+
 /// Tells the other ranks, through the job's store, that this one fails with `message`. Returns the message of
 /// the first rank that failed ("rank 2: ..."), or "" if that is this rank: when a rank is lost, its neighbors
 /// notice, then theirs, and each knows only of the one before. If the store is gone, returns that rank 0

@@ -253,6 +253,8 @@ class SequenceExchange {
  public:
   virtual ~SequenceExchange() = default;
   virtual int count() const = 0;  ///< number of ranks, which is the number of parts
+  /// Whether products run in parts only where a GPU is estimated to gain by it (ops/parts_estimate.h); if not, all do.
+  virtual bool chooses_by_size() const { return false; }
   /// Identifies the transport: two modules with the same one may share an exchange.
   virtual const void* carrier() const { return this; }
 

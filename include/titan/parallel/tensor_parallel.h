@@ -94,7 +94,9 @@ using TensorPlan = std::vector<PlanEntry>;
 
 /// How the parts of overlapped products are sent.
 enum class OverlapTransport {
-  Auto,             ///< through symmetric memory if all ranks can share it, else by sends and receives
+  /// Through symmetric memory if all ranks can share it, else by sends and receives. GPUs multiply whole sequences where parts would be too small
+  /// to gain by it ([Note: products in parts, by size]).
+  Auto,
   SymmetricMemory,  ///< throws ConfigError with the reason if that is impossible
   SendReceive,
   /// In one collective: nothing overlaps, but parts are sent in the products' dtype (Float8).

@@ -142,12 +142,14 @@ class SentSummands final : public ops::SequenceExchange::Scatter {
 class SendReceiveExchange final : public ops::SequenceExchange {
  public:
   /// `module`: interned, for records of calls. `way`: Traffic::way.
-  SendReceiveExchange(std::shared_ptr<dist::Group> group, const char* module, std::string way)
-      : group_(std::move(group)), module_(module) {
+  SendReceiveExchange(std::shared_ptr<dist::Group> group, const char* module, std::string way,
+                      bool chooses_by_size)
+      : group_(std::move(group)), module_(module), chooses_by_size_(chooses_by_size) {
     traffic_->way = std::move(way);
   }
 
   int count() const override { return group_->size(); }
+  bool chooses_by_size() const override { return chooses_by_size_; }
   const void* carrier() const override { return group_.get(); }
   std::unique_ptr<Gather> gather(const at::Tensor& part) const override {
     return std::make_unique<ReceivedParts>(*group_, part, dist::Label{"tp::gather parts", module_},
@@ -161,6 +163,7 @@ class SendReceiveExchange final : public ops::SequenceExchange {
  private:
   std::shared_ptr<dist::Group> group_;
   const char* module_;
+  bool chooses_by_size_;
   std::shared_ptr<Traffic> traffic_ = std::make_shared<Traffic>();
 };
 
@@ -400,7 +403,8 @@ std::string way_of_plan(OverlapTransport transport) {
 
 }  // namespace
 
-PeerMemoryExchange::PeerMemoryExchange(std::shared_ptr<PeerPieces> pieces) : pieces_(std::move(pieces)) {
+PeerMemoryExchange::PeerMemoryExchange(std::shared_ptr<PeerPieces> pieces, bool chooses_by_size)
+    : pieces_(std::move(pieces)), chooses_by_size_(chooses_by_size) {
   TITAN_CHECK(count() > 1,
               "an exchange through symmetric memory needs two or more ranks, but the group has one");
   traffic_->way = "through symmetric memory";
@@ -438,9 +442,10 @@ MakeExchange collective_exchange(std::shared_ptr<const TpGroup> group) {
 MakeExchange choose_exchange(const DeviceMesh& axis, OverlapTransport transport) {
   const auto group = axis.group();
   const std::string carrier = group->backend_name();
+  const bool by_size = transport == OverlapTransport::Auto;
   const auto sends = [&](const std::string& way) -> MakeExchange {
-    return [group, way](const char* module) {
-      return counted(std::make_shared<const SendReceiveExchange>(group, module, way));
+    return [group, way, by_size](const char* module) {
+      return counted(std::make_shared<const SendReceiveExchange>(group, module, way, by_size));
     };
   };
   if (group->size() == 1 || carrier == "fake") return sends(way_of_plan(transport));
@@ -460,8 +465,8 @@ MakeExchange choose_exchange(const DeviceMesh& axis, OverlapTransport transport)
   log_choice("through symmetric memory");
   const auto pieces = std::make_shared<PeerPieces>(PeerPieces{make_symmetric_memory(axis, *devices)});
   // The copies aren't calls of a group, so no record needs the module's name.
-  return [pieces](const char* /*module*/) {
-    return counted(std::make_shared<const PeerMemoryExchange>(pieces));
+  return [pieces, by_size](const char* /*module*/) {
+    return counted(std::make_shared<const PeerMemoryExchange>(pieces, by_size));
   };
 }
 

@@ -28,9 +28,10 @@ struct PeerPieces {
 class PeerMemoryExchange final : public ops::SequenceExchange {
  public:
   /// For a group of at least two ranks.
-  explicit PeerMemoryExchange(std::shared_ptr<PeerPieces> pieces);
+  explicit PeerMemoryExchange(std::shared_ptr<PeerPieces> pieces, bool chooses_by_size = false);
 
   int count() const override { return pieces_->memory->size(); }
+  bool chooses_by_size() const override { return chooses_by_size_; }
   const void* carrier() const override { return pieces_.get(); }
   // One exchange at a time: the next can begin once the last one's object is destroyed.
   std::unique_ptr<Gather> gather(const at::Tensor& part) const override;
@@ -39,6 +40,7 @@ class PeerMemoryExchange final : public ops::SequenceExchange {
 
  private:
   std::shared_ptr<PeerPieces> pieces_;
+  bool chooses_by_size_;
   std::shared_ptr<Traffic> traffic_ = std::make_shared<Traffic>();
 };
 

@@ -319,7 +319,7 @@ TEST(Safetensors, SurvivesMutatedHeaders) {
   const std::string bytes = read_raw(folder / "a.safetensors");
   std::mt19937 random(1);
   int taken = 0;
-  for (int trial = 0; trial < 3'000; ++trial) {
+  for (int trial = 0; trial < 1'000; ++trial) {
     std::string mutated = bytes;
     for (int change = 0; change < 1 + trial % 3; ++change)
       mutated[random() % mutated.size()] = static_cast<char>(random());

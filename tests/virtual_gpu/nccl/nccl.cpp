@@ -273,6 +273,8 @@ ncclResult_t make(ncclComm_t* handle, const std::string& name, int rank, int siz
   ++num_communicators;
   *handle = new ncclComm{c};
   count_call("communicator");
+  if (config && config->maxCTAs != NCCL_CONFIG_UNDEF_INT)
+    count_call("communicator of at most " + std::to_string(config->maxCTAs) + " CTAs");
   if (config && config->blocking == 0) {
     c->state = ncclInProgress;
     std::thread([c] { c->state = c->connect() ? ncclSuccess : ncclRemoteError; }).detach();
