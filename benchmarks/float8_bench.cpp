@@ -113,10 +113,10 @@ int main(int argc, char** argv) {
       {"cast by columns and transpose", read + elements, [&] { float8::cast(x, columns, to, true); },
        [&] { composite::cast(x, columns, to, true); }},
       {"cast blocks", read + 33.0 / 32 * elements, [&] { float8::cast_blocks(x, {}); },
-       [&] { composite::cast_blocks(x, to, false, false); }},
+       [&] { composite::cast_blocks(x, to, false, false, false); }},
       {"cast blocks and transpose", read + 33.0 / 32 * elements,
        [&] { float8::cast_blocks(x, {.transposed = true}); },
-       [&] { composite::cast_blocks(x, to, false, true); }},
+       [&] { composite::cast_blocks(x, to, false, true, false); }},
       {"amax of many", read, [&] { float8::amax_many(weights); }, [&] { composite::amax_many(weights); }},
   };
   std::cout << "{\n";

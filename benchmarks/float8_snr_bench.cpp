@@ -101,7 +101,7 @@ Gradients gradients(const models::Llama3& model, const Batch& batch) {
   return found;
 }
 
-void train(const models::Llama3& model, const at::Tensor& bytes, const Options& options) {
+void train_model(const models::Llama3& model, const at::Tensor& bytes, const Options& options) {
   optim::OptimizerSettings settings;
   settings.lr = 1e-3;
   optim::Optimizer optimizer(parameters(model), settings);
@@ -161,7 +161,7 @@ int main(int argc, char** argv) {
   const at::Tensor bytes = bytes_of(options.text);
   const models::Llama3 model(args_of(options), deferred(at::kCPU, at::kFloat));
   materialize(model, 0);
-  train(model, bytes, options);
+  train_model(model, bytes, options);
   const Batch before = batch(bytes, options, options.steps),
               measured = batch(bytes, options, options.steps + 1);
   const Gradients wanted = gradients(model, measured);

@@ -25,6 +25,7 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include "dist/stream.h"
+#include "ops/operators.h"
 #include "parallel/tensor/exchanges.h"
 #include "titan/core/error.h"
 #include "titan/dist/world.h"
@@ -94,6 +95,9 @@ class PartsThatAreThere final : public ops::SequenceExchange::Gather {
   explicit PartsThatAreThere(at::Tensor parts) : parts_(std::move(parts)) {}
   int next() override { return next_ < parts_.size(0) ? next_++ : -1; }
   at::Tensor part(int rank) const override { return parts_[rank]; }
+  at::Tensor whole() const override {
+    return parts_.transpose(0, 1).reshape({parts_.size(1), -1, parts_.size(3)});
+  }
 
  private:
   at::Tensor parts_;  // [N, B, S/N, F]
@@ -109,9 +113,8 @@ class SummandsThatStay final : public ops::SequenceExchange::Scatter {
   }
   void give(const at::Tensor& summand) override { summands_.push_back(summand); }
   at::Tensor finish() override {
-    tp::RankSum sum;
-    for (const at::Tensor& summand : summands_) sum.add(summand);
-    return sum.result();
+    static const auto op = ops::find_operator<decltype(ops::composite::sum_of_parts)>("titan::sum_of_parts");
+    return op.call(summands_);
   }
 
  private:

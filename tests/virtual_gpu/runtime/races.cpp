@@ -114,10 +114,30 @@ struct Released {
   Clock clock;
   int thread = 0;
   uint64_t version = 0;
+  uint64_t number = 0;  // of the last release, among all releases that were noted
 };
 std::unordered_map<const void*, Released>& released_locks() {
   static auto* locks = new std::unordered_map<const void*, Released>;
   return *locks;
+}
+// What the locks that were forgotten have handed over. A lock's end isn't seen, and autograd makes new ones in every step, so only those that
+// were released last are kept. Whoever takes one that isn't kept may have learned from a forgotten one, so it learns from all of them: races with
+// operations that long ago aren't found.
+constexpr size_t most_locks = 4096;
+Clock& clock_of_forgotten_locks() {
+  static auto* clock = new Clock;
+  return *clock;
+}
+void forget_older_locks() {
+  std::vector<uint64_t> numbers;
+  for (const auto& [lock, released] : released_locks()) numbers.push_back(released.number);
+  const auto middle = numbers.begin() + static_cast<ptrdiff_t>(numbers.size() / 2);
+  std::nth_element(numbers.begin(), middle, numbers.end());
+  std::erase_if(released_locks(), [oldest = *middle](const auto& entry) {
+    if (entry.second.number >= oldest) return false;
+    join(clock_of_forgotten_locks(), entry.second.clock);
+    return true;
+  });
 }
 std::atomic_flag locks_are_in_use;
 struct UseLocks {
@@ -232,8 +252,7 @@ void take_lock(const void* lock, const void* caller) {
   {
     const UseLocks use;
     const auto found = released_locks().find(lock);
-    if (found == released_locks().end()) return;
-    clock = found->second.clock;
+    clock = found == released_locks().end() ? clock_of_forgotten_locks() : found->second.clock;
   }
   learn(clock);
 }
@@ -248,8 +267,11 @@ void release_lock(const void* lock, const void* caller) {
   if (!counts_as_lock(lock, caller) || host_clock().empty()) return;
   const HostThread& thread = host_thread();
   const UseLocks use;
+  if (released_locks().size() >= most_locks) forget_older_locks();
+  static uint64_t num_releases = 0;
   Released& released = released_locks()[lock];
   if (released.thread == thread.id && released.version == thread.version) return;
+  released.number = ++num_releases;
   join(released.clock, thread.clock);
   released.thread = thread.id;
   released.version = thread.version;
