@@ -176,6 +176,7 @@ TEST_P(Float8Device, CastsOfManyEqualTheComposition) {
       for (const bool by_vector : {false, true})
         for (const bool transposed : {false, true})
           for (const bool power_of_two : {false, true}) {
+            if (power_of_two && from != at::kBFloat16) continue;  // it concerns the scale alone
             // Rows that a GPU's kernel takes, of several lengths in one launch, or matrices of any size.
             std::vector<at::Tensor> xs, moved;
             for (const at::Tensor& x : matrices(from))
@@ -261,6 +262,7 @@ TEST_P(Float8Device, CastsOfVectorsEqualTheComposition) {
     for (const at::ScalarType to : kFormats)
       for (const at::Tensor& x : matrices(from))
         for (const bool power_of_two : {false, true}) {
+          if (power_of_two && from != at::kBFloat16) continue;  // it concerns the scale alone
           const at::Tensor of_rows = composite::scale_of(composite::amax(x, 1), to, power_of_two),
                            of_columns = composite::scale_of(composite::amax(x, 0), to, power_of_two);
           const at::Tensor moved = there(x);
