@@ -10,6 +10,8 @@ if(TARGET titan_cuda)
   install(TARGETS titan_cuda LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
 endif()
 install(DIRECTORY include/titan DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN "*.h")
+# Where titan plan looks for devices.
+install(DIRECTORY configs/devices DESTINATION ${CMAKE_INSTALL_DATADIR}/titan)
 install(FILES ${titan_stamp} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/titan/core)
 install(EXPORT TitanTargets NAMESPACE Titan:: DESTINATION ${titan_package_dir})
 configure_package_config_file(cmake/TitanConfig.cmake.in "${CMAKE_BINARY_DIR}/TitanConfig.cmake" INSTALL_DESTINATION ${titan_package_dir})

@@ -154,6 +154,12 @@ Switches are --section.key and --section.no_key. Lists are a,b. "none" unsets an
 Write a value that looks like an option as --section.key=value.
 )";
 
+constexpr const char* kPlanNotes =
+    R"(Builds one rank of each role of the job on a GPU that exists only as counts, runs two steps of it, and prints
+what it is given: memory, collectives, launches, FLOPs. Needs neither GPUs nor data, weights or a tokenizer.
+CONFIG and settings are those of titan train; see docs/plan.md.
+)";
+
 constexpr const char* kLaunchNotes =
     R"(Starts N ranks of a program on this machine and waits for them. They find each other with dist::init().
 When a rank fails, the others are ended, its last lines are printed unless they were shown, and its exit code
@@ -219,6 +225,26 @@ TrainArguments parse_train_arguments(const Arguments& words) {
   if (report_roofline && names_a_run) arguments.overrides.push_back("--metrics.report_roofline=true");
   const auto named = config::override_value(arguments.overrides, "job.config_file");
   if (named && *named != "none") take_config(parser, arguments, *named);
+  return arguments;
+}
+
+PlanArguments parse_plan_arguments(const Arguments& words) {
+  PlanArguments arguments;
+  Parser parser("titan plan", "CONFIG --world N [options] [--section.key value ...]", kPlanNotes);
+  parser.number("--world", arguments.world_size, CLI::Range(1, kMostRanks), "ranks of the job")->required();
+  parser.value(
+      "--device", arguments.device, "NAME|FILE",
+      "the GPU of each rank: a file of configs/devices/ without .toml (default h100), or a .toml file");
+  parser.flag("--json", arguments.json, "print one JSON object");
+  parser.app.allow_extras();
+  check_short_options(parser, words);
+  parser.parse(words);
+  TrainArguments job;
+  sort_words(parser, job, parser.app.remaining());
+  arguments.config = job.config;
+  arguments.overrides = job.overrides;
+  if (arguments.config.empty() && arguments.overrides.empty())
+    parser.refuse("a config file or settings are missing");
   return arguments;
 }
 

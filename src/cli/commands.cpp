@@ -61,6 +61,8 @@ const CommandGroup kTitan = {
                   "train a model; --help lists every setting", train_command},
                  {"launch", "-n N [--log-rank RANKS] -- program [...]",
                   "start ranks of any program on this machine", launch_command},
+                 {"plan", "CONFIG --world N [--device NAME] [--json]",
+                  "tell what a job takes on any number of GPUs, without them", plan_command},
                  {"compare", "RUN RUN ...", "compare the settings, losses and speed of runs",
                   compare_command},
                  {"sweep", "FILE", "train runs that differ in some settings, one after another",

@@ -33,6 +33,7 @@ int compare_command(const Arguments& words);
 int debug_command(const Arguments& words);
 int docs_command(const Arguments& words);
 int launch_command(const Arguments& words);
+int plan_command(const Arguments& words);
 int report_command(const Arguments& words);
 int schedule_command(const Arguments& words);
 int sweep_command(const Arguments& words);

@@ -1,6 +1,6 @@
 #pragma once
 
-// `titan train`: its command line, and how it works with launchers: restarts by --nproc, the exit code after
+// `titan train`: its command line, which `titan plan` shares, and how it works with launchers: restarts by --nproc, the exit code after
 // a stop, and SLURM's queue.
 //
 // torchrun: when hosts join or leave, an agent stops its ranks. The agents of other hosts then see their own
@@ -39,6 +39,17 @@ struct TrainArguments {
 /// The settings themselves are read by config::load. Throws ConfigError for an unknown word or an invalid
 /// value, and HelpText when the words ask for help.
 TrainArguments parse_train_arguments(const Arguments& words);
+
+/// `titan plan CONFIG --world N [--device NAME|FILE.toml] [--json] [--section.key value ...]`
+struct PlanArguments {
+  std::filesystem::path config;
+  std::vector<std::string> overrides;  ///< the settings, for config::load
+  int world_size = 0;
+  std::string device = "h100";
+  bool json = false;
+};
+/// As parse_train_arguments.
+PlanArguments parse_plan_arguments(const Arguments& words);
 
 /// Throws ConfigError if the ranks that this one's launcher restarts couldn't resume where the last ones
 /// were: `titan launch --max-restarts K -- titan train ...`, or torchrun. For torchrun, which restarts by

@@ -11,6 +11,7 @@
 
 #include <ATen/detail/CUDAHooksInterface.h>
 
+#include "dist/planned_devices.h"
 #include "titan/core/error.h"
 
 namespace titan::dist {
@@ -80,6 +81,16 @@ DeviceBackend* open_cuda_plugin() {
 }
 
 DeviceBackend* device_backend() { return opened_backend; }
+
+void use_planned_devices(PlannedDevices& devices) {
+  TITAN_CHECK(!opened_backend || opened_backend == &devices,
+              "planned devices can't be used beside those of the CUDA plugin, which is open");
+  opened_backend = &devices;
+}
+
+bool is_planned(c10::Device device) {
+  return device.is_cuda() && dynamic_cast<const PlannedDevices*>(opened_backend);
+}
 
 IdleMemory::IdleMemory(Take take) : take_(std::move(take)) {
   const std::lock_guard lock(IdleOwners::get().mutex);

@@ -18,6 +18,7 @@
 #include "core/hash.h"
 #include "dist/backends.h"
 #include "dist/device_backend.h"
+#include "dist/planned_devices.h"
 #include "dist/world_impl.h"
 #include "titan/core/crash.h"
 #include "titan/core/error.h"
@@ -53,7 +54,8 @@ std::unique_ptr<GroupBackends> World::Impl::make_backends(const std::vector<int>
   if (size == 1) return nullptr;
   auto backends = std::make_unique<GroupBackends>();
   if (backend == "fake") {
-    backends->main = make_fake_group(rank, size, /*has_batches=*/device.is_cuda());
+    backends->main = is_planned(device) ? devices->make_group(spec_of(name, key, "fake", rank, size))
+                                        : make_fake_group(rank, size, /*has_batches=*/device.is_cuda());
     return backends;
   }
   const GroupSpec sockets = spec_of(name, key, "gloo", rank, size),

@@ -10,6 +10,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 
+#include "dist/planned_devices.h"
 #include "nn/random_block.h"
 #include "titan/core/error.h"
 
@@ -160,7 +161,7 @@ void check_box(const at::Tensor& local, at::IntArrayRef global_shape, const Box&
 void fill(const at::Tensor& local, const Init& init, const InitStream& stream, at::IntArrayRef global_shape,
           const Box& box) {
   check_box(local, global_shape, box);
-  if (local.numel() == 0 || local.is_meta()) return;
+  if (local.numel() == 0 || local.is_meta() || dist::is_planned(local.device())) return;
   if (init.kind == Init::Kind::Constant) {
     local.fill_(init.mean);
     return;

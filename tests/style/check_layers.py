@@ -5,7 +5,7 @@ import pathlib
 import re
 import sys
 
-LAYERS = ["core", "config", "dist", "tensor", "ops", "nn", "float8", "parallel", "optim", "data", "checkpoint", "train", "models", "observe", "guard", "job", "cli"]
+LAYERS = ["core", "config", "dist", "tensor", "ops", "nn", "float8", "parallel", "optim", "data", "checkpoint", "train", "models", "observe", "guard", "plan", "job", "cli"]
 # A model registers itself with the trainer's registry, and the trainer never names a model.
 INCLUDE = re.compile(r'^\s*#include\s+["<](?:titan/)?(\w+)/', re.M)
 

@@ -18,7 +18,7 @@
 #include <unordered_set>
 
 #include "kernels/call.h"
-#include "kernels/shapes.h"
+#include "plan/shapes.h"
 
 namespace virtual_gpu {
 
@@ -32,6 +32,8 @@ namespace {
 using c10::DispatchKey;
 using c10::DispatchKeySet;
 using c10::IValue;
+using titan::plan::shape_rule;
+using titan::plan::ShapeRule;
 using torch::jit::Stack;
 
 // Results of a call: CUDA tensors for the caller, and those among them that are new and must be filled.

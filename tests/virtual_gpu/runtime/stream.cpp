@@ -146,6 +146,7 @@ State::State() {
   settings.num_devices = static_cast<int>(number_from("VIRTUAL_GPU_DEVICES", 1));
   if (const char* profile = std::getenv("VIRTUAL_GPU_PROFILE")) settings.profile = profile;
   settings.memory_only = number_from("VIRTUAL_GPU_MEMORY_ONLY", 0) != 0;
+  settings.is_prompt = number_from("VIRTUAL_GPU_PROMPT", 0) != 0;
   const char* races = std::getenv("VIRTUAL_GPU_RACES");
   settings.ends_at_race = races && std::string_view(races) == "fatal";
   settings.checks_races = settings.ends_at_race || number_from("VIRTUAL_GPU_RACES", 1) != 0;
@@ -431,8 +432,14 @@ cudaError_t cudaEventQuery(cudaEvent_t event_handle) {
   Lock lock(state().mutex);
   Event& event = *reinterpret_cast<Event*>(event_handle);
   if (event.capture) return fail(cudaErrorCapturedEvent);
-  if (event.marker && !event.marker->is_done) return fail(cudaErrorNotReady);
-  host_has_seen(event.clock);
+  const MarkerPtr marker = event.marker;
+  const Clock clock = event.clock;
+  if (marker && !marker->is_done) {
+    if (!state().settings.is_prompt) return fail(cudaErrorNotReady);
+    work_available().notify_all();
+    state().changed.wait(lock, [&] { return marker->is_done || stops; });
+  }
+  host_has_seen(clock);
   return cudaSuccess;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event_handle) {

@@ -83,6 +83,7 @@ struct Settings {
   int num_devices = 1;
   std::string profile = "h100";
   bool memory_only = false;
+  bool is_prompt = false;  ///< work is done when the host asks
   bool checks_races = true;
   bool ends_at_race = false;
   bool poisons = true;

@@ -1,10 +1,11 @@
-#include "kernels/shapes.h"
+#include "plan/shapes.h"
 
-#include <ATen/ATen.h>
+#include <ATen/ExpandUtils.h>
+#include <ATen/ops/empty.h>
 
 #include <unordered_map>
 
-namespace virtual_gpu {
+namespace titan::plan {
 namespace {
 
 using torch::jit::Stack;
@@ -66,4 +67,4 @@ const ShapeRule* shape_rule(const std::string& name) {
   return found == rules.end() ? nullptr : &found->second;
 }
 
-}  // namespace virtual_gpu
+}  // namespace titan::plan

@@ -5,7 +5,7 @@
 #include <functional>
 #include <string>
 
-namespace virtual_gpu {
+namespace titan::plan {
 
 /// From the arguments, as tensors on the meta device, to the results. For operations whose meta kernel is not part of
 /// LibTorch's C++ libraries.
@@ -14,4 +14,4 @@ using ShapeRule = std::function<torch::jit::Stack(const torch::jit::Stack&)>;
 /// The rule for an operation, or null.
 const ShapeRule* shape_rule(const std::string& name);
 
-}  // namespace virtual_gpu
+}  // namespace titan::plan

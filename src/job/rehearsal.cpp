@@ -1,0 +1,134 @@
+#include "job/rehearsal.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
+#include <torch/nn/module.h>
+
+#include "dist/stream.h"
+#include "job/pipeline_stages.h"
+#include "nn/trace_labels.h"
+#include "plan/ranges.h"
+#include "titan/core/error.h"
+#include "titan/nn/layers.h"
+#include "titan/optim/clip.h"
+
+namespace titan::train {
+
+Rehearsal::Rehearsal(const JobConfig& config, const dist::World& world)
+    : config_(config), world_(world), meshes_(build_job_meshes(config, world)) {
+  const TrainingSettings& settings = config.training;
+  const auto options = at::TensorOptions(at::kLong).pinned_memory(true);
+  for (int64_t i = 0; i < settings.batches_per_step(meshes_.dp_degree()); ++i)
+    batches_.push_back({.input_BS = at::zeros({settings.local_batch_size, settings.seq_len}, options),
+                        .labels_BS = at::zeros({settings.local_batch_size, settings.seq_len}, options),
+                        .valid_tokens = settings.local_batch_size * settings.seq_len});
+  built_ = build_models(config, meshes_, static_cast<int64_t>(batches_.size()));
+  optim::OptimizerSettings optimizer = config.optimizer;
+  optimizer.args = config.optimizer_args.settings;
+  optimizer_.emplace(built_.parameters, optimizer, names_elsewhere(built_.parameters, meshes_));
+}
+
+void Rehearsal::step() {
+  const int64_t tokens =
+      batches_[0].valid_tokens * static_cast<int64_t>(batches_.size()) * meshes_.dp_degree();
+  optimizer_->zero_grad();
+  built_.runner->forward_backward(batches_, tokens);
+  if (!optimizer_->can_skip_on_device()) {
+    optim::clip_grad_norm(built_.parameters, config_.training.max_norm, meshes_.pp);
+    return optimizer_->step();
+  }
+  const at::NoGradGuard no_grad;
+  const auto norm =
+      optim::launch_grad_norm(built_.parameters, config_.training.max_norm, world_.device(), meshes_.pp);
+  optimizer_->step_unless(at::zeros({}, at::TensorOptions(world_.device()).dtype(at::kFloat)), norm.factor);
+}
+
+std::vector<Role> roles_of(const JobConfig& config, int world_size) {
+  const auto depth = static_cast<int>(config.parallelism.pipeline_parallel_degree);
+  std::vector<Role> roles;
+  for (int pp_rank = 0; pp_rank < depth; ++pp_rank)
+    roles.push_back({.name = depth == 1 ? "first rank" : str("pipeline rank ", pp_rank),
+                     .rank = pp_rank * (world_size / depth)});
+  if (world_size > depth) roles.push_back({.name = "last rank", .rank = world_size - 1});
+  return roles;
+}
+
+namespace {
+
+using plan::Category;
+
+void set_category(plan::Trace& trace, const at::Tensor& tensor, Category category) {
+  if (tensor.defined() && tensor.is_cuda() && tensor.has_storage())
+    trace.set_category(reinterpret_cast<uintptr_t>(tensor.storage().data()), category);
+}
+
+void watch_parameters(const Rehearsal& rehearsal, plan::PlannedGpu& device) {
+  std::vector<at::Tensor> whole;
+  for (const Parameter& parameter : rehearsal.built().parameters) whole.push_back(parameter.compute);
+  device.watch_parameters(whole);
+}
+
+int64_t number_of(const dist::Stream& stream) {
+  const dist::StreamGuard guard(stream);
+  return plan::current_stream();
+}
+
+// Whatever lives on after a step.
+void set_categories(const Rehearsal& rehearsal, plan::Trace& trace) {
+  for (const auto& model : rehearsal.built().models) {
+    const torch::nn::Module& root = model->root().module();
+    for (const at::Tensor& buffer : root.buffers()) set_category(trace, buffer, Category::Buffers);
+    for (const auto& module : root.modules())
+      if (const auto* rotary = dynamic_cast<const nn::RotaryEmbeddingImpl*>(module.get()))
+        set_category(trace, rotary->table(), Category::Buffers);
+  }
+  for (const at::Tensor& state : rehearsal.optimizer().allocated_state())
+    set_category(trace, state, Category::Optimizer);
+  for (const Parameter& parameter : rehearsal.built().parameters) {
+    set_category(trace, parameter.data.local.grad(), Category::Gradients);
+    set_category(trace, parameter.data.local, Category::Parameters);
+  }
+}
+
+}  // namespace
+
+PlannedRank rehearse(const JobConfig& config, int world_size, const Role& role, plan::PlannedGpu& device) {
+  device.reset();
+  const plan::RangeWatch ranges;
+  PlannedRank planned{.role = role, .trace = device.shared_trace(), .streams = {}};
+  {
+    const dist::World world = dist::init(
+        {.backend = "fake", .device = "cuda", .fake_rank = role.rank, .fake_world_size = world_size});
+    Rehearsal rehearsal(config, world);
+    watch_parameters(rehearsal, device);
+    std::vector<nn::TraceLabels> labels;
+    for (const auto& model : rehearsal.built().models) labels.emplace_back(model->root());
+    for (int step = 0; step < 2; ++step) {
+      device.trace().begin_step();
+      rehearsal.step();
+    }
+    set_categories(rehearsal, device.trace());
+    for (const dist::NamedStream& named : dist::named_streams())
+      planned.streams.emplace_back(number_of(named.stream), named.name);
+  }
+  planned.peak_allocated_bytes = device.allocator().allocated().peak;
+  planned.peak_reserved_bytes = device.allocator().reserved().peak;
+  return planned;
+}
+
+void check_plannable(const JobConfig& config, const config::Origins& origins) {
+  std::vector<std::string> problems;
+  const auto refuse = [&](bool is_set, const char* key, const char* what) {
+    if (is_set) problems.push_back(origins.problem(key, what));
+  };
+  refuse(config.training.enable_cpu_offload, "training.enable_cpu_offload",
+         "a plan counts a GPU's memory, and not what the optimizer does on the host; set it to false");
+  refuse(config.compile.enable, "compile.enable",
+         "a plan doesn't know what memory CUDA graphs take; set it to false, which launches the same work");
+  refuse(config.spec().sizes(config.args()).block_causal, "model.args.attn_mask_type",
+         "attention within documents depends on data, which a plan doesn't read; \"causal\" takes as much "
+         "memory");
+  if (!problems.empty()) throw ConfigError(std::move(problems));
+}
+
+}  // namespace titan::train

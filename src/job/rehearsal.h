@@ -1,0 +1,63 @@
+#pragma once
+
+// Steps of one rank without data: to count on a planned or virtual GPU what they take.
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "job/build.h"
+#include "plan/planned_gpu.h"
+#include "titan/optim/optimizer.h"
+
+namespace titan::train {
+
+/// The parts of a trainer that a step's work comes from: model, wrappers, schedule, optimizer, and batches of zeros.
+class Rehearsal {
+ public:
+  /// The config outlives it. Collective over the world.
+  Rehearsal(const JobConfig& config, const dist::World& world);
+
+  /// Forward, backward, clipping and update, as a run does on a GPU: with the fused optimizer the numbers are read late.
+  void step();
+
+  const BuiltModels& built() const { return built_; }
+  const optim::Optimizer& optimizer() const { return *optimizer_; }
+  const Meshes& meshes() const { return meshes_; }
+
+ private:
+  const JobConfig& config_;
+  dist::World world_;
+  Meshes meshes_;
+  std::vector<data::Batch> batches_;
+  BuiltModels built_;
+  std::optional<optim::Optimizer> optimizer_;
+};
+
+/// A rank and the ranks that do the same.
+struct Role {
+  std::string name;  ///< "every rank", "pipeline rank 3"
+  int rank = 0;      ///< one of them
+};
+
+/// Ranks that may differ in what they hold: the first of each pipeline rank, and the job's last.
+std::vector<Role> roles_of(const JobConfig& config, int world_size);
+
+/// One rank of a job, after its start and two steps.
+struct PlannedRank {
+  Role role;
+  int64_t peak_allocated_bytes = 0;  ///< in tensors
+  int64_t peak_reserved_bytes = 0;   ///< taken from the device
+  std::shared_ptr<const plan::Trace> trace;
+  std::vector<std::pair<int64_t, std::string>> streams;  ///< those with names
+};
+
+/// The config has passed check_job and check_plannable for that size. The device's memory is empty, and empty again at the end.
+PlannedRank rehearse(const JobConfig& config, int world_size, const Role& role, plan::PlannedGpu& device);
+
+/// Throws ConfigError for settings whose cost a plan doesn't know.
+void check_plannable(const JobConfig& config, const config::Origins& origins);
+
+}  // namespace titan::train

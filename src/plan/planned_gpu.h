@@ -1,0 +1,100 @@
+#pragma once
+
+// [Note: planned GPU]
+// A CUDA device that exists only as counts, for programs without a GPU. LibTorch takes it for one: it has streams, events and an
+// allocator, and operations on its tensors run LibTorch's dispatcher and autograd as usual. Only where a GPU would be given work or
+// memory, it is counted instead:
+// - storages have addresses but no memory; the addresses come from a model of LibTorch's caching allocator (caching_allocator.h);
+// - an operation's results get the sizes that its meta kernel finds (operations.cpp), and LibTitan's own operations are the plugin's
+//   (plugin_operations.cpp), so the branches that are counted are those that a GPU takes;
+// - groups have no peers (groups.cpp).
+//
+// Values don't exist: a number that the host reads is 0. Nothing takes time: an event is done when it is recorded.
+//
+// It must be opened before LibTorch has looked for CUDA, so before the process makes its first tensor, and a process that opens it
+// can't open the CUDA plugin.
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_set>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/DispatchKey.h>
+#include <c10/core/ScalarType.h>
+
+#include "plan/caching_allocator.h"
+#include "plan/trace.h"
+
+namespace torch {
+class Library;
+}
+
+namespace titan::plan {
+
+/// configs/devices/*.toml
+struct DeviceSpec {
+  std::string name;
+  double memory_gib = 0;           ///< as the driver reports it
+  int64_t compute_capability = 0;  ///< 90: 9.0
+  int64_t multiprocessors = 0;
+
+  /// Without what a CUDA context takes.
+  int64_t usable_bytes() const;
+};
+
+class PlannedGpu {
+ public:
+  /// Makes the process's planned GPU. Throws Error if LibTorch has looked for CUDA already, or the CUDA plugin is open.
+  static PlannedGpu& open(const DeviceSpec& device);
+  /// The one that was opened.
+  static PlannedGpu& get();
+
+  const DeviceSpec& device() const { return device_; }
+  /// Empty memory and a new trace. No tensor of the device may be alive.
+  void reset();
+  CachingAllocator& allocator() { return *allocator_; }
+  Trace& trace() { return *trace_; }
+  std::shared_ptr<const Trace> shared_trace() const { return trace_; }
+
+  // ---- what the device is given
+
+  /// The storages of whole parameters: whatever memory an operation finds there is of the category Gathered.
+  void watch_parameters(const std::vector<at::Tensor>& parameters);
+  void reads(const at::Tensor& tensor);
+
+  uintptr_t allocate(int64_t bytes);
+  void free(uintptr_t address);
+  void record_stream(uintptr_t address, int64_t stream);
+  struct Work {
+    std::string name;
+    double flops = 0, bytes_read = 0, bytes_written = 0;
+    c10::ScalarType dtype = c10::ScalarType::Undefined;
+  };
+  void launch(const Work& work);
+  /// cuBLAS's workspace of this thread's handle and the current stream, which LibTorch takes at the first product.
+  void take_workspace();
+
+ private:
+  explicit PlannedGpu(const DeviceSpec& device);
+
+  DeviceSpec device_;
+  std::mutex mutex_;
+  std::unique_ptr<CachingAllocator> allocator_;
+  std::shared_ptr<Trace> trace_;
+  std::unordered_set<const c10::StorageImpl*> parameters_;
+  std::map<std::pair<uint64_t, int64_t>, uintptr_t> workspaces_;  // by thread and stream
+};
+
+/// The stream that is current on this thread; 0 is the default one.
+int64_t current_stream();
+
+/// Lists a library's operations for the key; open() registers them. Returns true.
+bool list_operations(const char* library, c10::DispatchKey key, void (*define)(torch::Library&));
+
+/// For open(): registers kernels for LibTorch's operations, and what was listed.
+void register_operations();
+
+}  // namespace titan::plan

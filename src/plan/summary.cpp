@@ -1,0 +1,114 @@
+#include "plan/summary.h"
+
+#include <algorithm>
+#include <map>
+#include <numeric>
+#include <tuple>
+
+namespace titan::plan {
+
+namespace {
+
+// The points, and which allocations are there at the peak.
+void add_memory(const Trace& trace, Summary& summary) {
+  const std::vector<Entry>& entries = trace.entries();
+  const size_t entries_of_point = entries.size() / Summary::kMostPoints + 1;
+  MemoryPoint now, highest;
+  int64_t in_use = 0, most_of_part = -1, most = -1;
+  for (size_t i = 0; i < entries.size(); ++i) {
+    const Entry& entry = entries[i];
+    if (entry.kind == Entry::Kind::Step) now.step = static_cast<int>(entry.index) + 1;
+    if (entry.kind == Entry::Kind::Allocate || entry.kind == Entry::Kind::Free) {
+      const Allocation& allocation = trace.allocations()[entry.index];
+      const int64_t change = entry.kind == Entry::Kind::Allocate ? allocation.bytes : -allocation.bytes;
+      now.bytes[static_cast<size_t>(allocation.category)] += change;
+      now.module = trace.name(allocation.module);
+      in_use += change;
+    }
+    now.entry = i + 1;
+    if (in_use > most_of_part) {
+      most_of_part = in_use;
+      highest = now;
+    }
+    if (in_use > most) {
+      most = in_use;
+      summary.peak = now;
+    }
+    if ((i + 1) % entries_of_point == 0 || i + 1 == entries.size()) {
+      summary.over_time.push_back(highest);
+      most_of_part = -1;
+    }
+  }
+}
+
+void add_owners(const Trace& trace, Summary& summary) {
+  std::map<std::string, int64_t> bytes;
+  for (size_t i = 0; i < summary.peak.entry; ++i) {
+    const Entry& entry = trace.entries()[i];
+    if (entry.kind != Entry::Kind::Allocate && entry.kind != Entry::Kind::Free) continue;
+    const Allocation& allocation = trace.allocations()[entry.index];
+    bytes[trace.name(allocation.module)] +=
+        entry.kind == Entry::Kind::Allocate ? allocation.bytes : -allocation.bytes;
+  }
+  for (const auto& [name, amount] : bytes)
+    if (amount > 0) summary.peak_by_module.push_back({name, amount});
+  std::ranges::stable_sort(summary.peak_by_module, std::greater<>(), &NamedAmount::bytes);
+}
+
+// "fsdp::all_gather layers.3" -> "fsdp::all_gather"
+std::string phase_of(const std::string& label) { return label.substr(0, label.find(' ')); }
+
+void add_last_step(const Trace& trace, Summary& summary) {
+  std::map<std::string, LaunchTotals> launches;
+  std::map<std::tuple<std::string, std::string, std::string, int64_t>, CollectiveTotals> collectives;
+  int step = 0;
+  for (const Entry& entry : trace.entries()) {
+    if (entry.kind == Entry::Kind::Step) ++step;
+    if (step < trace.num_steps()) continue;
+    if (entry.kind == Entry::Kind::Allocate) ++summary.num_allocations;
+    if (entry.kind == Entry::Kind::Launch) {
+      const Launch& launch = trace.launches()[entry.index];
+      LaunchTotals& totals = launches[trace.name(launch.name)];
+      ++summary.num_launches;
+      ++totals.launches;
+      summary.flops += launch.flops;
+      totals.flops += launch.flops;
+      totals.bytes_read += launch.bytes_read;
+      totals.bytes_written += launch.bytes_written;
+    }
+    if (entry.kind == Entry::Kind::Collective) {
+      const Collective& call = trace.collectives()[entry.index];
+      const std::string &op = trace.name(call.op), &group = trace.name(call.group);
+      const std::string label = phase_of(trace.name(call.label));
+      CollectiveTotals& totals = collectives[{op, group, label, call.stream}];
+      totals.op = op;
+      totals.group = group;
+      totals.label = label;
+      totals.group_size = call.group_size;
+      totals.stream = call.stream;
+      ++totals.calls;
+      totals.bytes += call.bytes;
+    }
+  }
+  for (auto& [name, totals] : launches) {
+    totals.name = name;
+    summary.launches.push_back(totals);
+  }
+  for (auto& [key, totals] : collectives) summary.collectives.push_back(totals);
+}
+
+}  // namespace
+
+int64_t total(const BytesByCategory& bytes) {
+  return std::accumulate(bytes.begin(), bytes.end(), int64_t{0});
+}
+
+Summary summarize(const Trace& trace) {
+  Summary summary;
+  add_memory(trace, summary);
+  add_owners(trace, summary);
+  add_last_step(trace, summary);
+  return summary;
+}
+
+}  // namespace titan::plan

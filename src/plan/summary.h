@@ -1,0 +1,62 @@
+#pragma once
+
+// The sums of a trace.
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "plan/trace.h"
+
+namespace titan::plan {
+
+using BytesByCategory = std::array<int64_t, kNumCategories>;
+
+struct NamedAmount {
+  std::string name;
+  int64_t bytes = 0;
+};
+
+/// Memory after some of the trace's entries.
+struct MemoryPoint {
+  size_t entry = 0;  ///< how many came before
+  int step = 0;      ///< 0: before the first step
+  std::string module;
+  BytesByCategory bytes{};
+};
+
+struct LaunchTotals {
+  std::string name;
+  int64_t launches = 0;
+  double flops = 0, bytes_read = 0, bytes_written = 0;
+};
+
+struct CollectiveTotals {
+  std::string op, group, label;  ///< the label without its module: "fsdp::all_gather"
+  int group_size = 0;
+  int64_t stream = 0;
+  int64_t calls = 0, bytes = 0;
+};
+
+struct Summary {
+  MemoryPoint peak;                         ///< where most is allocated
+  std::vector<NamedAmount> peak_by_module;  ///< the modules that allocated it, largest first
+  /// At most kMostPoints, evenly over the trace, each the highest of its part.
+  std::vector<MemoryPoint> over_time;
+  static constexpr size_t kMostPoints = 200;
+
+  // ---- of the last step
+
+  int64_t num_launches = 0;
+  int64_t num_allocations = 0;
+  double flops = 0;
+  std::vector<LaunchTotals> launches;  ///< by name
+  std::vector<CollectiveTotals> collectives;
+};
+
+int64_t total(const BytesByCategory& bytes);
+
+Summary summarize(const Trace& trace);
+
+}  // namespace titan::plan

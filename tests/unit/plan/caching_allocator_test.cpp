@@ -1,0 +1,74 @@
+#include "plan/caching_allocator.h"
+
+#include <utility>
+
+#include <gtest/gtest.h>
+
+namespace titan::plan {
+namespace {
+
+constexpr int64_t kMiB = 1 << 20;
+
+TEST(CachingAllocator, RoundsToBlocksAndSegments) {
+  CachingAllocator allocator({.device_bytes = 1024 * kMiB});
+  allocator.allocate(1, 0);
+  EXPECT_EQ(allocator.allocated().now, 512);
+  EXPECT_EQ(allocator.reserved().now, 2 * kMiB);
+  allocator.allocate(kMiB + 1, 0);
+  EXPECT_EQ(allocator.allocated().now, kMiB + 1024);
+  EXPECT_EQ(allocator.reserved().now, 22 * kMiB);
+}
+
+TEST(CachingAllocator, TakesTheSmallestFreeBlockOfTheStream) {
+  CachingAllocator allocator({.device_bytes = 1024 * kMiB});
+  const uintptr_t large = allocator.allocate(40 * kMiB, 0);
+  allocator.allocate(2 * kMiB, 0);
+  const uintptr_t small = allocator.allocate(30 * kMiB, 0);
+  allocator.allocate(2 * kMiB, 0);
+  allocator.free(large);
+  allocator.free(small);
+  EXPECT_EQ(allocator.allocate(30 * kMiB, 0), small);
+  EXPECT_NE(allocator.allocate(30 * kMiB, 1), large);
+}
+
+TEST(CachingAllocator, MergesNeighborsThatAreFree) {
+  CachingAllocator allocator({.device_bytes = 1024 * kMiB});
+  const uintptr_t first = allocator.allocate(20 * kMiB, 0), second = allocator.allocate(20 * kMiB, 0);
+  allocator.free(second);
+  allocator.free(first);
+  EXPECT_EQ(allocator.allocate(40 * kMiB, 0), first);
+  EXPECT_EQ(allocator.reserved().peak, 40 * kMiB);
+}
+
+TEST(CachingAllocator, KeepsBlocksThatOtherStreamsUseUntilTheNextRequest) {
+  CachingAllocator allocator({.device_bytes = 1024 * kMiB});
+  const uintptr_t block = allocator.allocate(kMiB, 0);
+  allocator.record_stream(block, 1);
+  allocator.free(block);
+  EXPECT_EQ(allocator.allocated().now, 0);
+  EXPECT_EQ(allocator.active().now, kMiB);
+  allocator.allocate(512, 0);
+  EXPECT_EQ(allocator.active().now, 512);
+}
+
+TEST(CachingAllocator, AsksForIdleMemoryBeforeItTakesMore) {
+  CachingAllocator* asked = nullptr;
+  uintptr_t idle = 0;
+  CachingAllocator allocator({.device_bytes = 1024 * kMiB, .give_back = [&] {
+                                if (idle) asked->free(std::exchange(idle, 0));
+                              }});
+  asked = &allocator;
+  idle = allocator.allocate(20 * kMiB, 0);
+  allocator.allocate(20 * kMiB, 0);
+  EXPECT_EQ(allocator.reserved().peak, 20 * kMiB);
+}
+
+TEST(CachingAllocator, TellsWhenTheDeviceIsFull) {
+  CachingAllocator allocator({.device_bytes = 100 * kMiB});
+  EXPECT_NE(allocator.allocate(80 * kMiB, 0), 0U);
+  EXPECT_EQ(allocator.allocate(40 * kMiB, 0), 0U);
+  EXPECT_EQ(allocator.num_out_of_memory(), 1);
+}
+
+}  // namespace
+}  // namespace titan::plan
