@@ -114,13 +114,13 @@ struct Released {
   Clock clock;
   int thread = 0;
   uint64_t version = 0;
-  uint64_t number = 0;  // of the last release, among all releases that were noted
+  uint64_t number = 0;  // the last release's, among all releases that were noted
 };
 std::unordered_map<const void*, Released>& released_locks() {
   static auto* locks = new std::unordered_map<const void*, Released>;
   return *locks;
 }
-// What the locks that were forgotten have handed over. A lock's end isn't seen, and autograd makes new ones in every step, so only those that
+// The knowledge that forgotten locks have handed over. A lock's end isn't seen, and autograd makes new ones in every step, so only those that
 // were released last are kept. Whoever takes one that isn't kept may have learned from a forgotten one, so it learns from all of them: races with
 // operations that long ago aren't found.
 constexpr size_t most_locks = 4096;
