@@ -66,10 +66,11 @@ std::vector<PlannedRole> plan_roles(const train::JobConfig& config, int world_si
   for (const train::Role& role : train::roles_of(config, world_size)) {
     train::PlannedRank rank = train::rehearse(config, world_size, role, gpu);
     plan::Summary summary = plan::summarize(*rank.trace);
+    rank.trace.reset();  // a long list, of which the summary has what is shown
     roles.push_back({std::move(rank), std::move(summary)});
   }
   // The last rank is one of its own only if it does something else than the first of its pipeline rank.
-  if (roles.size() > 1 && are_alike(roles[roles.size() - 2], roles.back())) roles.pop_back();
+  if (roles.back().rank.role.is_last && are_alike(roles[roles.size() - 2], roles.back())) roles.pop_back();
   if (roles.size() == 1) roles[0].rank.role.name = "every rank";
   return roles;
 }
@@ -231,10 +232,10 @@ std::string operations_table(const PlannedRole& role) {
 std::string to_text(const Plan& plan) {
   const PlannedRole& role = largest_of(plan.roles);
   const int64_t usable = plan.device.usable_bytes(), missing = plan.peak_bytes() - usable;
-  const std::string verdict =
-      plan.fits() ? str("fits: ", gib_text(plan.peak_bytes()), " of ", gib_text(usable), " GiB")
-                  : str("doesn't fit: ", gib_text(missing), " GiB more than the ", gib_text(usable),
-                        " GiB that there are");
+  const std::string verdict = plan.fits() ? str("fits: ", gib_text(plan.peak_bytes()), " of ",
+                                                gib_text(usable), " GiB, without NCCL's buffers")
+                                          : str("doesn't fit: ", gib_text(missing), " GiB more than the ",
+                                                gib_text(usable), " GiB that there are");
   const std::string& module = role.summary.peak.module;
   return str(plan.config.model_title(), " on ", plan.arguments.world_size, " x ", plan.device.name, ": ",
              verdict, "\n\n", memory_table(plan), "\n",

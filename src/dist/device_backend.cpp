@@ -17,7 +17,8 @@
 namespace titan::dist {
 namespace {
 
-DeviceBackend* opened_backend = nullptr;  // set once, by open_cuda_plugin; the plugin is never closed
+DeviceBackend* opened_backend =
+    nullptr;  // set once, by open_cuda_plugin or use_planned_devices, and never closed
 
 // LibTorch's allocator belongs to the process, and so do those who keep its memory.
 struct IdleOwners {

@@ -17,10 +17,14 @@ namespace titan::train {
 Rehearsal::Rehearsal(const JobConfig& config, const dist::World& world)
     : config_(config), world_(world), meshes_(build_job_meshes(config, world)) {
   const TrainingSettings& settings = config.training;
-  const auto options = at::TensorOptions(at::kLong).pinned_memory(true);
+  const auto zeros = [&] {
+    return at::zeros({settings.local_batch_size, settings.seq_len},
+                     at::TensorOptions(at::kLong).pinned_memory(true));
+  };
+  const at::Tensor input = zeros(), labels = zeros();  // all batches are alike
   for (int64_t i = 0; i < settings.batches_per_step(meshes_.dp_degree()); ++i)
-    batches_.push_back({.input_BS = at::zeros({settings.local_batch_size, settings.seq_len}, options),
-                        .labels_BS = at::zeros({settings.local_batch_size, settings.seq_len}, options),
+    batches_.push_back({.input_BS = input,
+                        .labels_BS = labels,
                         .valid_tokens = settings.local_batch_size * settings.seq_len});
   built_ = build_models(config, meshes_, static_cast<int64_t>(batches_.size()));
   optim::OptimizerSettings optimizer = config.optimizer;
@@ -49,7 +53,7 @@ std::vector<Role> roles_of(const JobConfig& config, int world_size) {
   for (int pp_rank = 0; pp_rank < depth; ++pp_rank)
     roles.push_back({.name = depth == 1 ? "first rank" : str("pipeline rank ", pp_rank),
                      .rank = pp_rank * (world_size / depth)});
-  if (world_size > depth) roles.push_back({.name = "last rank", .rank = world_size - 1});
+  if (world_size > depth) roles.push_back({.name = "last rank", .rank = world_size - 1, .is_last = true});
   return roles;
 }
 

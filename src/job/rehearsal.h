@@ -25,7 +25,6 @@ class Rehearsal {
 
   const BuiltModels& built() const { return built_; }
   const optim::Optimizer& optimizer() const { return *optimizer_; }
-  const Meshes& meshes() const { return meshes_; }
 
  private:
   const JobConfig& config_;
@@ -38,8 +37,9 @@ class Rehearsal {
 
 /// A rank and the ranks that do the same.
 struct Role {
-  std::string name;  ///< "every rank", "pipeline rank 3"
-  int rank = 0;      ///< one of them
+  std::string name;      ///< "every rank", "pipeline rank 3"
+  int rank = 0;          ///< one of them
+  bool is_last = false;  ///< the job's last rank, of the same pipeline rank as the role before
 };
 
 /// Ranks that may differ in what they hold: the first of each pipeline rank, and the job's last.

@@ -131,8 +131,8 @@ void describe(config::Table<CompileSettings>& table) {
 }
 
 void describe(config::Table<MemoryEstimationSettings>& table) {
-  table.refused("enable", false, "see --print-plan");
-  table.refused("disable_fake_mode", false, "see --print-plan", "enable");
+  table.refused("enable", false, "titan plan tells what a job takes");
+  table.refused("disable_fake_mode", false, "titan plan tells what a job takes", "enable");
 }
 
 void describe(config::Table<CommSettings>& table) {
@@ -166,7 +166,7 @@ void describe(config::Table<CommSettings>& table) {
       "SIGQUIT, and by titan debug dump; titan debug flight reads them");
   table.field("save_traces_file_prefix", &CommSettings::save_traces_file_prefix,
               "prefix of their file names; the rank and .json follow");
-  table.refused("mode", std::string("default"), "--print-plan runs one rank of the job without memory");
+  table.refused("mode", std::string("default"), "titan plan runs one rank of each role, without memory or other ranks");
 }
 
 namespace {

@@ -16,9 +16,6 @@ constexpr int64_t kSmallRequest = kMiB;       // kSmallSize
 constexpr int64_t kSmallSegment = 2 * kMiB;   // kSmallBuffer
 constexpr int64_t kLargeSegment = 20 * kMiB;  // large_segment_size
 
-// Far from addresses of the host, so that one that is read by mistake is a fault.
-constexpr uintptr_t kFirstAddress = uintptr_t{1} << 56;
-
 int64_t rounded_up(int64_t bytes, int64_t multiple) { return (bytes + multiple - 1) / multiple * multiple; }
 
 int64_t block_size_for(int64_t bytes) { return std::max(kSmallestBlock, rounded_up(bytes, kSmallestBlock)); }
@@ -66,7 +63,7 @@ CachingAllocator::CachingAllocator(Options options)
     : options_(std::move(options)),
       small_(std::make_unique<Pool>(Pool{.is_small = true, .free = {}, .unmapped = {}})),
       large_(std::make_unique<Pool>()),
-      next_address_(kFirstAddress) {}
+      next_address_(options_.first_address) {}
 
 CachingAllocator::~CachingAllocator() {
   for (const Block* block : blocks_) delete block;
@@ -155,7 +152,6 @@ CachingAllocator::Block* CachingAllocator::take_free(Pool& pool, int64_t size, i
 bool CachingAllocator::reserve(int64_t bytes) {
   if (reserved_.now + bytes > options_.device_bytes) return false;
   add(reserved_, bytes);
-  ++num_device_requests_;
   return true;
 }
 

@@ -26,6 +26,8 @@ class CachingAllocator {
  public:
   struct Options {
     int64_t device_bytes = 0;  ///< the most that can be reserved
+    uintptr_t first_address = uintptr_t{1}
+                              << 56;  ///< far from the host's, so that one that is read by mistake is a fault
     /// Frees blocks for a request that found none, before more memory is taken from the device.
     std::function<void()> give_back = {};
   };
@@ -37,6 +39,9 @@ class CachingAllocator {
   /// An address; 0 if the device has too little memory. Nothing may be read or written there.
   uintptr_t allocate(int64_t bytes, int64_t stream);
   void free(uintptr_t address);
+  bool is_in_use(uintptr_t address) const { return in_use_.contains(address); }
+  /// No block of this allocator begins here or further up.
+  uintptr_t end_of_addresses() const { return next_address_; }
   /// The size of the block in use at the address.
   int64_t size_of(uintptr_t address) const;
   /// From now on `stream` uses the block, too.
@@ -51,8 +56,6 @@ class CachingAllocator {
   /// Allocated, or freed while another stream used it.
   Bytes active() const { return active_; }
   Bytes reserved() const { return reserved_; }
-  /// Times that memory was taken from the device; requests that failed.
-  int64_t num_device_requests() const { return num_device_requests_; }
   int64_t num_out_of_memory() const { return num_out_of_memory_; }
   int64_t num_retries() const { return num_retries_; }
   void reset_peaks();
@@ -80,7 +83,7 @@ class CachingAllocator {
   std::set<Block*> blocks_;
   uintptr_t next_address_;
   Bytes allocated_, active_, reserved_;
-  int64_t num_device_requests_ = 0, num_out_of_memory_ = 0, num_retries_ = 0;
+  int64_t num_out_of_memory_ = 0, num_retries_ = 0;
 };
 
 }  // namespace titan::plan

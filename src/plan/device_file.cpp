@@ -57,7 +57,8 @@ void describe(config::Table<DeviceSpec>& table) {
   table.field("name", &DeviceSpec::name, "as the driver reports it");
   table.field("memory_gib", &DeviceSpec::memory_gib, "all of it, as the driver reports it",
               config::at_least(0));
-  table.field("compute_capability", &DeviceSpec::compute_capability, "90: 9.0", config::at_least(0));
+  table.field("compute_capability", &DeviceSpec::compute_capability,
+              "ten times the major version and the minor one: 90 for 9.0", config::at_least(0));
   table.field("multiprocessors", &DeviceSpec::multiprocessors, "their number", config::at_least(0));
 }
 
@@ -68,12 +69,18 @@ DeviceSpec load_device(const std::string& name) {
   DeviceFile loaded;
   const config::Origins origins = config::load(schema, {.file = file, .overrides = {}}, loaded);
   std::vector<std::string> problems;
-  const auto require = [&](bool holds, const char* key) {
-    if (!holds) problems.push_back(origins.problem(key, str("is missing in ", file.string())));
+  const auto require = [&](bool holds, const char* key, const char* what) {
+    if (!holds)
+      problems.push_back(origins.problem(key, str("is missing in ", file.string(), ", or isn't ", what)));
   };
-  require(loaded.device.memory_gib > 0, "device.memory_gib");
-  require(loaded.device.compute_capability > 0, "device.compute_capability");
-  require(loaded.device.multiprocessors > 0, "device.multiprocessors");
+  const auto is_within = [](auto value, auto lowest, auto highest) {
+    return value >= lowest && value <= highest;
+  };
+  const DeviceSpec& device = loaded.device;
+  require(!device.name.empty(), "device.name", "a name");
+  require(is_within(device.memory_gib, 1.0, 4096.0), "device.memory_gib", "from 1 to 4096");
+  require(is_within(device.compute_capability, 70, 999), "device.compute_capability", "from 70 to 999");
+  require(is_within(device.multiprocessors, 1, 1024), "device.multiprocessors", "from 1 to 1024");
   if (!problems.empty()) throw ConfigError(std::move(problems));
   return loaded.device;
 }

@@ -153,6 +153,7 @@ class Call {
         op_.redispatchBoxed(DispatchKeySet(DispatchKey::Meta), &arguments);
         return arguments;
       } catch (const c10::NotImplementedError&) {
+        shapes = StandIns(StandIns::Kind::meta);  // the attempt may have resized some
         arguments = arguments_with(shapes);
       }
     }

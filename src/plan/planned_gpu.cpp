@@ -176,7 +176,7 @@ class Devices final : public dist::PlannedDevices {
   int num_devices() const override { return 1; }
   void set_device(int /*index*/) override {}
   std::string device_name(int /*index*/) const override { return PlannedGpu::get().device().name; }
-  std::string settings() const override { return "planned, not there"; }
+  std::string settings() const override { return "planned GPU"; }
   int compute_capability(int /*index*/) const override {
     return static_cast<int>(PlannedGpu::get().device().compute_capability);
   }
@@ -192,34 +192,26 @@ class Devices final : public dist::PlannedDevices {
   }
   std::unique_ptr<dist::DeviceGraph> make_graph() override { throw Error("a planned GPU records no graphs"); }
   bool is_recorded(const c10::Stream& /*stream*/) const override { return false; }
-  dist::DeviceMemory memory(int /*index*/) const override {
-    const PlannedGpu& gpu = PlannedGpu::get();
-    const CachingAllocator& allocator = PlannedGpu::get().allocator();
-    return {.allocated_bytes = allocator.allocated().now,
-            .peak_allocated_bytes = allocator.allocated().peak,
-            .peak_active_bytes = allocator.active().peak,
-            .reserved_bytes = allocator.reserved().now,
-            .peak_reserved_bytes = allocator.reserved().peak,
-            .total_bytes = std::llround(gpu.device().memory_gib * kGiB),
-            .num_out_of_memory = allocator.num_out_of_memory(),
-            .allocation_retries = allocator.num_retries()};
-  }
+  dist::DeviceMemory memory(int /*index*/) const override { return PlannedGpu::get().memory(); }
   void lock_pages(void* /*address*/, int64_t /*bytes*/) override {}
   void unlock_pages(void* /*address*/) override {}
-  void reset_peak_memory(int /*index*/) override { PlannedGpu::get().allocator().reset_peaks(); }
+  void reset_peak_memory(int /*index*/) override { PlannedGpu::get().reset_peaks(); }
   void watch_out_of_memory(std::function<void(const dist::OutOfMemory&)> /*seen*/) override {}
   void record_memory_history(int64_t /*max_events*/) override {}
   std::string memory_snapshot() override { throw Error("a planned GPU has no memory snapshot"); }
 };
 
 // LibTorch's objects live as long as the process.
-void install_in_libtorch() {
+void install_hooks() {
+  TITAN_CHECK(!dist::device_backend(), "a planned GPU can't be opened beside the CUDA plugin, which is open");
   at::CUDAHooksRegistry()->Register(
       "CUDAHooks", [](at::CUDAHooksArgs) { return std::unique_ptr<at::CUDAHooksInterface>(new Hooks); });
   TITAN_CHECK(
       at::detail::getCUDAHooks().hasCUDA(),
       "a planned GPU was opened too late: LibTorch had already looked for CUDA. Open it before the first "
       "tensor is made");
+}
+void install_memory_and_operations() {
   c10::impl::device_guard_impl_registry[static_cast<size_t>(c10::kCUDA)].store(new GuardImpl);
   c10::SetAllocator(c10::kCUDA, new DeviceAllocator);
   register_operations();
@@ -239,10 +231,11 @@ PlannedGpu& PlannedGpu::open(const DeviceSpec& device) {
     opened->reset();
     return *opened;
   }
+  install_hooks();
   static auto* devices = new Devices;
   dist::use_planned_devices(*devices);
   opened = new PlannedGpu(device);
-  install_in_libtorch();
+  install_memory_and_operations();
   return *opened;
 }
 
@@ -253,40 +246,68 @@ PlannedGpu& PlannedGpu::get() {
 
 void PlannedGpu::reset() {
   const std::lock_guard lock(mutex_);
+  if (allocator_) next_address_ = allocator_->end_of_addresses();
   workspaces_.clear();
   parameters_.clear();
   trace_ = std::make_shared<Trace>();
   // A request that doesn't fit is counted all the same: how much is missing is part of the plan.
-  constexpr int64_t no_limit = int64_t{1} << 46;
-  allocator_ = std::make_unique<CachingAllocator>(CachingAllocator::Options{
-      .device_bytes = no_limit, .give_back = [] { dist::IdleMemory::give_back(false); }});
+  constexpr int64_t no_limit = int64_t{1} << 50;
+  allocator_ = std::make_unique<CachingAllocator>(
+      CachingAllocator::Options{.device_bytes = no_limit, .first_address = next_address_, .give_back = [] {
+                                  dist::IdleMemory::give_back(false);
+                                }});
+}
+
+dist::DeviceMemory PlannedGpu::memory() const {
+  const std::lock_guard lock(mutex_);
+  return {.allocated_bytes = allocator_->allocated().now,
+          .peak_allocated_bytes = allocator_->allocated().peak,
+          .peak_active_bytes = allocator_->active().peak,
+          .reserved_bytes = allocator_->reserved().now,
+          .peak_reserved_bytes = allocator_->reserved().peak,
+          .total_bytes = std::llround(device_.memory_gib * kGiB),
+          .num_out_of_memory = allocator_->num_out_of_memory(),
+          .allocation_retries = allocator_->num_retries()};
+}
+
+void PlannedGpu::reset_peaks() {
+  const std::lock_guard lock(mutex_);
+  allocator_->reset_peaks();
 }
 
 void PlannedGpu::watch_parameters(const std::vector<at::Tensor>& parameters) {
+  const std::lock_guard lock(mutex_);
   for (const at::Tensor& parameter : parameters)
     parameters_.insert(parameter.storage().unsafeGetStorageImpl());
 }
 
 void PlannedGpu::reads(const at::Tensor& tensor) {
+  const std::lock_guard lock(mutex_);
   if (parameters_.contains(tensor.storage().unsafeGetStorageImpl()))
     trace_->set_category(reinterpret_cast<uintptr_t>(tensor.storage().data()), Category::Gathered);
 }
 
 uintptr_t PlannedGpu::allocate(int64_t bytes) {
+  const std::lock_guard lock(mutex_);
   const int64_t stream = current_stream();
   const uintptr_t address = allocator_->allocate(bytes, stream);
+  if (address == 0) throw Error("one rank takes more than 1,024 TiB: the job fits no GPU");
   trace_->allocated(address, {.bytes = allocator_->size_of(address),
                               .stream = stream,
                               .module = trace_->number_of(current_module())});
   return address;
 }
 
+// Autograd's thread of the device may free the last tensors of a backward after the main thread has gone on to the next rank.
 void PlannedGpu::free(uintptr_t address) {
+  const std::lock_guard lock(mutex_);
+  if (!allocator_->is_in_use(address)) return;
   trace_->freed(address);
   allocator_->free(address);
 }
 
 void PlannedGpu::record_stream(uintptr_t address, int64_t stream) {
+  const std::lock_guard lock(mutex_);
   allocator_->record_stream(address, stream);
 }
 
@@ -301,6 +322,7 @@ void PlannedGpu::launch(const Work& work) {
 }
 
 void PlannedGpu::take_workspace() {
+  const std::lock_guard lock(mutex_);
   const auto thread = static_cast<uint64_t>(std::hash<std::thread::id>()(std::this_thread::get_id()));
   uintptr_t& workspace = workspaces_[{thread, current_stream()}];
   if (workspace) return;

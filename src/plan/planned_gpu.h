@@ -25,6 +25,7 @@
 #include <c10/core/DispatchKey.h>
 #include <c10/core/ScalarType.h>
 
+#include "dist/device_backend.h"
 #include "plan/caching_allocator.h"
 #include "plan/trace.h"
 
@@ -55,7 +56,10 @@ class PlannedGpu {
   const DeviceSpec& device() const { return device_; }
   /// Empty memory and a new trace. No tensor of the device may be alive.
   void reset();
-  CachingAllocator& allocator() { return *allocator_; }
+  /// To read when the rehearsal is over.
+  const CachingAllocator& allocator() const { return *allocator_; }
+  dist::DeviceMemory memory() const;
+  void reset_peaks();
   Trace& trace() { return *trace_; }
   std::shared_ptr<const Trace> shared_trace() const { return trace_; }
 
@@ -81,7 +85,9 @@ class PlannedGpu {
   explicit PlannedGpu(const DeviceSpec& device);
 
   DeviceSpec device_;
-  std::mutex mutex_;
+  mutable std::recursive_mutex
+      mutex_;  // recursive, because a request that finds no memory frees idle buffers
+  uintptr_t next_address_ = CachingAllocator::Options().first_address;
   std::unique_ptr<CachingAllocator> allocator_;
   std::shared_ptr<Trace> trace_;
   std::unordered_set<const c10::StorageImpl*> parameters_;

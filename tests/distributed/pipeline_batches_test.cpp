@@ -24,6 +24,9 @@ using namespace titan::testing;  // NOLINT: the test's own names
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using Tensors = std::vector<at::Tensor>;
 
+// The purposes of a pipeline's links.
+const std::string kDown = str(dist::kLongReceives, "down"), kUp = str(dist::kLongReceives, "up");
+
 class AllOf final : public c10d::Work {
  public:
   explicit AllOf(std::vector<WorkPtr> works) : works_(std::move(works)) {}
@@ -83,8 +86,8 @@ class BatchingBackend final : public c10d::Backend {
 class BatchingWorld {
  public:
   explicit BatchingWorld(const std::string& name) : impl_(unconnected_world(name)) {
-    down = add("pipeline.down");
-    up = add("pipeline.up");
+    down = add(kDown);
+    up = add(kUp);
   }
   dist::World get() const { return dist::World(impl_); }
   const dist::FlightRecorder& recorder() const { return *impl_->recorder; }
@@ -118,7 +121,7 @@ class BatchingWorld {
 
 TEST(MessageBatches, ArriveInOneCall) {
   BatchingWorld batching("one_call");
-  const auto group = batching.get().group({0, 1}, "", "pipeline.down");
+  const auto group = batching.get().group({0, 1}, "", kDown);
   ASSERT_TRUE(group->has_batches(at::kCPU));
   if (world().rank() == 0) {
     group->send(Tensors{at::full({3}, 1.0), at::full({3}, 2.0)}, 1, {"t"}).wait();
@@ -144,7 +147,7 @@ TEST(MessageBatches, ArriveInOneCall) {
 // The error of a rank that batches other messages than its peer.
 TEST(MessageBatches, ReportsABatchThatMeetsASingleMessage) {
   BatchingWorld batching("mismatch");
-  const auto group = batching.get().group({0, 1}, "", "pipeline.down");
+  const auto group = batching.get().group({0, 1}, "", kDown);
   const Tensors two = {at::zeros({3}), at::zeros({3})};
   if (world().rank() == 0) {
     group->send(two, 1, {"t"}).wait();
@@ -170,7 +173,7 @@ TEST(MessageBatches, ReportsABatchThatMeetsASingleMessage) {
 TEST(MessageBatches, ClosesABatchThatFails) {
   BatchingWorld batching("failure");
   if (world().rank() != 0) return;
-  const auto group = batching.get().group({0, 1}, "", "pipeline.down");
+  const auto group = batching.get().group({0, 1}, "", kDown);
   batching.down->fails_at = 1;
   try {
     group->send(Tensors{at::zeros({3}), at::zeros({3})}, 1, {"t"}).wait();
@@ -214,7 +217,7 @@ TEST(MessageBatches, AreSentWhereBothEndsPairMessages) {
 
 TEST(MessageBatches, CarryBothDirectionsOfAnExchange) {
   BatchingWorld batching("exchange");
-  const auto group = batching.get().group({0, 1}, "", "pipeline.down");
+  const auto group = batching.get().group({0, 1}, "", kDown);
   const int peer = 1 - world().rank();
   const at::Tensor sent = at::full({3}, 1.0 * world().rank()), got = at::zeros({3});
   group->exchange(sent, peer, got, peer, {"t"}).wait();
@@ -228,10 +231,10 @@ TEST(MessageBatches, CarryBothDirectionsOfAnExchange) {
 
 TEST(MessageBatches, CarryBothDirectionsOfARing) {
   BatchingWorld batching("ring");
-  const auto group = [&](const char* purpose) { return batching.get().group({0, 1}, "", purpose); };
+  const auto group = [&](const std::string& purpose) { return batching.get().group({0, 1}, "", purpose); };
   const context::SequenceLayout layout(2, ContextLoadBalancer::HeadTail);
   const auto ring = context::make_attention(
-      group("pipeline.down"), group("pipeline.up"), layout,
+      group(kDown), group(kUp), layout,
       {ContextLoadBalancer::HeadTail, ContextRotateMethod::AllToAll, ContextAttention::Ring});
   const at::Tensor q = at::randn({1, 4, 2, 8}), kv = at::randn({1, 4, 1, 8});
   const ops::AttentionSum sum = ring->forward(q, kv, kv, {"t"});

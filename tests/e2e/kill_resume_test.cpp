@@ -109,7 +109,7 @@ class Killed : public ::testing::TestWithParam<const char*> {
     const std::optional<int> newest = newest_listed(folder_);
     const std::optional<ino_t> record = record_of(folder_);
     Command job(train_words(words), {{"OMP_NUM_THREADS", "1"}});
-    const bool at_start = random_() % 5 == 0;
+    const bool at_start = newest && random_() % 5 == 0;
     if (at_start) {
       sleep_s(random_up_to(startup_s_));
     } else {
@@ -162,7 +162,7 @@ TEST_P(Killed, AtAnyTimeARunResumesUnchanged) {
     if (HasFailure()) return;
     if (newest_listed(folder_).value_or(0) >= kSteps) fs::remove_all(folder_);
   }
-  EXPECT_GT(resumed, num_kills() / 4);
+  EXPECT_GT(resumed, (num_kills() - 1) / 4);
   train_log(folder_, words);
   EXPECT_EQ(curve_of(folder_), expected);
   const std::vector<std::string> last = {".lock", "step-56", "step-58", "step-60"};

@@ -49,9 +49,9 @@ TEST(PlanCommand, TellsWhatARecipeTakes) {
   EXPECT_GT(role.at("over_time").size(), 50U);
 }
 
-// A gather of each of 34 groups in the forward and of the blocks again in the backward, a reduction of each.
+// 34 groups are gathered in the forward, the blocks again in the backward, and each is reduced.
 TEST(PlanCommand, CountsCollectivesAndFlops) {
-  const json found = plan_json("llama3_8b", 8);
+  const json found = plan_json("llama3_8b", 8, {"--activation_checkpoint.mode=none"});
   int64_t gathers = 0, reductions = 0;
   for (const json& row : found.at("collectives")) {
     if (row.at("label") == "fsdp::all_gather") {
@@ -61,14 +61,14 @@ TEST(PlanCommand, CountsCollectivesAndFlops) {
     }
     if (row.at("op") == "reduce_scatter") reductions += row.at("calls").get<int64_t>();
   }
-  EXPECT_GE(gathers, 32 * 2 + 2);
-  EXPECT_GE(reductions, 34);
+  EXPECT_EQ(gathers, 34 + 32);
+  EXPECT_EQ(reductions, 34);
   double of_products = 0;
   for (const json& row : found.at("operations"))
     if (row.at("operation").get<std::string>().find("mm") != std::string::npos)
       of_products += row.at("flops").get<double>();
   constexpr double tokens = 8192, parameters_in_products = 8'030'261'248.0 - 128'256.0 * 4096;
-  EXPECT_NEAR(of_products, 6 * tokens * parameters_in_products, 0.35 * 6 * tokens * parameters_in_products);
+  EXPECT_NEAR(of_products, 6 * tokens * parameters_in_products, 1e-4 * 6 * tokens * parameters_in_products);
 }
 
 TEST(PlanCommand, PlansEveryPipelineRank) {
@@ -86,9 +86,9 @@ TEST(PlanCommand, PlansALargeModelInAMinuteAndTwoGigabytes) {
 }
 
 TEST(PlanCommand, TakesNoLongerForMoreRanks) {
-  const CommandResult result = plan("llama3_405b", 16384);
-  EXPECT_EQ(result.status, 0) << result.err;
-  EXPECT_LT(result.elapsed_s, 300);
+  const CommandResult few = plan("llama3_405b", 512), many = plan("llama3_405b", 16384);
+  EXPECT_EQ(many.status, 0) << many.err;
+  EXPECT_LT(many.elapsed_s, 3 * few.elapsed_s + 5);
 }
 
 TEST(PlanCommand, SaysByHowMuchAJobDoesNotFit) {
@@ -106,13 +106,6 @@ TEST(PlanCommand, TakesDevicesFromFiles) {
               AllOf(HasSubstr("8 x Small"), HasSubstr("doesn't fit")));
 }
 
-TEST(PlanCommand, NeedsNoFilesOfTheJob) {
-  const CommandResult result = plan(
-      "llama3_8b", 8,
-      {"--model.hf_assets_path=/nowhere", "--training.dataset=text", "--training.dataset_path=/nowhere"});
-  EXPECT_EQ(result.status, 0) << result.err;
-}
-
 void expect_refused(const CommandResult& result, const std::string& key) {
   EXPECT_EQ(result.status, 2) << result.out;
   EXPECT_THAT(result.err, HasSubstr(key));
@@ -126,8 +119,24 @@ TEST(PlanCommand, NamesTheKeyOfAWrongValue) {
   expect_refused(plan("llama3_8b", 8, {"--device", "missing.toml"}), "there is no such file");
   expect_refused(plan("llama3_8b", 8, {"--training.enable_cpu_offload"}), "training.enable_cpu_offload");
   expect_refused(plan("llama3_8b", 8, {"--training.device=cpu"}), "training.device");
+  expect_refused(plan("llama3_8b", 8, {"--compile.enable"}), "compile.enable");
+  expect_refused(plan("llama3_8b", 8, {"--model.args.attn_mask_type=block_causal"}),
+                 "model.args.attn_mask_type");
   expect_refused(run({titan_program(), "plan", std::string(TITAN_SOURCE_DIR) + "/configs/llama3_8b.toml"}),
                  "--world");
+}
+
+TEST(PlanCommand, NamesTheKeyOfAWrongDeviceFile) {
+  const auto file = fresh_folder("plan") / "wrong.toml";
+  const auto planned_with = [&](const std::string& lines) {
+    std::ofstream(file) << "[device]\n" << lines;
+    return plan("llama3_8b", 8, {"--device", file.string()});
+  };
+  const std::string rest = "name = \"x\"\nmultiprocessors = 132\n";
+  expect_refused(planned_with(rest + "memory_gib = 80\n"), "device.compute_capability");
+  expect_refused(planned_with(rest + "memory_gib = inf\ncompute_capability = 90\n"), "memory_gib");
+  expect_refused(planned_with(rest + "memory_gib = 80\ncompute_capability = 9\n"), "compute_capability");
+  expect_refused(planned_with(rest + "memory_gib = 80\ncompute_capability = 90\nnodes = 1\n"), "nodes");
 }
 
 }  // namespace

@@ -244,10 +244,11 @@ using nlohmann::json;
 json plan_of(const Recipe& recipe) {
   const std::string command = str("env -u LD_PRELOAD ", TITAN_PROGRAM, " plan ", TITAN_SOURCE_DIR,
                                   "/configs/", recipe.name, ".toml --world ", recipe.world_size, " --json");
-  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> pipe(::popen(command.c_str(), "r"), ::pclose);
+  std::unique_ptr<std::FILE, int (*)(std::FILE*)> pipe(::popen(command.c_str(), "r"), ::pclose);
   std::string text;
   char buffer[65536];
   while (const size_t count = std::fread(buffer, 1, sizeof buffer, pipe.get())) text.append(buffer, count);
+  if (const int status = ::pclose(pipe.release()); status != 0) throw Error(str(command, " failed"));
   return json::parse(text);
 }
 

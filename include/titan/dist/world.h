@@ -95,7 +95,7 @@ inline constexpr std::string_view kOwnTimeout = "own_timeout:";
 
 /// Prefix for the purpose of a group whose receives are queued long before their messages come, as a pipeline's are. NCCL's kernels, which
 /// wait on the device, then take few multiprocessors from the computation.
-inline constexpr std::string_view kLongReceives = "pipeline.";
+inline constexpr std::string_view kLongReceives = "long_receives:";
 
 /// Tells the other ranks, through the job's store, that this one fails with `message`. Returns the message of
 /// the first rank that failed ("rank 2: ..."), or "" if that is this rank: when a rank is lost, its neighbors

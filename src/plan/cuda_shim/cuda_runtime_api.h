@@ -11,5 +11,5 @@ struct cudaDeviceProp {
   int major = 0, minor = 0, multiProcessorCount = 0;
 };
 
-// The version of CUDA that LibTitan's builds of LibTorch come with.
+// The version of CUDA of the LibTorch that scripts/bootstrap.sh installs.
 #define CUDART_VERSION 13000
