@@ -156,7 +156,7 @@ Write a value that looks like an option as --section.key=value.
 
 constexpr const char* kPlanNotes =
     R"(Builds one rank of each role of the job on a GPU that exists only as counts, runs two steps of it, and prints
-what it is given: memory, collectives, launches, FLOPs. Needs neither GPUs nor data, weights or a tokenizer.
+what it is given: memory, collectives, launches, FLOPs, and how long a step would take. Needs neither GPUs nor data, weights or a tokenizer.
 CONFIG and settings are those of titan train; see docs/plan.md.
 )";
 
@@ -235,7 +235,26 @@ PlanArguments parse_plan_arguments(const Arguments& words) {
   parser.value(
       "--device", arguments.device, "NAME|FILE",
       "the GPU of each rank: a file of configs/devices/ without .toml (default h100), or a .toml file");
+  parser.value("--kernels", arguments.kernels, "ours|compiled|eager",
+               "whose kernels take the time: LibTitan's (default), those that torch.compile makes of the same step, or "
+               "PyTorch's of each operation");
   parser.flag("--json", arguments.json, "print one JSON object");
+  parser.value("--timeline", arguments.timeline, "FILE",
+               "write what each stream does in a step: a trace for https://ui.perfetto.dev");
+  parser.value("--svg", arguments.svg, "FILE", "write a picture of streams and memory over a step");
+  parser.flag("--search", arguments.search, "find the fastest layout of the job that fits, and show the best ten");
+  parser.number("--sequences", arguments.sequences, CLI::Range(1, 100'000'000),
+                "with --search: sequences of a step, of all ranks (default: as CONFIG says)", "N");
+  parser.number("--max-tp", arguments.max_tensor, CLI::Range(1, kMostRanks),
+                "with --search: the largest tensor-parallel degree (default: the devices of a host)", "N");
+  parser.number("--max-cp", arguments.max_context, CLI::Range(1, kMostRanks),
+                "with --search: the largest context-parallel degree (default: the devices of a host)", "N");
+  parser.number("--max-pp", arguments.max_pipeline, CLI::Range(1, kMostRanks),
+                "with --search: the largest pipeline-parallel degree (default: the layers)", "N");
+  bool keep_precision = false;
+  parser.flag("--keep-precision", keep_precision, "with --search: no layouts in Float8");
+  parser.flag("--least-memory", arguments.least_memory, "with --search: the layouts that take least memory");
+  parser.value("--output", arguments.output, "FILE", "with --search: write the config of the best layout");
   parser.app.allow_extras();
   check_short_options(parser, words);
   parser.parse(words);
@@ -245,6 +264,10 @@ PlanArguments parse_plan_arguments(const Arguments& words) {
   arguments.overrides = job.overrides;
   if (arguments.config.empty() && arguments.overrides.empty())
     parser.refuse("a config file or settings are missing");
+  arguments.search_float8 = !keep_precision;
+  static const std::vector<std::string> kernels = {"ours", "compiled", "eager"};
+  if (std::ranges::find(kernels, arguments.kernels) == kernels.end())
+    parser.refuse(str("--kernels ", arguments.kernels, " must be one of ", c10::Join(", ", kernels)));
   return arguments;
 }
 

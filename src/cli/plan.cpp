@@ -1,18 +1,17 @@
 // titan plan: what a job takes on any number of GPUs, from a rehearsal of one rank of each role.
 
 #include <algorithm>
-#include <map>
+#include <cmath>
 #include <utility>
 
 #include <nlohmann/json.hpp>
 
+#include "cli/plan_command.h"
 #include "cli/text.h"
-#include "cli/train.h"
 #include "core/units.h"
 #include "job/job_config.h"
-#include "job/rehearsal.h"
+#include "job/job_plan.h"
 #include "plan/device_file.h"
-#include "plan/summary.h"
 #include "titan/config/load.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
@@ -26,68 +25,13 @@ using plan::Category;
 
 constexpr size_t kMostRows = 12;  // in a table of modules or operations
 
-struct PlannedRole {
-  train::PlannedRank rank;
-  plan::Summary summary;
-
-  std::string stream_name(int64_t stream) const {
-    if (stream == 0) return "default";
-    for (const auto& [number, name] : rank.streams)
-      if (number == stream) return name;
-    return str("stream ", stream);
-  }
-};
-
 double gib(int64_t bytes) { return static_cast<double>(bytes) / kGiB; }
 std::string gib_text(int64_t bytes) { return number("%.2f", gib(bytes)); }
-
-train::JobConfig load_planned_job(const PlanArguments& arguments) {
-  train::JobConfig config;
-  config::Origins origins =
-      config::load(train::job_schema(), {arguments.config, arguments.overrides}, config);
-  if (config.training.device == "cpu")
-    throw ConfigError(
-        origins.problem("training.device", "a plan is for the GPU of --device; leave it at \"auto\""));
-  config.training.device = "cuda";
-  train::check_job(config, origins, arguments.world_size, train::JobFiles::Ignore);
-  train::check_plannable(config, origins);
-  return config;
-}
-
-bool are_alike(const PlannedRole& a, const PlannedRole& b) {
-  return a.rank.peak_allocated_bytes == b.rank.peak_allocated_bytes &&
-         a.rank.peak_reserved_bytes == b.rank.peak_reserved_bytes &&
-         a.summary.num_launches == b.summary.num_launches && a.summary.flops == b.summary.flops &&
-         a.summary.collectives.size() == b.summary.collectives.size();
-}
-
-std::vector<PlannedRole> plan_roles(const train::JobConfig& config, int world_size, plan::PlannedGpu& gpu) {
-  std::vector<PlannedRole> roles;
-  for (const train::Role& role : train::roles_of(config, world_size)) {
-    train::PlannedRank rank = train::rehearse(config, world_size, role, gpu);
-    plan::Summary summary = plan::summarize(*rank.trace);
-    rank.trace.reset();  // a long list, of which the summary has what is shown
-    roles.push_back({std::move(rank), std::move(summary)});
-  }
-  // The last rank is one of its own only if it does something else than the first of its pipeline rank.
-  if (roles.back().rank.role.is_last && are_alike(roles[roles.size() - 2], roles.back())) roles.pop_back();
-  if (roles.size() == 1) roles[0].rank.role.name = "every rank";
-  return roles;
-}
-
-const PlannedRole& largest_of(const std::vector<PlannedRole>& roles) {
-  return *std::ranges::max_element(roles, {},
-                                   [](const PlannedRole& role) { return role.rank.peak_reserved_bytes; });
-}
 
 struct Plan {
   const train::JobConfig& config;
   const PlanArguments& arguments;
-  const plan::DeviceSpec& device;
-  std::vector<PlannedRole> roles;
-
-  int64_t peak_bytes() const { return largest_of(roles).rank.peak_reserved_bytes; }
-  bool fits() const { return peak_bytes() <= device.usable_bytes(); }
+  train::JobPlan job;
 };
 
 // ---- JSON
@@ -107,7 +51,7 @@ json point_json(const plan::MemoryPoint& point) {
           {"categories", categories_json(point.bytes)}};
 }
 
-json memory_json(const PlannedRole& role) {
+json memory_json(const train::PlannedRole& role) {
   json modules = json::array(), over_time = json::array();
   for (const plan::NamedAmount& owner : role.summary.peak_by_module)
     modules.push_back({{"module", owner.name}, {"bytes", owner.bytes}});
@@ -122,7 +66,7 @@ json memory_json(const PlannedRole& role) {
           {"over_time", over_time}};
 }
 
-json step_json(const PlannedRole& role) {
+json step_json(const train::PlannedRole& role) {
   return {{"role", role.rank.role.name},
           {"rank", role.rank.role.rank},
           {"launches", role.summary.num_launches},
@@ -130,7 +74,7 @@ json step_json(const PlannedRole& role) {
           {"flops", role.summary.flops}};
 }
 
-void add_collectives(const PlannedRole& role, json& rows) {
+void add_collectives(const train::PlannedRole& role, json& rows) {
   for (const plan::CollectiveTotals& totals : role.summary.collectives)
     rows.push_back({{"role", role.rank.role.name},
                     {"op", totals.op},
@@ -142,7 +86,7 @@ void add_collectives(const PlannedRole& role, json& rows) {
                     {"bytes", totals.bytes}});
 }
 
-void add_operations(const PlannedRole& role, json& rows) {
+void add_operations(const train::PlannedRole& role, json& rows) {
   for (const plan::LaunchTotals& totals : role.summary.launches)
     rows.push_back({{"role", role.rank.role.name},
                     {"operation", totals.name},
@@ -152,12 +96,25 @@ void add_operations(const PlannedRole& role, json& rows) {
                     {"bytes_written", totals.bytes_written}});
 }
 
+json time_json(const plan::StepTime::OfRank& rank) {
+  json object = json::object();
+  for (int i = 0; i < plan::kNumActivities; ++i)
+    object[name_of(static_cast<plan::Activity>(i))] = rank.seconds[static_cast<size_t>(i)];
+  object["communicating"] = rank.communicating;
+  return object;
+}
+
 json to_json(const Plan& plan) {
-  json memory = {{"peak_gib", gib(plan.peak_bytes())},
-                 {"usable_gib", gib(plan.device.usable_bytes())},
+  json memory = {{"peak_gib", gib(plan.job.peak_bytes())},
+                 {"usable_gib", gib(plan.job.cluster.device.usable_bytes())},
                  {"by_role", json::array()}};
-  json steps = json::array(), collectives = json::array(), operations = json::array();
-  for (const PlannedRole& role : plan.roles) {
+  json steps = json::array(), collectives = json::array(), operations = json::array(),
+       time_by_role = json::array();
+  for (size_t i = 0; i < plan.job.step.ranks.size(); ++i) {
+    time_by_role.push_back(time_json(plan.job.step.ranks[i]));
+    time_by_role.back()["role"] = plan.job.roles[i].rank.role.name;
+  }
+  for (const train::PlannedRole& role : plan.job.roles) {
     memory["by_role"].push_back(memory_json(role));
     steps.push_back(step_json(role));
     add_collectives(role, collectives);
@@ -165,8 +122,13 @@ json to_json(const Plan& plan) {
   }
   return {{"model", plan.config.model_title()},
           {"world", plan.arguments.world_size},
-          {"device", plan.device.name},
-          {"fits", plan.fits()},
+          {"device", plan.job.cluster.device.name},
+          {"fits", plan.job.fits()},
+          {"step_s", plan.job.step.seconds},
+          {"tokens_per_s_per_device", plan.job.tokens_per_s_per_device()},
+          {"mfu", plan.job.mfu()},
+          {"time", time_json(plan.job.busiest())},
+          {"time_by_role", time_by_role},
           {"memory", memory},
           {"step", steps},
           {"collectives", collectives},
@@ -182,7 +144,7 @@ std::string memory_table(const Plan& plan) {
   for (int i = 0; i < plan::kNumCategories; ++i)
     table.rows[0].emplace_back(name_of(static_cast<Category>(i)));
   table.right.resize(table.rows[0].size(), true);
-  for (const PlannedRole& role : plan.roles) {
+  for (const train::PlannedRole& role : plan.job.roles) {
     std::vector<std::string> row = {role.rank.role.name, gib_text(role.rank.peak_reserved_bytes),
                                     gib_text(role.rank.peak_allocated_bytes)};
     for (const int64_t bytes : role.summary.peak.bytes) row.push_back(gib_text(bytes));
@@ -191,7 +153,22 @@ std::string memory_table(const Plan& plan) {
   return to_string(table);
 }
 
-std::string modules_table(const PlannedRole& role) {
+std::string time_table(const train::JobPlan& job) {
+  TextTable table{{{"ms of a step"}}, {false}};
+  for (int i = 0; i < plan::kNumActivities; ++i)
+    table.rows[0].emplace_back(name_of(static_cast<plan::Activity>(i)));
+  table.rows[0].emplace_back("communicating");
+  table.right.resize(table.rows[0].size(), true);
+  for (size_t r = 0; r < job.step.ranks.size(); ++r) {
+    std::vector<std::string> row = {job.roles[r].rank.role.name};
+    for (const double seconds : job.step.ranks[r].seconds) row.push_back(number("%.1f", 1e3 * seconds));
+    row.push_back(number("%.1f", 1e3 * job.step.ranks[r].communicating));
+    table.rows.push_back(std::move(row));
+  }
+  return to_string(table);
+}
+
+std::string modules_table(const train::PlannedRole& role) {
   TextTable table{{{"allocated in", "GiB at the peak"}}, {false, true}};
   for (const plan::NamedAmount& owner : role.summary.peak_by_module) {
     if (table.rows.size() > kMostRows) break;
@@ -200,7 +177,7 @@ std::string modules_table(const PlannedRole& role) {
   return to_string(table);
 }
 
-std::string collectives_table(const PlannedRole& role) {
+std::string collectives_table(const train::PlannedRole& role) {
   if (role.summary.collectives.empty()) return "no collectives\n";
   TextTable table{{{"collective", "group", "ranks", "stream", "calls", "GiB"}},
                   {false, false, true, false, true, true}};
@@ -211,7 +188,7 @@ std::string collectives_table(const PlannedRole& role) {
   return to_string(table);
 }
 
-std::string operations_table(const PlannedRole& role) {
+std::string operations_table(const train::PlannedRole& role) {
   std::vector<plan::LaunchTotals> largest = role.summary.launches;
   std::ranges::stable_sort(largest, std::greater<>(), [](const plan::LaunchTotals& totals) {
     return std::pair(totals.flops, totals.bytes_read + totals.bytes_written);
@@ -230,32 +207,69 @@ std::string operations_table(const PlannedRole& role) {
 }
 
 std::string to_text(const Plan& plan) {
-  const PlannedRole& role = largest_of(plan.roles);
-  const int64_t usable = plan.device.usable_bytes(), missing = plan.peak_bytes() - usable;
-  const std::string verdict = plan.fits() ? str("fits: ", gib_text(plan.peak_bytes()), " of ",
+  const train::PlannedRole& role = plan.job.largest();
+  const int64_t usable = plan.job.cluster.device.usable_bytes(), missing = plan.job.peak_bytes() - usable;
+  const std::string verdict = plan.job.fits() ? str("fits: ", gib_text(plan.job.peak_bytes()), " of ",
                                                 gib_text(usable), " GiB, without NCCL's buffers")
                                           : str("doesn't fit: ", gib_text(missing), " GiB more than the ",
                                                 gib_text(usable), " GiB that there are");
   const std::string& module = role.summary.peak.module;
-  return str(plan.config.model_title(), " on ", plan.arguments.world_size, " x ", plan.device.name, ": ",
-             verdict, "\n\n", memory_table(plan), "\n",
-             plan.roles.size() > 1 ? role.rank.role.name + " takes most; its" : "the", " peak is in ",
+  return str(plan.config.model_title(), " on ", plan.arguments.world_size, " x ", plan.job.cluster.device.name, ": ",
+             verdict, "\na step takes ", duration(plan.job.step.seconds), ": ",
+             short_number(std::round(plan.job.tokens_per_s_per_device())), " tokens/s of each device, MFU ",
+             number("%.1f", 100 * plan.job.mfu()), " %\n\n", memory_table(plan), "\n", time_table(plan.job), "\n",
+             plan.job.roles.size() > 1 ? role.rank.role.name + " takes most; its" : "the", " peak is in ",
              module.empty() ? "no module" : module, "\n\n", modules_table(role), "\ncollectives of a step\n",
              collectives_table(role), "\nlaunches of a step\n", operations_table(role));
 }
 
 }  // namespace
 
+plan::Kernels kernels_of(const std::string& name) {
+  if (name == "ours") return plan::Kernels::Ours;
+  return name == "compiled" ? plan::Kernels::Compiled : plan::Kernels::Eager;
+}
+
+train::JobConfig load_planned_job(const PlanArguments& arguments) {
+  train::JobConfig config;
+  config::Origins origins =
+      config::load(train::job_schema(), {arguments.config, arguments.overrides}, config);
+  if (config.training.device == "cpu")
+    throw ConfigError(
+        origins.problem("training.device", "a plan is for the GPU of --device; leave it at \"auto\""));
+  config.training.device = "cuda";
+  train::check_job(config, origins, arguments.world_size, train::JobFiles::Ignore);
+  train::check_plannable(config, origins);
+  return config;
+}
+
+train::JobConfig load_for_search(const PlanArguments& arguments) {
+  train::JobConfig config;
+  config::load(train::job_schema(), {arguments.config, arguments.overrides}, config);
+  return config;
+}
+
+int64_t sequences_of(const train::JobConfig& config, int world_size) {
+  const train::TrainingSettings& training = config.training;
+  if (training.global_batch_size > 0) return training.global_batch_size;
+  const auto& degrees = config.parallelism;
+  const int64_t ranks_of_replica =
+      degrees.tensor_parallel_degree * degrees.context.degree * degrees.pipeline_parallel_degree;
+  return training.local_batch_size * std::max<int64_t>(1, world_size / ranks_of_replica);
+}
+
 int plan_command(const Arguments& words) {
   const PlanArguments arguments = parse_plan_arguments(words);
   log::Settings settings = log::settings();
   settings.level = log::Level::Warning;
   log::configure(settings);
-  const plan::DeviceSpec device = plan::load_device(arguments.device);
+  if (arguments.search) return search_command(arguments);
+  const plan::ClusterSpec cluster = plan::load_device(arguments.device);
   // Before anything makes a tensor.
-  plan::PlannedGpu& gpu = plan::PlannedGpu::open(device);
+  plan::PlannedGpu& gpu = plan::PlannedGpu::open(cluster.device);
   const train::JobConfig config = load_planned_job(arguments);
-  const Plan plan{config, arguments, device, plan_roles(config, arguments.world_size, gpu)};
+  const train::PlanOptions options{.kernels = kernels_of(arguments.kernels)};
+  const Plan plan{config, arguments, train::plan_job(config, arguments.world_size, cluster, gpu, options)};
   return print(arguments.json ? to_json(plan).dump(1) + "\n" : to_text(plan));
 }
 

@@ -46,7 +46,15 @@ struct PlanArguments {
   std::vector<std::string> overrides;  ///< the settings, for config::load
   int world_size = 0;
   std::string device = "h100";
+  std::string kernels = "ours";  ///< or "compiled", "eager"
   bool json = false;
+  std::filesystem::path timeline, svg;  ///< files to write, if any
+
+  bool search = false;
+  int64_t sequences = 0;  ///< of a step; 0: as the config says
+  int64_t max_tensor = 0, max_context = 0, max_pipeline = 0;  ///< 0: no limit of the user's
+  bool search_float8 = true, least_memory = false;
+  std::filesystem::path output;  ///< for the config of the best layout
 };
 /// As parse_train_arguments.
 PlanArguments parse_plan_arguments(const Arguments& words);

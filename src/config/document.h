@@ -45,6 +45,12 @@ struct Leaf {
   Raw value;
 };
 
+/// One table of a list of tables, [[name]]; the list is a leaf, too. No setting accepts it.
+struct Row {
+  std::string name;
+  std::vector<Leaf> leaves;  ///< named within the table
+};
+
 struct Heading {
   std::string name;
   Place place;
@@ -53,6 +59,7 @@ struct Heading {
 struct Document {
   std::vector<Leaf> leaves;       ///< in the order of the file
   std::vector<Heading> headings;  ///< every table, after its parent
+  std::vector<Row> rows;          ///< of TOML
   std::vector<std::string> problems;
 };
 

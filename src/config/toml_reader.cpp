@@ -16,6 +16,7 @@
 
 #include <algorithm>
 #include <tuple>
+#include <utility>
 
 #include "config/document.h"
 
@@ -53,6 +54,16 @@ Raw raw_of(const toml::node& node) {
   }
 }
 
+void collect_rows(const toml::array& tables, const std::string& name, const std::string& file,
+                  Document& document) {
+  for (const toml::node& table : tables) {
+    Row row{name, {}};
+    for (const auto& [key, node] : *table.as_table())
+      row.leaves.push_back({std::string(key.str()), place_at(key.source(), file), raw_of(node)});
+    document.rows.push_back(std::move(row));
+  }
+}
+
 void collect(const toml::table& table, const std::string& prefix, const std::string& file,
              Document& document) {
   for (const auto& [key, node] : table) {
@@ -64,6 +75,7 @@ void collect(const toml::table& table, const std::string& prefix, const std::str
       collect(*child, name, file, document);
     } else {
       document.leaves.push_back({name, place, raw_of(node)});
+      if (node.is_array_of_tables()) collect_rows(*node.as_array(), name, file, document);
     }
   }
 }

@@ -104,6 +104,7 @@ struct GroupSpec {
   c10::intrusive_ptr<c10d::Store> store;  ///< with a prefix for this group
   int rank = 0;
   int size = 1;
+  std::vector<int> world_ranks;  ///< its members, in order
   std::chrono::milliseconds timeout{};
   bool has_long_receives = false;  ///< kLongReceives in titan/dist/world.h
 };

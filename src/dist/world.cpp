@@ -54,12 +54,12 @@ std::unique_ptr<GroupBackends> World::Impl::make_backends(const std::vector<int>
   if (size == 1) return nullptr;
   auto backends = std::make_unique<GroupBackends>();
   if (backend == "fake") {
-    backends->main = is_planned(device) ? devices->make_group(spec_of(name, key, "fake", rank, size))
+    backends->main = is_planned(device) ? devices->make_group(spec_of(name, key, "fake", rank, ranks))
                                         : make_fake_group(rank, size, /*has_batches=*/device.is_cuda());
     return backends;
   }
-  const GroupSpec sockets = spec_of(name, key, "gloo", rank, size),
-                  host = spec_of(name, key, "host", rank, size);
+  const GroupSpec sockets = spec_of(name, key, "gloo", rank, ranks),
+                  host = spec_of(name, key, "host", rank, ranks);
   const auto make_host = [sockets, host, address = gloo,
                           direct = direct_memory && on_one_host(ranks)](std::chrono::milliseconds limit) {
     // gloo's sends keep the limit that their group was made with, whatever is set later.
@@ -71,7 +71,7 @@ std::unique_ptr<GroupBackends> World::Impl::make_backends(const std::vector<int>
   if (backend == "gloo") {
     backends->main = make_host({});
   } else {
-    GroupSpec of_devices = spec_of(name, key, "nccl", rank, size);
+    GroupSpec of_devices = spec_of(name, key, "nccl", rank, ranks);
     of_devices.has_long_receives = key.starts_with(kLongReceives);
     backends->make_main = [spec = std::move(of_devices), devices = devices,
                            device = device](std::chrono::milliseconds limit) {
@@ -116,7 +116,7 @@ std::shared_ptr<Group> World::Impl::make_group(const std::vector<int>& ranks, co
   std::unique_ptr<CallChecker> checker;
   if (waiting_calls && backends)
     checker = std::make_unique<CallChecker>(
-        spec_of(name, key, "calls", static_cast<int>(me - ranks.begin()), static_cast<int>(ranks.size())),
+        spec_of(name, key, "calls", static_cast<int>(me - ranks.begin()), ranks),
         ranks, waiting_calls);
   auto group = std::make_shared<Group>(Group::Parts{.name = name,
                                                     .purpose = purpose,
@@ -128,7 +128,7 @@ std::shared_ptr<Group> World::Impl::make_group(const std::vector<int>& ranks, co
   if (group->contains_me() && group->size() > 1 && backend == "gloo") {
     const at::Tensor sum = first_summand(group->rank(), device);
     group->all_reduce(sum, ReduceOp::Sum, {"dist::check_sum"}).wait();
-    check_sum(sum, spec_of(name, key, "gloo", group->rank(), group->size()));
+    check_sum(sum, spec_of(name, key, "gloo", group->rank(), ranks));
   }
   return group;
 }

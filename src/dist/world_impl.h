@@ -52,12 +52,13 @@ struct World::Impl {
 
   // `key` names the group in the store; only its members have to agree on it.
   GroupSpec spec_of(const std::string& name, const std::string& key, const char* kind, int rank,
-                    int size) const {
+                    const std::vector<int>& ranks) const {
     const std::string prefix = str("group/", key, "/", kind);
     return {.name = name,
             .store = c10::make_intrusive<c10d::PrefixStore>(prefix, store),
             .rank = rank,
-            .size = size,
+            .size = static_cast<int>(ranks.size()),
+            .world_ranks = ranks,
             .timeout = timeout};
   }
   std::unique_ptr<GroupBackends> make_backends(const std::vector<int>& ranks, const std::string& name,

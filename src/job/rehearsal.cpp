@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/record_function.h>
 #include <torch/nn/module.h>
 
 #include "dist/stream.h"
@@ -32,11 +33,14 @@ Rehearsal::Rehearsal(const JobConfig& config, const dist::World& world)
   optimizer_.emplace(built_.parameters, optimizer, names_elsewhere(built_.parameters, meshes_));
 }
 
+int64_t Rehearsal::tokens() const {
+  return batches_[0].valid_tokens * static_cast<int64_t>(batches_.size()) * meshes_.dp_degree();
+}
+
 void Rehearsal::step() {
-  const int64_t tokens =
-      batches_[0].valid_tokens * static_cast<int64_t>(batches_.size()) * meshes_.dp_degree();
   optimizer_->zero_grad();
-  built_.runner->forward_backward(batches_, tokens);
+  built_.runner->forward_backward(batches_, tokens());
+  RECORD_USER_SCOPE("optimizer");
   if (!optimizer_->can_skip_on_device()) {
     optim::clip_grad_norm(built_.parameters, config_.training.max_norm, meshes_.pp);
     return optimizer_->step();
@@ -112,6 +116,7 @@ PlannedRank rehearse(const JobConfig& config, int world_size, const Role& role, 
       rehearsal.step();
     }
     set_categories(rehearsal, device.trace());
+    planned.tokens_of_step = static_cast<double>(rehearsal.tokens());
     for (const dist::NamedStream& named : dist::named_streams())
       planned.streams.emplace_back(number_of(named.stream), named.name);
   }

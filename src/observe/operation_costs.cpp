@@ -145,9 +145,9 @@ OperationCost Operation::of_inputs(Values inputs) const {
     if (!written || !(overwrites_ || arguments[i].is_out())) cost.bytes_read += bytes;
   }
   correct(inputs, cost);
-  if (is_product(name_)) cost.flops = flops_of_product(inputs);
+  if (is_product(name_)) add_product(inputs, cost);
   if (kind_ == std::string_view("attention") && name_ != "titan::merge_attention_")
-    cost.flops = flops_of_attention(inputs);
+    add_attention(inputs, cost);
   if (cost.flops > 0)
     cost.dtype = inputs[place_of({"mat2", "batch2", "W", "q", "query"})].toTensor().scalar_type();
   return cost;
@@ -176,14 +176,20 @@ void Operation::add_outputs(Values outputs, OperationCost& cost) const {
   if (looks_up_rows_) cost.bytes_read += made;
 }
 
-double Operation::flops_of_product(Values inputs) const {
+void Operation::add_product(Values inputs, OperationCost& cost) const {
   const at::Tensor& left = inputs[place_of({"mat1", "batch1", "X", "self"})].toTensor();
   const at::Tensor& right = inputs[place_of({"mat2", "batch2", "W"})].toTensor();
   const int64_t columns = right.size(name_ == "mkldnn::_linear_pointwise" ? 0 : -1);
-  return 2 * static_cast<double>(left.numel()) * static_cast<double>(columns);
+  cost.flops = 2 * static_cast<double>(left.numel()) * static_cast<double>(columns);
+  const bool is_batched = right.dim() == 3;
+  const int64_t k = left.size(-1), batches = is_batched ? right.size(0) : 1;
+  cost.shape = {.batches = batches,
+                .m = left.numel() / std::max<int64_t>(k * batches, 1),
+                .n = right.dim() > 1 ? columns : 1,
+                .k = k};
 }
 
-double Operation::flops_of_attention(Values inputs) const {
+void Operation::add_attention(Values inputs, OperationCost& cost) const {
   const at::Tensor& q = inputs[place_of({"q", "query"})].toTensor();
   const at::Tensor& k = inputs[place_of({"k", "key"})].toTensor();
   const at::Tensor& v = inputs[place_of({"v", "value"})].toTensor();
@@ -197,7 +203,8 @@ double Operation::flops_of_attention(Values inputs) const {
   const auto size = static_cast<double>(q.size(-1)), value_size = static_cast<double>(v.size(-1));
   const bool is_backward = name_.find("backward") != std::string::npos;
   const double of_a_pair = is_backward ? 6 * size + 4 * value_size : 2 * size + 2 * value_size;
-  return static_cast<double>(q.size(0) * q.size(heads)) * pairs * of_a_pair;
+  cost.flops = static_cast<double>(q.size(0) * q.size(heads)) * pairs * of_a_pair;
+  cost.shape = {.batches = q.size(0) * q.size(heads), .m = queries, .n = keys, .k = q.size(-1)};
 }
 
 }  // namespace titan::train

@@ -14,10 +14,16 @@
 
 namespace titan::train {
 
+/// `batches` products of [m, k] and [k, n]; of attention: for each head of each sequence, m queries, n keys, and their size k.
+struct ProductShape {
+  int64_t batches = 0, m = 0, n = 0, k = 0;
+};
+
 struct OperationCost {
   double flops = 0;  ///< only products and attention have any; memory limits the others
   double bytes_read = 0, bytes_written = 0;
   at::ScalarType dtype = at::ScalarType::Undefined;  ///< that of the operands, if it has FLOPs
+  ProductShape shape{};                              ///< if it has FLOPs
 };
 
 /// An operator of LibTorch's dispatcher.
@@ -42,8 +48,8 @@ class Operation {
 
  private:
   size_t place_of(std::initializer_list<const char*> names) const;
-  double flops_of_product(Values inputs) const;
-  double flops_of_attention(Values inputs) const;
+  void add_product(Values inputs, OperationCost& cost) const;
+  void add_attention(Values inputs, OperationCost& cost) const;
   void correct(Values inputs, OperationCost& cost) const;
 
   c10::FunctionSchema schema_;

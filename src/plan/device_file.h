@@ -1,17 +1,17 @@
 #pragma once
 
-// Devices of configs/devices/: a TOML file with the table [device], whose keys are DeviceSpec's fields.
+// Devices of configs/devices/: TOML files with a device, its host and its network; docs/plan.md describes the keys.
 
 #include <string>
 
-#include "plan/planned_gpu.h"
-#include "titan/config/table.h"
+#include "plan/cluster.h"
 
 namespace titan::plan {
 
-void describe(config::Table<DeviceSpec>& table);
-
 /// `name`: a file's name without .toml, or a path. Throws ConfigError, which names --device or the file's key.
-DeviceSpec load_device(const std::string& name);
+ClusterSpec load_device(const std::string& name);
+
+/// The text of such a file.
+std::string to_toml(const ClusterSpec& cluster);
 
 }  // namespace titan::plan

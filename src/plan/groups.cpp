@@ -18,9 +18,20 @@ using c10d::Work;
 using Tensors = std::vector<at::Tensor>;
 using WorkPtr = c10::intrusive_ptr<Work>;
 
-class DoneWork final : public Work {
+/// Whoever waits for it makes the current stream wait for the calls.
+class PlannedWork final : public Work {
  public:
-  DoneWork() { finish(); }
+  explicit PlannedWork(int batch) : batch_(batch) { finish(); }
+  bool wait(std::chrono::milliseconds /*timeout*/) override {
+    synchronize();
+    return true;
+  }
+  void synchronize() override {
+    PlannedGpu::get().trace().synchronized({Sync::Kind::WaitCall, current_stream(), batch_});
+  }
+
+ private:
+  int batch_;
 };
 
 uintptr_t address_of(const at::Tensor& tensor) {
@@ -32,6 +43,8 @@ class PlannedGroup final : public c10d::Backend {
   explicit PlannedGroup(const dist::GroupSpec& spec)
       : Backend(spec.rank, spec.size),
         name_(spec.name),
+        world_ranks_(spec.world_ranks),
+        communicator_(PlannedGpu::get().trace().add_communicator(spec.world_ranks)),
         hosts_(dist::make_fake_group(spec.rank, spec.size, /*has_batches=*/true)) {}
 
   const std::string getBackendName() const override { return "fake"; }
@@ -48,9 +61,9 @@ class PlannedGroup final : public c10d::Backend {
   // The sends of a batch to one rank are one call, and so are what is received from it.
   void startCoalescing() override { batch_.emplace(); }
   WorkPtr endCoalescing() override {
-    for (const Collective& call : *batch_) PlannedGpu::get().trace().called(call);
+    const int batch = PlannedGpu::get().trace().called(std::move(*batch_));
     batch_.reset();
-    return c10::make_intrusive<DoneWork>();
+    return c10::make_intrusive<PlannedWork>(batch);
   }
   WorkPtr allgather_into_tensor_coalesced(Tensors& outs, Tensors& ins,
                                           const c10d::AllgatherOptions& options) override {
@@ -83,7 +96,7 @@ class PlannedGroup final : public c10d::Backend {
     return tensors[0].is_cuda() ? count("receive", tensors[0], tensors[0], peer)
                                 : hosts_->recv(tensors, peer, tag);
   }
-  WorkPtr barrier(const c10d::BarrierOptions&) override { return c10::make_intrusive<DoneWork>(); }
+  WorkPtr barrier(const c10d::BarrierOptions& options) override { return hosts_->barrier(options); }
 
  private:
   WorkPtr count(const char* op, const at::Tensor& out, const at::Tensor& in, int peer = -1) {
@@ -94,10 +107,11 @@ class PlannedGroup final : public c10d::Backend {
     Trace& trace = PlannedGpu::get().trace();
     Collective counted{.op = trace.number_of(op),
                        .group = trace.number_of(name_),
+                       .communicator = communicator_,
                        .group_size = getSize(),
                        .label = trace.number_of(call.substr(std::min(call.size(), call.find(' ') + 1))),
                        .module = trace.number_of(current_module()),
-                       .peer = peer,
+                       .peer = peer < 0 ? -1 : world_ranks_[static_cast<size_t>(peer)],
                        .stream = current_stream()};
     const bool is_of_fsdp = call.find("fsdp::") != std::string::npos;
     const Category category = !is_of_fsdp                            ? Category::Communication
@@ -108,11 +122,9 @@ class PlannedGroup final : public c10d::Backend {
       trace.set_category(address_of(ins[i]), category);
       counted.bytes += static_cast<int64_t>(std::max(outs[i].nbytes(), ins[i].nbytes()));
     }
-    if (batch_)
-      add_to_batch(counted);
-    else
-      trace.called(counted);
-    return c10::make_intrusive<DoneWork>();
+    if (!batch_) return c10::make_intrusive<PlannedWork>(trace.called({counted}));
+    add_to_batch(counted);
+    return c10::make_intrusive<PlannedWork>(0);  // that of the batch is waited for
   }
 
   void add_to_batch(const Collective& counted) {
@@ -125,6 +137,8 @@ class PlannedGroup final : public c10d::Backend {
   }
 
   std::string name_;
+  std::vector<int> world_ranks_;
+  int communicator_;
   std::optional<std::vector<Collective>> batch_;  // the calls since startCoalescing()
   dist::BackendPtr hosts_;                        // for the hosts' tensors, which have values
 };

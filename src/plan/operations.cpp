@@ -133,7 +133,8 @@ class Call {
                 .flops = cost.flops,
                 .bytes_read = cost.bytes_read,
                 .bytes_written = cost.bytes_written,
-                .dtype = cost.dtype});
+                .dtype = cost.dtype,
+                .shape = cost.shape});
     stack_.resize(base_);
     for (IValue& value : results) stack_.push_back(std::move(value));
   }
@@ -225,7 +226,12 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
   PlannedGpu::get().record_stream(reinterpret_cast<uintptr_t>(self.storage().data()), stream.id());
 }
 
+void wait_for_current_stream() {
+  PlannedGpu::get().trace().synchronized({.kind = Sync::Kind::HostStream, .stream = current_stream()});
+}
+
 at::Scalar read_on_host(const at::Tensor& self) {
+  wait_for_current_stream();
   return at::zeros({}, self.options().device(at::kCPU)).item();
 }
 
@@ -241,7 +247,8 @@ constexpr size_t kReadByHost = size_t{1} << 20;
 
 // A copy between the host and the device goes through contiguous tensors of one dtype, as LibTorch's does
 // (copy_requires_temporaries in ATen/native/cuda/Copy.cu).
-void copy_across(const at::Tensor& self, const at::Tensor& source) {
+// The host waits, unless that is unnecessary (non_blocking) and possible, as its memory is pinned.
+void copy_across(const at::Tensor& self, const at::Tensor& source, bool non_blocking) {
   const bool to_device = self.is_cuda();
   const bool is_same_dtype = self.scalar_type() == source.scalar_type();
   if (self.is_contiguous() && source.is_contiguous() && is_same_dtype && self.sizes() == source.sizes()) {
@@ -249,27 +256,28 @@ void copy_across(const at::Tensor& self, const at::Tensor& source) {
         {.name = "cudaMemcpyAsync", .bytes_read = bytes_of(source), .bytes_written = bytes_of(self)});
     // Small ones may be read by the host; the memory of large ones is never touched, so it takes none.
     if (!to_device && self.nbytes() <= kReadByHost) self.zero_();
+    if (!non_blocking || !(to_device ? source : self).is_pinned()) wait_for_current_stream();
     return;
   }
   if (to_device) {
     const at::Tensor from = source.to(self.scalar_type()).expand_as(self).contiguous();
     const at::Tensor to = self.is_contiguous() ? self : at::empty_like(self, at::MemoryFormat::Contiguous);
-    copy_across(to, from);
+    copy_across(to, from, non_blocking);
     if (!to.is_same(self)) at::Tensor(self).copy_(to);
   } else {
     const at::Tensor from = source.expand_as(self).contiguous();
     const at::Tensor to = self.is_contiguous() && is_same_dtype
                               ? self
                               : at::empty(self.sizes(), self.options().dtype(source.scalar_type()));
-    copy_across(to, from);
+    copy_across(to, from, non_blocking);
     if (!to.is_same(self)) at::Tensor(self).copy_(to);
   }
 }
 
-at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool /*non_blocking*/) {
+at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
   if (self.numel() == 0) return self;
   if (!self.is_cuda() || !source.is_cuda()) {
-    copy_across(self, source);
+    copy_across(self, source, non_blocking);
     return self;
   }
   const bool is_memcpy = self.dtype() == source.dtype() && self.sizes() == source.sizes() &&

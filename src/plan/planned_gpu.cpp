@@ -25,9 +25,6 @@ namespace {
 
 const c10::Device kDevice(c10::kCUDA, 0);
 
-// A context with its code and stacks takes about this much of a GPU.
-constexpr int64_t kContextBytes = int64_t{600} << 20;
-
 PlannedGpu* opened = nullptr;  // set once, never destroyed: tensors outlive main
 
 // ---- streams and events
@@ -58,16 +55,31 @@ class GuardImpl final : public c10::impl::DeviceGuardImplInterface {
     return stream(std::exchange(stream_of_thread, other.id()));
   }
   bool queryStream(const c10::Stream& /*stream*/) const override { return true; }
-  void synchronizeStream(const c10::Stream& /*stream*/) const override {}
+  void synchronizeStream(const c10::Stream& stream) const override {
+    PlannedGpu::get().trace().synchronized({.kind = Sync::Kind::HostStream, .stream = stream.id()});
+  }
+  // LibTitan doesn't.
   void synchronizeDevice(const c10::DeviceIndex /*index*/) const override {}
 
-  void record(void** event, const c10::Stream& /*stream*/, const c10::DeviceIndex /*index*/,
+  // An event is a number.
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex /*index*/,
               const c10::EventFlag /*flag*/) const override {
-    *event = const_cast<GuardImpl*>(this);  // anything but null
+    Trace& trace = PlannedGpu::get().trace();
+    const int64_t number = trace.next_event();
+    trace.synchronized({Sync::Kind::Record, stream.id(), number});
+    *event = reinterpret_cast<void*>(number);
   }
-  void block(void* /*event*/, const c10::Stream& /*stream*/) const override {}
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event)
+      PlannedGpu::get().trace().synchronized(
+          {Sync::Kind::Wait, stream.id(), reinterpret_cast<int64_t>(event)});
+  }
   bool queryEvent(void* /*event*/) const override { return true; }
-  void synchronizeEvent(void* /*event*/) const override {}
+  void synchronizeEvent(void* event) const override {
+    if (event)
+      PlannedGpu::get().trace().synchronized(
+          {.kind = Sync::Kind::HostEvent, .number = reinterpret_cast<int64_t>(event)});
+  }
   void destroyEvent(void* /*event*/, const c10::DeviceIndex /*index*/) const noexcept override {}
   double elapsedTime(void* /*start*/, void* /*end*/, const c10::DeviceIndex /*index*/) const override {
     return 0;
@@ -219,8 +231,6 @@ void install_memory_and_operations() {
 
 }  // namespace
 
-int64_t DeviceSpec::usable_bytes() const { return std::llround(memory_gib * kGiB) - kContextBytes; }
-
 int64_t current_stream() { return stream_of_thread; }
 
 PlannedGpu::PlannedGpu(const DeviceSpec& device) : device_(device) { reset(); }
@@ -318,7 +328,8 @@ void PlannedGpu::launch(const Work& work) {
                     .flops = work.flops,
                     .bytes_read = work.bytes_read,
                     .bytes_written = work.bytes_written,
-                    .dtype = work.dtype});
+                    .dtype = work.dtype,
+                    .shape = work.shape});
 }
 
 void PlannedGpu::take_workspace() {

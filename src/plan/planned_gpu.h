@@ -9,7 +9,8 @@
 //   (plugin_operations.cpp), so the branches that are counted are those that a GPU takes;
 // - groups have no peers (groups.cpp).
 //
-// Values don't exist: a number that the host reads is 0. Nothing takes time: an event is done when it is recorded.
+// Values don't exist: a number that the host reads is 0. Nothing takes time: an event is done when it is recorded. How long the work would
+// take, simulation.h says afterwards, from what waits for what.
 //
 // It must be opened before LibTorch has looked for CUDA, so before the process makes its first tensor, and a process that opens it
 // can't open the CUDA plugin.
@@ -27,6 +28,7 @@
 
 #include "dist/device_backend.h"
 #include "plan/caching_allocator.h"
+#include "plan/cluster.h"
 #include "plan/trace.h"
 
 namespace torch {
@@ -34,17 +36,6 @@ class Library;
 }
 
 namespace titan::plan {
-
-/// configs/devices/*.toml
-struct DeviceSpec {
-  std::string name;
-  double memory_gib = 0;           ///< as the driver reports it
-  int64_t compute_capability = 0;  ///< 90: 9.0
-  int64_t multiprocessors = 0;
-
-  /// Without what a CUDA context takes.
-  int64_t usable_bytes() const;
-};
 
 class PlannedGpu {
  public:
@@ -76,6 +67,7 @@ class PlannedGpu {
     std::string name;
     double flops = 0, bytes_read = 0, bytes_written = 0;
     c10::ScalarType dtype = c10::ScalarType::Undefined;
+    train::ProductShape shape{};
   };
   void launch(const Work& work);
   /// cuBLAS's workspace of this thread's handle and the current stream, which LibTorch takes at the first product.

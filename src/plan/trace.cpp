@@ -2,6 +2,7 @@
 
 #include <array>
 #include <iterator>
+#include <utility>
 
 namespace titan::plan {
 
@@ -44,10 +45,32 @@ void Trace::launched(const Launch& launch) {
   launches_.push_back(launch);
 }
 
-void Trace::called(const Collective& call) {
+int Trace::called(std::vector<Collective> calls) {
   const std::lock_guard lock(mutex_);
-  entries_.push_back({Entry::Kind::Collective, collectives_.size()});
-  collectives_.push_back(call);
+  const int batch = ++num_batches_;
+  for (Collective& call : calls) {
+    call.batch = batch;
+    entries_.push_back({Entry::Kind::Collective, collectives_.size()});
+    collectives_.push_back(call);
+  }
+  return batch;
+}
+
+void Trace::synchronized(const Sync& sync) {
+  const std::lock_guard lock(mutex_);
+  entries_.push_back({Entry::Kind::Sync, syncs_.size()});
+  syncs_.push_back(sync);
+}
+
+int64_t Trace::next_event() {
+  const std::lock_guard lock(mutex_);
+  return ++num_events_;
+}
+
+int Trace::add_communicator(std::vector<int> world_ranks) {
+  const std::lock_guard lock(mutex_);
+  communicators_.push_back(std::move(world_ranks));
+  return static_cast<int>(communicators_.size()) - 1;
 }
 
 void Trace::set_category(uintptr_t address, Category category) {

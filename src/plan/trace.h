@@ -1,6 +1,7 @@
 #pragma once
 
-// The record of all that a planned device is given: allocations, launches and collectives, in the order of the program's calls.
+// The record of all that a planned device is given: allocations, launches, collectives, and what waits for what, in the order of the
+// program's calls.
 
 #include <cstdint>
 #include <deque>
@@ -11,6 +12,8 @@
 #include <vector>
 
 #include <c10/core/ScalarType.h>
+
+#include "observe/operation_costs.h"
 
 namespace titan::plan {
 
@@ -40,21 +43,38 @@ struct Launch {
   int64_t stream = 0;
   double flops = 0, bytes_read = 0, bytes_written = 0;
   c10::ScalarType dtype = c10::ScalarType::Undefined;  ///< the operands', if it has FLOPs
+  train::ProductShape shape{};                         ///< if it has FLOPs
 };
 
 struct Collective {
   int op = 0;  ///< "all_gather"
-  int group = 0;
+  int group = 0;         ///< its name
+  int communicator = 0;  ///< which of the groups of this name
   int group_size = 0;
   int label = 0;  ///< the program's name for the call: "fsdp::all_gather layers.3"
   int module = 0;
-  int peer = -1;       ///< group rank of the other side of a send or receive
+  int peer = -1;       ///< world rank of the other side of a send or receive
   int64_t stream = 0;  ///< that it was called on
   int64_t bytes = 0;   ///< the larger of input and output
+  int batch = 0;       ///< calls of one batch have the same number, and end together
+};
+
+/// A stream or the host waits, or a stream reaches a point that others may wait for.
+struct Sync {
+  enum class Kind : uint8_t {
+    Record,     ///< `number` is the event's, new for each record
+    Wait,       ///< the stream, for event `number`
+    WaitCall,   ///< the stream, for the collectives of batch `number`
+    HostEvent,  ///< the host, for event `number`
+    HostStream  ///< the host, for all that was queued on the stream
+  };
+  Kind kind;
+  int64_t stream = 0;
+  int64_t number = 0;
 };
 
 struct Entry {
-  enum class Kind : uint8_t { Allocate, Free, Launch, Collective, Step };
+  enum class Kind : uint8_t { Allocate, Free, Launch, Collective, Sync, Step };
   Kind kind;
   size_t index;  ///< in the list of its kind; of a step: its number
 };
@@ -70,7 +90,13 @@ class Trace {
   void allocated(uintptr_t address, const Allocation& allocation);
   void freed(uintptr_t address);
   void launched(const Launch& launch);
-  void called(const Collective& call);
+  /// Calls that run as one, on a stream of the group's own, after what has been queued on theirs. Returns the batch's number.
+  int called(std::vector<Collective> calls);
+  void synchronized(const Sync& sync);
+  /// A new event's number.
+  int64_t next_event();
+  /// Numbers a group, by the world ranks of its members.
+  int add_communicator(std::vector<int> world_ranks);
   /// The block that holds the address, now in use, is of this category.
   void set_category(uintptr_t address, Category category);
 
@@ -78,6 +104,10 @@ class Trace {
   const std::vector<Allocation>& allocations() const { return allocations_; }
   const std::vector<Launch>& launches() const { return launches_; }
   const std::vector<Collective>& collectives() const { return collectives_; }
+  const std::vector<Sync>& syncs() const { return syncs_; }
+  const std::vector<int>& members(int communicator) const {
+    return communicators_[static_cast<size_t>(communicator)];
+  }
   int num_steps() const { return num_steps_; }
 
  private:
@@ -89,6 +119,10 @@ class Trace {
   std::vector<Allocation> allocations_;
   std::vector<Launch> launches_;
   std::vector<Collective> collectives_;
+  std::vector<Sync> syncs_;
+  std::deque<std::vector<int>> communicators_;
+  int num_batches_ = 0;
+  int64_t num_events_ = 0;
   int num_steps_ = 0;
 };
 

@@ -1,0 +1,26 @@
+#pragma once
+
+// The parts of titan plan, which a search shares with the plan of one job.
+
+#include <cstdint>
+#include <string>
+
+#include "cli/train.h"
+#include "job/job_config.h"
+#include "plan/cost_model.h"
+
+namespace titan::cli {
+
+plan::Kernels kernels_of(const std::string& name);
+
+/// Throws ConfigError for settings that can't be planned.
+train::JobConfig load_planned_job(const PlanArguments& arguments);
+/// The same without what depends on degrees, which a search chooses.
+train::JobConfig load_for_search(const PlanArguments& arguments);
+/// Of a step, by the config's own batch sizes and degrees.
+int64_t sequences_of(const train::JobConfig& config, int world_size);
+
+/// titan plan --search
+int search_command(const PlanArguments& arguments);
+
+}  // namespace titan::cli

@@ -1,0 +1,186 @@
+// titan plan --search: which layout trains a job fastest.
+
+#include <algorithm>
+#include <cmath>
+#include <fstream>
+#include <iostream>
+#include <map>
+#include <thread>
+
+#include <c10/util/StringUtil.h>
+#include <nlohmann/json.hpp>
+
+#include "cli/plan_command.h"
+#include "cli/plan_workers.h"
+#include "cli/text.h"
+#include "core/file.h"
+#include "core/units.h"
+#include "job/plan_search.h"
+#include "plan/device_file.h"
+#include "titan/config/load.h"
+#include "titan/core/error.h"
+#include "titan/core/log.h"
+
+namespace titan::cli {
+
+namespace {
+
+using nlohmann::json;
+using train::FoundLayout;
+using train::Layout;
+using train::PlanAnswer;
+
+// As config::load takes it: without TOML's quotes and brackets.
+std::string word_of(const Layout::Setting& setting) {
+  std::string value;
+  for (const char c : setting.value)
+    if (c != '"' && c != '[' && c != ']') value.push_back(c);
+  return str("--", setting.section, ".", setting.key, "=", value);
+}
+
+PlanArguments with_settings(PlanArguments arguments, const std::vector<Layout::Setting>& settings) {
+  for (const Layout::Setting& setting : settings) arguments.overrides.push_back(word_of(setting));
+  return arguments;
+}
+
+PlanAnswer answer(const PlanArguments& base, const plan::ClusterSpec& cluster, const train::PlanRequest& request) {
+  PlanArguments arguments = with_settings(base, request.settings);
+  arguments.world_size = request.world;
+  try {
+    const train::JobConfig config = load_planned_job(arguments);
+    const train::JobPlan plan = train::plan_job(config, request.world, cluster, plan::PlannedGpu::get(),
+                                                {.kernels = kernels_of(arguments.kernels)});
+    return {.error = {},
+            .step_s = plan.step.seconds,
+            .tokens = plan.tokens,
+            .mfu = plan.mfu(),
+            .peak_bytes = plan.peak_bytes(),
+            .seconds = plan.busiest().seconds};
+  } catch (const std::exception& error) {
+    return {.error = error.what()};
+  }
+}
+
+// ---- results
+
+double tokens_per_s(const PlanAnswer& plan, int world) { return plan.tokens / plan.step_s / world; }
+
+json to_json(const FoundLayout& found, int world) {
+  const PlanAnswer& plan = found.plan;
+  json time = json::object();
+  for (int i = 0; i < plan::kNumActivities; ++i)
+    time[name_of(static_cast<plan::Activity>(i))] = plan.seconds[static_cast<size_t>(i)];
+  return {{"layout", found.layout.text()},
+          {"tensor_parallel_degree", found.layout.tensor},
+          {"context_parallel_degree", found.layout.context},
+          {"pipeline_parallel_degree", found.layout.pipeline},
+          {"micro_batch", found.layout.micro_batch},
+          {"step_s", plan.step_s},
+          {"tokens_per_s_per_device", tokens_per_s(plan, world)},
+          {"mfu", plan.mfu},
+          {"peak_gib", static_cast<double>(plan.peak_bytes) / kGiB},
+          {"time", time}};
+}
+
+/// "Its step is 120 ms longer: exposed_communication +150 ms, compute -30 ms."
+std::string why_it_loses(const FoundLayout& best, const FoundLayout& second) {
+  struct Part {
+    std::string name;
+    double seconds;
+  };
+  std::vector<Part> parts;
+  for (size_t i = 0; i < plan::kNumActivities; ++i)
+    parts.push_back({name_of(static_cast<plan::Activity>(i)), second.plan.seconds[i] - best.plan.seconds[i]});
+  std::ranges::sort(parts, std::greater<>(), [](const Part& part) { return std::abs(part.seconds); });
+  std::string text;
+  for (const Part& part : parts) {
+    if (std::abs(part.seconds) < 0.5e-3) continue;
+    text += str(text.empty() ? "" : ", ", part.name, part.seconds > 0 ? " +" : " -",
+                short_number(std::round(1e3 * std::abs(part.seconds))), " ms");
+  }
+  return str("The second one (", second.layout.text(), ") takes ",
+             short_number(std::round(1e3 * (second.plan.step_s - best.plan.step_s))), " ms more for a step",
+             text.empty() ? "" : ": ", text, ".\n");
+}
+
+std::string to_text(const train::SearchResult& result, int world) {
+  TextTable table{{{"", "layout", "tokens/s/device", "MFU %", "step", "GiB", "compute", "exposed", "bubble"}},
+                  {true, false, true, true, true, true, true, true, true}};
+  const auto percent = [](const PlanAnswer& plan, plan::Activity activity) {
+    return number("%.0f %%", 100 * plan.seconds[static_cast<size_t>(activity)] / plan.step_s);
+  };
+  for (size_t i = 0; i < result.best.size(); ++i) {
+    const auto& [layout, plan] = result.best[i];
+    table.rows.push_back({str(i + 1), layout.text(), short_number(std::round(tokens_per_s(plan, world))),
+                          number("%.1f", 100 * plan.mfu), duration(plan.step_s),
+                          number("%.1f", static_cast<double>(plan.peak_bytes) / kGiB),
+                          percent(plan, plan::Activity::Compute), percent(plan, plan::Activity::ExposedCommunication),
+                          percent(plan, plan::Activity::Bubble)});
+  }
+  std::string text = to_string(table);
+  if (result.best.size() > 1) text += "\n" + why_it_loses(result.best[0], result.best[1]);
+  return text;
+}
+
+void write_config(const PlanArguments& arguments, const Layout& layout, int64_t sequences, int64_t layers) {
+  const PlanArguments chosen = with_settings(arguments, layout.settings(arguments.world_size, sequences, layers));
+  train::JobConfig config;
+  config::load(train::job_schema(), {chosen.config, chosen.overrides}, config);
+  write_file_atomic(arguments.output, str("# The layout that titan plan --search chose for ", arguments.world_size, " x ",
+                                   arguments.device, ": ", layout.text(), "\n\n",
+                                   config::print_toml(train::job_schema(), config)));
+}
+
+}  // namespace
+
+int search_command(const PlanArguments& arguments) {
+  const plan::ClusterSpec cluster = plan::load_device(arguments.device);
+  // Each worker has a planned GPU of its own; this process makes no tensor before they are there.
+  const auto open = [&]() -> PlanWorkers::Answer {
+    plan::PlannedGpu::open(cluster.device);
+    return [&](const train::PlanRequest& request) { return answer(arguments, cluster, request); };
+  };
+  const auto num_workers = static_cast<int>(std::clamp(std::thread::hardware_concurrency(), 1U, 8U));
+  PlanWorkers workers(num_workers, open);
+
+  const train::JobConfig base = load_for_search(arguments);
+  const train::ModelSizes sizes = base.spec().sizes(base.args());
+  train::SearchOptions options{.world = arguments.world_size,
+                               .sequences = arguments.sequences,
+                               .usable_bytes = cluster.device.usable_bytes(),
+                               .max_tensor = arguments.max_tensor ? arguments.max_tensor : cluster.host.devices,
+                               .max_context = arguments.max_context ? arguments.max_context : cluster.host.devices,
+                               .max_pipeline = arguments.max_pipeline ? arguments.max_pipeline : sizes.num_layers,
+                               .may_use_float8 = arguments.search_float8,
+                               .least_memory = arguments.least_memory,
+                               .num_at_once = static_cast<size_t>(num_workers)};
+  if (options.sequences == 0) options.sequences = sequences_of(base, arguments.world_size);
+  const train::SearchResult result = train::search_layouts(
+      base, options, [&](const std::vector<train::PlanRequest>& requests) { return workers.plan(requests); },
+      [](const std::string& line) { std::cerr << line << std::endl; });
+  if (result.best.empty())
+    throw ConfigError(str("none of the ", result.num_planned, " layouts that promised most fits into ",
+                          number("%.1f", static_cast<double>(options.usable_bytes) / kGiB), " GiB",
+                          result.last_error.empty() ? "" : str("; the last one that was refused: ", result.last_error)));
+  if (!arguments.output.empty()) write_config(arguments, result.best[0].layout, options.sequences, sizes.num_layers);
+  if (!arguments.json) {
+    const std::string written =
+        arguments.output.empty() ? "" : str("The best one's config is in ", arguments.output.string(), ".\n");
+    return print(str(base.model_title(), " on ", arguments.world_size, " x ", cluster.device.name, ", ",
+                     options.sequences, " sequences a step: ", result.num_layouts, " layouts estimated, ",
+                     result.num_planned, " planned, ", result.num_too_large, " of these don't fit\n\n",
+                     to_text(result, arguments.world_size), written));
+  }
+  json best = json::array();
+  for (const FoundLayout& found : result.best) best.push_back(to_json(found, arguments.world_size));
+  return print(json{{"world", arguments.world_size},
+                    {"device", cluster.device.name},
+                    {"sequences", options.sequences},
+                    {"layouts", result.num_layouts},
+                    {"planned", result.num_planned},
+                    {"best", best}}
+                   .dump(1) +
+               "\n");
+}
+
+}  // namespace titan::cli

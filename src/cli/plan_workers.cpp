@@ -1,0 +1,157 @@
+#include "cli/plan_workers.h"
+
+#include <cerrno>
+#include <csignal>
+#include <cstring>
+#include <optional>
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <nlohmann/json.hpp>
+
+#include "titan/core/error.h"
+
+namespace titan::cli {
+
+namespace {
+
+using nlohmann::json;
+using train::PlanAnswer;
+using train::PlanRequest;
+
+// ---- a message is a line of JSON
+
+bool write_line(int file, const json& message) {
+  const std::string line = message.dump() + "\n";
+  for (size_t done = 0; done < line.size();) {
+    const ssize_t count = ::write(file, line.data() + done, line.size() - done);
+    if (count < 0 && errno == EINTR) continue;
+    if (count <= 0) return false;
+    done += static_cast<size_t>(count);
+  }
+  return true;
+}
+
+std::optional<json> read_line(int file) {
+  std::string line;
+  char c = 0;
+  while (true) {
+    const ssize_t count = ::read(file, &c, 1);
+    if (count < 0 && errno == EINTR) continue;
+    if (count <= 0) return std::nullopt;
+    if (c == '\n') return json::parse(line);
+    line.push_back(c);
+  }
+}
+
+json to_json(const PlanRequest& request) {
+  json settings = json::array();
+  for (const train::Layout::Setting& setting : request.settings)
+    settings.push_back({setting.section, setting.key, setting.value});
+  return {{"world", request.world}, {"settings", settings}};
+}
+
+PlanRequest request_of(const json& message) {
+  PlanRequest request{.settings = {}, .world = message["world"]};
+  for (const json& setting : message["settings"]) request.settings.push_back({setting[0], setting[1], setting[2]});
+  return request;
+}
+
+json to_json(const PlanAnswer& answer) {
+  return {{"error", answer.error},   {"step_s", answer.step_s},         {"tokens", answer.tokens},
+          {"mfu", answer.mfu},       {"peak_bytes", answer.peak_bytes}, {"seconds", answer.seconds}};
+}
+
+PlanAnswer answer_of(const json& message) {
+  return {.error = message["error"],
+          .step_s = message["step_s"],
+          .tokens = message["tokens"],
+          .mfu = message["mfu"],
+          .peak_bytes = message["peak_bytes"],
+          .seconds = message["seconds"]};
+}
+
+[[noreturn]] void serve(int requests, int answers, const std::function<PlanWorkers::Answer()>& open) {
+  ::prctl(PR_SET_PDEATHSIG, SIGKILL);  // a search that is interrupted leaves nobody behind
+  try {
+    const PlanWorkers::Answer answer = open();
+    while (const auto message = read_line(requests))
+      if (!write_line(answers, to_json(answer(request_of(*message))))) break;
+  } catch (const std::exception& error) {
+    write_line(answers, to_json(PlanAnswer{.error = error.what()}));
+  }
+  ::_exit(0);
+}
+
+}  // namespace
+
+PlanWorkers::PlanWorkers(int count, const std::function<Answer()>& open) {
+  std::signal(SIGPIPE, SIG_IGN);
+  for (int i = 0; i < count; ++i) {
+    int requests[2], answers[2];
+    TITAN_CHECK(::pipe2(requests, O_CLOEXEC) == 0 && ::pipe2(answers, O_CLOEXEC) == 0,
+                "a process that plans can't be started: ", std::strerror(errno));
+    const pid_t process = ::fork();
+    TITAN_CHECK(process >= 0, "a process that plans can't be started: ", std::strerror(errno));
+    if (process == 0) {
+      for (const Worker& other : workers_) {
+        ::close(other.requests);
+        ::close(other.answers);
+      }
+      ::close(requests[1]);
+      ::close(answers[0]);
+      serve(requests[0], answers[1], open);
+    }
+    ::close(requests[0]);
+    ::close(answers[1]);
+    workers_.push_back({process, requests[1], answers[0]});
+  }
+}
+
+PlanWorkers::~PlanWorkers() {
+  for (const Worker& worker : workers_) {
+    ::close(worker.requests);
+    ::close(worker.answers);
+  }
+  for (const Worker& worker : workers_) ::waitpid(worker.process, nullptr, 0);
+}
+
+std::vector<PlanAnswer> PlanWorkers::plan(const std::vector<PlanRequest>& requests) {
+  std::vector<PlanAnswer> results(requests.size());
+  std::vector<std::optional<size_t>> busy_with(workers_.size());
+  std::vector<bool> has_ended(workers_.size(), false);
+  size_t next = 0, open = 0;
+  const auto give = [&](size_t w) {
+    while (next < requests.size() && !has_ended[w]) {
+      if (write_line(workers_[w].requests, to_json(requests[next]))) {
+        busy_with[w] = next++;
+        ++open;
+        return;
+      }
+      has_ended[w] = true;
+    }
+  };
+  for (size_t w = 0; w < workers_.size(); ++w) give(w);
+  while (open > 0) {
+    std::vector<pollfd> waiting;
+    for (size_t w = 0; w < workers_.size(); ++w)
+      waiting.push_back({.fd = busy_with[w] ? workers_[w].answers : -1, .events = POLLIN, .revents = 0});
+    if (::poll(waiting.data(), waiting.size(), -1) < 0) continue;
+    for (size_t w = 0; w < workers_.size(); ++w) {
+      if (waiting[w].revents == 0) continue;
+      const auto message = read_line(workers_[w].answers);
+      results[*busy_with[w]] = message ? answer_of(*message) : PlanAnswer{.error = "the process that planned it ended"};
+      has_ended[w] = !message;
+      busy_with[w].reset();
+      --open;
+      give(w);
+    }
+  }
+  for (; next < requests.size(); ++next) results[next].error = "all processes that plan have ended";
+  return results;
+}
+
+}  // namespace titan::cli

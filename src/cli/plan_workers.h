@@ -1,0 +1,36 @@
+#pragma once
+
+// Processes that plan jobs, because a process has one planned GPU.
+
+#include <functional>
+#include <string>
+#include <sys/types.h>
+#include <vector>
+
+#include "job/plan_search.h"
+
+namespace titan::cli {
+
+/// Started before this process makes its first tensor; they end with it.
+class PlanWorkers {
+ public:
+  using Answer = std::function<train::PlanAnswer(const train::PlanRequest&)>;
+
+  /// `open` is called once in each of `count` children, and returns what answers a request there.
+  PlanWorkers(int count, const std::function<Answer()>& open);
+  ~PlanWorkers();
+  PlanWorkers(const PlanWorkers&) = delete;
+  PlanWorkers& operator=(const PlanWorkers&) = delete;
+
+  /// In the order of the requests. A worker that ends answers its request with an error, and the others continue.
+  std::vector<train::PlanAnswer> plan(const std::vector<train::PlanRequest>& requests);
+
+ private:
+  struct Worker {
+    pid_t process = 0;
+    int requests = -1, answers = -1;  // pipes
+  };
+  std::vector<Worker> workers_;
+};
+
+}  // namespace titan::cli

@@ -1,0 +1,73 @@
+#include "job/job_plan.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "titan/core/error.h"
+
+namespace titan::train {
+
+namespace {
+
+bool are_alike(const PlannedRole& a, const PlannedRole& b) {
+  return a.rank.peak_allocated_bytes == b.rank.peak_allocated_bytes &&
+         a.rank.peak_reserved_bytes == b.rank.peak_reserved_bytes &&
+         a.summary.num_launches == b.summary.num_launches && a.summary.flops == b.summary.flops &&
+         a.summary.collectives.size() == b.summary.collectives.size();
+}
+
+}  // namespace
+
+std::string PlannedRole::stream_name(int64_t stream) const {
+  if (stream == 0) return "default";
+  for (const auto& [number, name] : rank.streams)
+    if (number == stream) return name;
+  return str("stream ", stream);
+}
+
+const PlannedRole& JobPlan::largest() const {
+  return *std::ranges::max_element(roles, {},
+                                   [](const PlannedRole& role) { return role.rank.peak_reserved_bytes; });
+}
+
+double JobPlan::tokens_per_s_per_device() const { return tokens / step.seconds / world_size; }
+
+double JobPlan::mfu() const {
+  return flops_per_token * tokens_per_s_per_device() / cluster.device.peak_flops(c10::kBFloat16);
+}
+
+const plan::StepTime::OfRank& JobPlan::busiest() const {
+  return *std::ranges::max_element(step.ranks, {}, [](const plan::StepTime::OfRank& rank) {
+    return rank.seconds[static_cast<size_t>(plan::Activity::Compute)] +
+           rank.seconds[static_cast<size_t>(plan::Activity::Optimizer)];
+  });
+}
+
+JobPlan plan_job(const JobConfig& config, int world_size, const plan::ClusterSpec& cluster, plan::PlannedGpu& device,
+                 const PlanOptions& options) {
+  JobPlan plan{.cluster = cluster, .world_size = world_size, .roles = {}, .step = {}};
+  for (const Role& role : roles_of(config, world_size)) {
+    PlannedRank rank = rehearse(config, world_size, role, device);
+    plan::Summary summary = plan::summarize(*rank.trace);
+    plan.roles.push_back({std::move(rank), std::move(summary)});
+  }
+  // The last rank is one of its own only if it does something else than the first of its pipeline rank.
+  std::vector<PlannedRole>& roles = plan.roles;
+  if (roles.back().rank.role.is_last && are_alike(roles[roles.size() - 2], roles.back())) roles.pop_back();
+  if (roles.size() == 1) roles[0].rank.role.name = "every rank";
+
+  std::vector<plan::SimulatedRank> ranks;
+  for (const PlannedRole& role : roles)
+    if (!role.rank.role.is_last || roles.size() == 1)
+      ranks.push_back({role.rank.trace.get(), role.rank.role.rank});
+  const int ranks_of_stage = world_size / static_cast<int>(config.parallelism.pipeline_parallel_degree);
+  plan.step =
+      plan::simulate(ranks, ranks_of_stage, plan::CostModel(cluster, options.kernels), options.with_spans);
+  plan.tokens = roles[0].rank.tokens_of_step;
+  plan.flops_per_token = config.spec().flops_per_token(config.args(), config.training.seq_len);
+  if (!options.with_spans)
+    for (PlannedRole& role : roles) role.rank.trace.reset();  // long lists
+  return plan;
+}
+
+}  // namespace titan::train

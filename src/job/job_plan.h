@@ -1,0 +1,57 @@
+#pragma once
+
+// What a job would take, and how long a step: rehearsals of one rank of each role, and a simulation of their traces.
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "job/rehearsal.h"
+#include "plan/cost_model.h"
+#include "plan/simulation.h"
+#include "plan/summary.h"
+
+namespace titan::train {
+
+struct PlannedRole {
+  PlannedRank rank;
+  plan::Summary summary;
+
+  /// "fsdp gather", "default", "stream 5"; a group's own: "calls of dp_shard".
+  std::string stream_name(int64_t stream) const;
+};
+
+struct JobPlan {
+  plan::ClusterSpec cluster;
+  int world_size = 0;
+  std::vector<PlannedRole> roles;
+
+  // ---- memory
+
+  const PlannedRole& largest() const;  ///< the role that takes most from the device
+  int64_t peak_bytes() const { return largest().rank.peak_reserved_bytes; }
+  bool fits() const { return peak_bytes() <= cluster.device.usable_bytes(); }
+
+  // ---- time
+
+  plan::StepTime step;
+  double tokens = 0;           ///< of a step, of all ranks
+  double flops_per_token = 0;  ///< of the model, as metrics' tflops count them
+
+  double tokens_per_s_per_device() const;
+  /// Against the peak in bfloat16, also of jobs in Float8.
+  double mfu() const;
+  /// The simulated rank that computes longest, which the others wait for.
+  const plan::StepTime::OfRank& busiest() const;
+};
+
+struct PlanOptions {
+  plan::Kernels kernels = plan::Kernels::Ours;
+  bool with_spans = false;  ///< JobPlan::step.spans; else the traces are dropped, too
+};
+
+/// The config has passed check_job and check_plannable for that size; the device is of the cluster's kind.
+JobPlan plan_job(const JobConfig& config, int world_size, const plan::ClusterSpec& cluster, plan::PlannedGpu& device,
+                 const PlanOptions& options = {});
+
+}  // namespace titan::train

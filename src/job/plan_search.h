@@ -1,0 +1,84 @@
+#pragma once
+
+// [Note: search for a layout]
+// Which degrees, schedule, micro-batch, recomputation, resharding and precision train a job fastest on a cluster. All layouts that the program
+// could run are too many to plan each, so a search goes in two rounds:
+// 1. each combination of what a block's time depends on is planned with one layer and with three, without a pipeline. Their difference is a
+//    layer's time and memory; sums of these, and the bubble of the schedule, estimate every layout;
+// 2. the best estimates are planned as they are, until enough of them fit, and ranked by that.
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "job/job_config.h"
+#include "job/job_plan.h"
+
+namespace titan::train {
+
+struct Layout {
+  int64_t tensor = 1, context = 1, pipeline = 1;
+  std::string schedule;             ///< with a pipeline
+  int64_t stages_of_rank = 1;
+  int64_t micro_batch = 1;          ///< sequences
+  std::string recompute = "none";   ///< activation_checkpoint.mode
+  bool keeps_gathered = false;      ///< parameters stay gathered from a micro-batch to the next
+  bool float8 = false, asynchronous = false;
+
+  struct Setting {
+    std::string section, key, value;  ///< as TOML writes it
+  };
+  /// For a job of `world` ranks and `sequences` a step.
+  std::vector<Setting> settings(int world, int64_t sequences, int64_t layers) const;
+  /// "TP 8, PP 4 (Interleaved1F1B, 2 stages), micro-batch 1, recompute full"
+  std::string text() const;
+};
+
+/// A job to plan: settings on top of the base's.
+struct PlanRequest {
+  std::vector<Layout::Setting> settings;
+  int world = 0;
+};
+
+struct PlanAnswer {
+  std::string error;  ///< if it can't be planned
+  double step_s = 0, tokens = 0, mfu = 0;
+  int64_t peak_bytes = 0;
+  std::array<double, plan::kNumActivities> seconds{};  ///< of the busiest rank
+};
+
+/// Answers requests in their order.
+using Planner = std::function<std::vector<PlanAnswer>(const std::vector<PlanRequest>&)>;
+
+struct SearchOptions {
+  int world = 0;
+  int64_t sequences = 0;    ///< of a step, of all ranks
+  int64_t usable_bytes = 0;  ///< of a device
+  int64_t max_tensor = 0, max_context = 0, max_pipeline = 0;  ///< 0: as many as the device's host has, or as the model allows
+  bool may_use_float8 = false;
+  bool least_memory = false;  ///< rank what fits by memory instead of tokens/s
+  size_t num_best = 10;
+  size_t num_at_once = 2;  ///< jobs that are planned at the same time
+  double seconds = 200;  ///< after which no more layouts are planned
+};
+
+struct FoundLayout {
+  Layout layout;
+  PlanAnswer plan;
+};
+
+struct SearchResult {
+  std::vector<FoundLayout> best;  ///< best first; all fit
+  size_t num_layouts = 0;         ///< that were estimated
+  size_t num_planned = 0;
+  size_t num_too_large = 0;       ///< of the planned ones
+  std::string last_error;         ///< of a layout that the program refused
+};
+
+/// Throws ConfigError if no layout can be planned. `progress` gets a line now and then.
+SearchResult search_layouts(const JobConfig& base, const SearchOptions& options, const Planner& planner,
+                            const std::function<void(const std::string&)>& progress);
+
+}  // namespace titan::train

@@ -1,0 +1,274 @@
+#include "plan/cost_model.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+#include <set>
+
+#include <c10/core/ScalarTypeToTypeMeta.h>
+
+#include "core/units.h"
+#include "titan/core/error.h"
+
+namespace titan::plan {
+
+namespace {
+
+// ---- constants, each with its source; docs/plan.md lists them
+
+// What a long copy reaches: about 3.0 of 3.35 TB/s on an H100.
+constexpr double kMemoryShare = 0.9;
+// What NCCL's rings reach of NVLink: 340 to 370 of 450 GB/s on 8 H100 (NVIDIA/nccl, issue 1218), 235 of 300 on 8 A100.
+constexpr double kHostLinkShare = 0.8;
+// What a network card reaches: 46 to 48 of 50 GB/s (NVIDIA/nccl-tests, issue 290).
+constexpr double kNetworkShare = 0.94;
+// NVLink's switches add up by themselves: 476 GB/s of 450 in an all_reduce on 8 H100 (the same issue).
+constexpr double kSwitchSumShare = 1.06;
+constexpr double kSwitchSumLatencyUs = 25;
+// A collective's kernels take some of the multiprocessors and of the memory's speed. Fitted (docs/plan.md).
+constexpr double kContention = 0.10;
+// Products in Float8 keep this share of what a search over shapes found. Fitted.
+constexpr double kFloat8Share = 0.8;
+// Host time of a transformer block by its launches (benchmarks/results/host_time.md).
+constexpr double kHostUs = 8, kHostUsCompiled = 20, kHostUsEager = 30;
+
+/// NCCL's protocols: the latency of the first hop, hops relative to the Simple protocol's, and the share of the links' speed.
+struct Protocol {
+  double base_us, host_hop, network_hop, share;
+};
+constexpr std::array<Protocol, 3> kProtocols = {Protocol{8.4, 1.0, 1.0, 1.0},                  // Simple
+                                                Protocol{14.0, 1.9 / 3.4, 4.0 / 14.0, 0.92},   // LL128
+                                                Protocol{6.6, 0.6 / 3.4, 2.7 / 14.0, 0.25}};   // LL
+
+// ---- products
+
+/// Sizes of tiles that GEMM kernels come with, and what share of a multiprocessor's best each of them reaches.
+struct Tile {
+  int64_t rows, columns;
+  double share;
+};
+constexpr std::array<Tile, 4> kTiles = {Tile{128, 256, 1.0}, Tile{128, 128, 0.9}, Tile{64, 128, 0.75},
+                                        Tile{64, 64, 0.5}};
+// A tile's start and end take as long as so many steps along k.
+constexpr double kTileOverhead = 256;
+
+int64_t parts_of(int64_t count, int64_t each) { return (count + each - 1) / each; }
+
+// The share of all multiprocessors' time that is spent on the result's elements.
+double share_of_tiles(const train::ProductShape& shape, int64_t multiprocessors) {
+  if (multiprocessors < 2) return 1;
+  double best = 0;
+  for (const Tile& tile : kTiles) {
+    const int64_t tiles = shape.batches * parts_of(shape.m, tile.rows) * parts_of(shape.n, tile.columns);
+    const double in_tiles = static_cast<double>(parts_of(tiles, multiprocessors) * multiprocessors) *
+                            static_cast<double>(tile.rows * tile.columns);
+    const double elements = static_cast<double>(shape.batches) * static_cast<double>(shape.m) *
+                            static_cast<double>(shape.n);
+    best = std::max(best, tile.share * elements / in_tiles);
+  }
+  const auto k = static_cast<double>(shape.k);
+  return best * k / (k + kTileOverhead);
+}
+
+std::string name_of_dtype(c10::ScalarType dtype) {
+  switch (dtype) {
+    case c10::kBFloat16:
+    case c10::kHalf: return "bfloat16";
+    case c10::kFloat8_e4m3fn:
+    case c10::kFloat8_e5m2: return "float8";
+    default: return "float32";
+  }
+}
+
+// ---- other kernels
+
+/// What stands in place of one of our kernels: bytes relative to its, and how many kernels.
+struct Replacement {
+  std::string_view ours;
+  double compiled_bytes, compiled_launches, eager_bytes, eager_launches;
+};
+
+// Counted from the formulas, in passes over the tensor: of PyTorch 2.6's operations in eager mode, which had no fused RMSNorm, and of
+// the kernels that Inductor makes of a block (docs/plan.md).
+constexpr std::array kReplacements = {
+    Replacement{"add_rms_norm_kernel", 1.1, 1, 20.0 / 4, 8},
+    Replacement{"rms_norm_backward_kernel", 1.2, 2, 36.0 / 3, 16},
+    Replacement{"rms_norm_kernel", 1.1, 1, 17.0 / 2, 7},
+    Replacement{"rotary_kernel", 1.2, 1, 10.0 / 2, 4},
+    Replacement{"swiglu_backward_kernel", 1.0, 1, 9.0 / 6, 3},
+    Replacement{"swiglu_kernel", 1.0, 1, 5.0 / 3, 2},
+    Replacement{"cross_entropy_kernel", 2.0, 2, 9.0, 8},
+    Replacement{"vocabulary_stats_kernel", 2.0, 2, 5.0, 4},
+    Replacement{"vocabulary_grad_kernel", 1.5, 1, 4.0, 4},
+    Replacement{"aten::_fused_adamw_", 1.0, 1, 3.0, 12},
+    Replacement{"adam_kernel", 1.0, 1, 3.0, 12},
+};
+
+const Replacement* replacement_of(std::string_view name) {
+  const auto* found = std::ranges::find_if(
+      kReplacements, [&](const Replacement& each) { return name.starts_with(each.ours); });
+  return found == kReplacements.end() ? nullptr : found;
+}
+
+bool is_attention(std::string_view name) { return name.find("attention") != std::string_view::npos; }
+
+}  // namespace
+
+int64_t DeviceSpec::usable_bytes() const {
+  // A context with its code and stacks takes about this much of a GPU.
+  constexpr int64_t context_bytes = int64_t{600} << 20;
+  return std::llround(memory_gib * kGiB) - context_bytes;
+}
+
+double DeviceSpec::peak_flops(c10::ScalarType dtype) const {
+  const auto found = tflops.find(name_of_dtype(dtype));
+  if (found == tflops.end())
+    throw ConfigError(str("the device's file has no device.tflops.", name_of_dtype(dtype),
+                          ", which products in ", c10::toString(dtype), " need"));
+  return found->second * 1e12;
+}
+
+CostModel::CostModel(const ClusterSpec& cluster, Kernels kernels) : cluster_(cluster), kernels_(kernels) {}
+
+double CostModel::host_seconds() const {
+  return 1e-6 * (kernels_ == Kernels::Ours ? kHostUs : kernels_ == Kernels::Compiled ? kHostUsCompiled : kHostUsEager);
+}
+
+double CostModel::contention() const { return kContention; }
+
+double CostModel::seconds_of_bytes(double bytes) const {
+  return bytes / (kMemoryShare * cluster_.device.memory_gb_per_s * 1e9);
+}
+
+// [Note: measured points of products]
+// The model says how shapes compare, and the points how fast the device is: each gives a factor, measured by modelled share, and a shape has the
+// mean of the points' factors, weighted by the inverse square of their distance (in powers of two of m, n and k).
+double CostModel::share_of_product(const train::ProductShape& shape, c10::ScalarType dtype) const {
+  const DeviceSpec& device = cluster_.device;
+  const std::string name = name_of_dtype(dtype);
+  const auto distance_of = [](int64_t a, int64_t b) {
+    return std::log2(static_cast<double>(std::max<int64_t>(a, 1)) / static_cast<double>(std::max<int64_t>(b, 1)));
+  };
+  double sum = 0, weights = 0;
+  for (const DeviceSpec::ProductPoint& point : device.efficiency) {
+    if (point.dtype != name) continue;
+    const double m = distance_of(shape.m, point.m), n = distance_of(shape.n, point.n),
+                 k = distance_of(shape.k, point.k);
+    const double weight = 1 / (0.01 + m * m + n * n + k * k);
+    const double modelled =
+        share_of_tiles({.batches = 1, .m = point.m, .n = point.n, .k = point.k}, device.multiprocessors);
+    sum += weight * point.share / modelled;
+    weights += weight;
+  }
+  const double factor = (weights > 0 ? sum / weights : 1) * (name == "float8" ? kFloat8Share : 1);
+  return std::min(1.0, factor * share_of_tiles(shape, device.multiprocessors)) * device.power;
+}
+
+double CostModel::share_of_attention(const train::ProductShape& shape, bool is_backward) const {
+  const DeviceSpec& device = cluster_.device;
+  const char* const kernel = kernels_ == Kernels::Ours && device.compute_capability >= 90 ? "cudnn" : "flash";
+  std::vector<DeviceSpec::AttentionPoint> points;
+  for (const DeviceSpec::AttentionPoint& point : device.attention)
+    if (point.kernel.empty() || point.kernel == kernel) points.push_back(point);
+  if (points.empty()) return 0.5 * device.power;
+  std::ranges::sort(points, {}, &DeviceSpec::AttentionPoint::sequence);
+  const auto share_at = [&](const DeviceSpec::AttentionPoint& point) {
+    return is_backward ? point.backward : point.forward;
+  };
+  const double length = std::sqrt(static_cast<double>(shape.m) * static_cast<double>(shape.n));
+  const auto above = std::ranges::find_if(points, [&](const auto& point) {
+    return static_cast<double>(point.sequence) >= length;
+  });
+  double share = 0;
+  if (above == points.begin()) {
+    share = share_at(points.front()) * std::sqrt(length / static_cast<double>(points.front().sequence));
+  } else if (above == points.end()) {
+    share = share_at(points.back());
+  } else {
+    const auto below = above - 1;
+    const double part = std::log(length / static_cast<double>(below->sequence)) /
+                        std::log(static_cast<double>(above->sequence) / static_cast<double>(below->sequence));
+    share = share_at(*below) + part * (share_at(*above) - share_at(*below));
+  }
+  // Heads of 64 reach three quarters of what heads of 128 do (the same charts).
+  return share * std::pow(std::min(1.0, static_cast<double>(shape.k) / 128), 0.4) * device.power;
+}
+
+CostModel::KernelTime CostModel::of(const Launch& launch, std::string_view name) const {
+  const double launch_seconds = cluster_.device.launch_us * 1e-6;
+  const double bytes = launch.bytes_read + launch.bytes_written;
+  if (launch.flops > 0) {
+    const double share = is_attention(name)
+                             ? share_of_attention(launch.shape, name.find("backward") != std::string_view::npos)
+                             : share_of_product(launch.shape, launch.dtype);
+    const double computing = launch.flops / (cluster_.device.peak_flops(launch.dtype) * share);
+    return {std::max(computing, seconds_of_bytes(bytes)) + launch_seconds, 1};
+  }
+  double factor = 1, launches = 1;
+  if (const Replacement* other = replacement_of(name); other && kernels_ != Kernels::Ours) {
+    const bool is_compiled = kernels_ == Kernels::Compiled;
+    factor = is_compiled ? other->compiled_bytes : other->eager_bytes;
+    launches = is_compiled ? other->compiled_launches : other->eager_launches;
+  }
+  return {seconds_of_bytes(factor * bytes) + launches * launch_seconds, launches};
+}
+
+CostModel::KernelTime CostModel::of_copies(std::string_view op, double bytes) const {
+  if (kernels_ == Kernels::Ours) return {0, 0};
+  // A gather's result is split into parameters; gradients, in the compute dtype, are written into one buffer of the reduction's dtype.
+  const double passes = op == "all_gather" ? 2 : 1.5;
+  return {seconds_of_bytes(passes * bytes) + cluster_.device.launch_us * 1e-6, 1};
+}
+
+int CostModel::host_of(int world_rank) const { return world_rank / static_cast<int>(cluster_.host.devices); }
+
+// Rings, whose slowest link is either a device's in the host, or the host's share of the network: each device of a host brings a card.
+CostModel::Transfer CostModel::of(std::string_view op, double bytes, const std::vector<int>& world_ranks) const {
+  std::set<int> hosts;
+  for (const int rank : world_ranks) hosts.insert(host_of(rank));
+  const auto n = static_cast<double>(world_ranks.size()), num_hosts = static_cast<double>(hosts.size());
+  const double per_host = n / num_hosts;
+  const double in_host = kHostLinkShare * cluster_.host.gb_per_s * 1e9;
+  const double network = kNetworkShare * cluster_.network.gb_per_s * 1e9;
+  const bool between_hosts = num_hosts > 1;
+  const bool is_sum = op == "all_reduce";
+  double speed = in_host;
+  if (between_hosts) speed = per_host > 1 ? std::min(in_host, network * per_host) : network;
+  const double host_hop = cluster_.host.latency_us, network_hop = cluster_.network.latency_us;
+  if (op == "all_to_all") {
+    const double outside = bytes * (n - per_host) / n / network, inside = bytes * (per_host - 1) / n / in_host;
+    return {1e-6 * (kProtocols[0].base_us + (between_hosts ? network_hop : host_hop)) +
+                (between_hosts ? std::max(outside, inside) : inside),
+            between_hosts};
+  }
+  const double rounds = is_sum ? 2 : 1;
+  const double passed = op == "broadcast" ? bytes : rounds * bytes * (n - 1) / n;
+  const double network_hops = between_hosts ? rounds * (num_hosts - 1) : 0;
+  const double host_hops = rounds * (n - 1) - network_hops;
+  double best = std::numeric_limits<double>::infinity();
+  for (const Protocol& protocol : kProtocols) {
+    const double latency = protocol.base_us + host_hops * protocol.host_hop * host_hop +
+                           network_hops * protocol.network_hop * network_hop;
+    best = std::min(best, 1e-6 * latency + passed / (speed * protocol.share));
+    if (!is_sum) continue;
+    // A tree between the hosts, a chain in each.
+    const double of_tree = protocol.base_us + 2 * ((per_host - 1) * protocol.host_hop * host_hop +
+                                                   std::log2(num_hosts) * protocol.network_hop * network_hop);
+    best = std::min(best, 1e-6 * of_tree + passed / (speed * 0.92 * protocol.share));
+  }
+  if (is_sum && !between_hosts && cluster_.device.compute_capability >= 90 && n > 2)
+    best = std::min(best, 1e-6 * kSwitchSumLatencyUs + passed / (kSwitchSumShare * cluster_.host.gb_per_s * 1e9));
+  return {best, between_hosts};
+}
+
+CostModel::Transfer CostModel::of_message(double bytes, int from, int to) const {
+  const bool between_hosts = host_of(from) != host_of(to);
+  const double speed = 1e9 * (between_hosts ? kNetworkShare * cluster_.network.gb_per_s
+                                            : kHostLinkShare * cluster_.host.gb_per_s);
+  const double latency =
+      kProtocols[0].base_us + (between_hosts ? cluster_.network.latency_us : cluster_.host.latency_us);
+  return {1e-6 * latency + bytes / speed, between_hosts};
+}
+
+}  // namespace titan::plan

@@ -1,0 +1,72 @@
+#pragma once
+
+// [Note: the time of an operation]
+// What an operation would take on a device, alone:
+// - a product: its FLOPs by the device's peak and the share of it that its shape reaches, or its bytes by the memory's speed, whichever takes
+//   longer. The share comes from measured points of the device's file; between them it follows how many tiles of the result each
+//   multiprocessor computes, and how long one is worked on (shares_of_tiles in cost_model.cpp);
+// - attention: its FLOPs, by measured shares for lengths of sequences;
+// - everything else: its bytes, by kMemoryShare of the memory's speed;
+// - a collective: the least of NCCL's three protocols, each by its latency for every hop of a ring, and by the speed of the slower of the host's
+//   links and the network (the model of NCCL's own tuner, src/graph/tuning.cc in NVIDIA/nccl);
+// and each kernel launch_us more. What runs at the same time and what waits is the simulation's (simulation.h).
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "plan/cluster.h"
+#include "plan/trace.h"
+
+namespace titan::plan {
+
+/// Whose kernels do the work of a step.
+enum class Kernels : uint8_t {
+  Ours,      ///< LibTitan's: what is launched
+  Compiled,  ///< what torch.compile would make of the same step
+  Eager      ///< PyTorch's own, one for each operation
+};
+
+class CostModel {
+ public:
+  CostModel(const ClusterSpec& cluster, Kernels kernels);
+
+  struct KernelTime {
+    double seconds = 0;    ///< of the device, with launch_us for each launch
+    double launches = 1;   ///< which the host makes one by one
+  };
+  KernelTime of(const Launch& launch, std::string_view name) const;
+
+  /// The copies that FSDP of PyTorch makes after a gather, or before a reduction, of so many bytes; 0 with our kernels.
+  KernelTime of_copies(std::string_view op, double bytes) const;
+
+  /// Of the host, for each launch.
+  double host_seconds() const;
+
+  /// How long a collective takes, and which links it uses.
+  struct Transfer {
+    double seconds = 0;
+    bool between_hosts = false;
+  };
+  Transfer of(std::string_view op, double bytes, const std::vector<int>& world_ranks) const;
+  /// From one rank to another.
+  Transfer of_message(double bytes, int from, int to) const;
+
+  /// How much longer computation takes while a collective runs on the same device, whose kernels take multiprocessors and memory's speed.
+  double contention() const;
+  const ClusterSpec& cluster() const { return cluster_; }
+
+  /// The share of the peak that a product reaches.
+  double share_of_product(const train::ProductShape& shape, c10::ScalarType dtype) const;
+
+ private:
+  double seconds_of_bytes(double bytes) const;
+  double share_of_attention(const train::ProductShape& shape, bool is_backward) const;
+  int host_of(int world_rank) const;
+
+  ClusterSpec cluster_;
+  Kernels kernels_;
+};
+
+}  // namespace titan::plan

@@ -1,0 +1,124 @@
+#include "plan/cost_model.h"
+
+#include <filesystem>
+#include <fstream>
+#include <numeric>
+
+#include <gtest/gtest.h>
+
+#include "plan/device_file.h"
+#include "titan/core/error.h"
+
+namespace titan::plan {
+namespace {
+
+std::vector<int> ranks(int count, int stride = 1) {
+  std::vector<int> result(static_cast<size_t>(count));
+  for (int i = 0; i < count; ++i) result[static_cast<size_t>(i)] = i * stride;
+  return result;
+}
+
+TEST(CostModel, AProductAtAMeasuredPointReachesWhatWasMeasured) {
+  ClusterSpec cluster = load_device("h100");
+  cluster.device.power = 1;
+  const CostModel costs(cluster, Kernels::Ours);
+  for (const DeviceSpec::ProductPoint& point : cluster.device.efficiency)
+    if (point.dtype == "bfloat16")
+      EXPECT_NEAR(costs.share_of_product({.batches = 1, .m = point.m, .n = point.n, .k = point.k}, c10::kBFloat16),
+                  point.share, 1e-9);
+}
+
+TEST(CostModel, SmallAndThinProductsReachLess) {
+  const CostModel costs(load_device("h100"), Kernels::Ours);
+  const auto share = [&](int64_t m, int64_t n, int64_t k) {
+    return costs.share_of_product({.batches = 1, .m = m, .n = n, .k = k}, c10::kBFloat16);
+  };
+  EXPECT_LT(share(256, 256, 8192), share(4096, 4096, 8192) / 4);
+  EXPECT_LT(share(8192, 8192, 128), share(8192, 8192, 8192) / 2);
+  EXPECT_LE(share(16384, 16384, 16384), 1);
+}
+
+TEST(CostModel, RingsGoBySlowestLink) {
+  const ClusterSpec cluster = load_device("h100");
+  const CostModel costs(cluster, Kernels::Ours);
+  constexpr double bytes = 1e9;
+  const auto within = costs.of("all_gather", bytes, ranks(8));
+  EXPECT_FALSE(within.between_hosts);
+  EXPECT_NEAR(within.seconds, bytes * 7 / 8 / (0.8 * 450e9), 0.1e-3);
+  // Each of 8 ranks of a host brings a card, so its links are the slowest part; alone in its host, a rank has one card.
+  const auto all = costs.of("all_gather", bytes, ranks(64)), one_each = costs.of("all_gather", bytes, ranks(8, 8));
+  EXPECT_TRUE(all.between_hosts);
+  EXPECT_NEAR(all.seconds, bytes * 63 / 64 / (0.8 * 450e9), 0.5e-3);
+  EXPECT_NEAR(one_each.seconds, bytes * 7 / 8 / (0.94 * 50e9), 0.5e-3);
+  EXPECT_GT(costs.of("all_reduce", bytes, ranks(64)).seconds, 1.5 * all.seconds);
+}
+
+TEST(CostModel, SmallCollectivesTakeTheirHops) {
+  const CostModel costs(load_device("h100"), Kernels::Ours);
+  const double few = costs.of("all_gather", 8, ranks(8)).seconds, many = costs.of("all_gather", 8, ranks(512)).seconds;
+  EXPECT_LT(few, 20e-6);
+  EXPECT_GT(many, 10 * few);
+  // A tree has fewer hops than a ring.
+  EXPECT_LT(costs.of("all_reduce", 8, ranks(512)).seconds, many);
+}
+
+TEST(CostModel, OtherKernelsMoveMoreBytes) {
+  const ClusterSpec cluster = load_device("h100");
+  const Launch launch{.bytes_read = 1e9, .bytes_written = 1e9};
+  const auto seconds = [&](Kernels kernels) { return CostModel(cluster, kernels).of(launch, "add_rms_norm_kernel").seconds; };
+  EXPECT_LT(seconds(Kernels::Ours), seconds(Kernels::Compiled));
+  EXPECT_LT(seconds(Kernels::Compiled), seconds(Kernels::Eager) / 3);
+  EXPECT_EQ(CostModel(cluster, Kernels::Ours).of_copies("all_gather", 1e9).seconds, 0);
+  EXPECT_GT(CostModel(cluster, Kernels::Eager).of_copies("all_gather", 1e9).seconds, 0.5e-3);
+}
+
+TEST(CostModel, ADtypeWithoutAPeakIsRefused) {
+  const CostModel costs(load_device("a100"), Kernels::Ours);
+  const Launch launch{.flops = 1e12, .dtype = c10::kFloat8_e4m3fn, .shape = {1, 128, 128, 128}};
+  EXPECT_THROW(costs.of(launch, "aten::_scaled_mm"), ConfigError);
+}
+
+// ---- files
+
+std::string problem_of(const std::string& text) {
+  const auto file = std::filesystem::path(::testing::TempDir()) / "device.toml";
+  std::ofstream(file) << text;
+  try {
+    load_device(file.string());
+  } catch (const ConfigError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(DeviceFile, EveryDeviceIsReadAndWrittenTheSame) {
+  for (const char* name : {"a100", "h100", "h100_500w", "h200", "b200", "cpu"}) {
+    const std::string text = to_toml(load_device(name));
+    const auto file = std::filesystem::path(::testing::TempDir()) / "copy.toml";
+    std::ofstream(file) << text;
+    EXPECT_EQ(to_toml(load_device(file.string())), text) << name;
+  }
+}
+
+TEST(DeviceFile, WhatIsWrongIsNamedWithItsLine) {
+  const std::string good = to_toml(load_device("h100"));
+  EXPECT_EQ(problem_of(good), "");
+  const auto changed = [&](const std::string& from, const std::string& to) {
+    std::string text = good;
+    text.replace(text.find(from), from.size(), to);
+    return problem_of(text);
+  };
+  EXPECT_NE(changed("launch_us", "launch_ms").find("device.toml:7:1: unknown key device.launch_ms (did you mean"),
+            std::string::npos)
+      << changed("launch_us", "launch_ms");
+  EXPECT_NE(changed("launch_us", "launch_ms").find("device.launch_us is missing"), std::string::npos);
+  EXPECT_NE(changed("memory_gib = 79.18", "memory_gib = \"many\"").find("must be a number from 1 to 4096"),
+            std::string::npos);
+  EXPECT_NE(changed("share = 0.803", "share = 80.3").find("device.efficiency.share = 80.3 must be"),
+            std::string::npos);
+  EXPECT_NE(changed("\"cudnn\"", "\"cudn\"").find("one of cudnn, flash"), std::string::npos);
+  EXPECT_NE(problem_of("[device").find("not TOML"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace titan::plan

@@ -1,0 +1,185 @@
+#include "plan/simulation.h"
+
+#include <numeric>
+
+#include <gtest/gtest.h>
+
+#include "titan/core/error.h"
+
+namespace titan::plan {
+namespace {
+
+// Round numbers: 1 GB takes a second of memory's time (CostModel takes 0.9 of its speed), a message of 1 GB a second.
+ClusterSpec round_cluster() {
+  ClusterSpec cluster;
+  cluster.device = {.name = "round",
+                    .memory_gib = 1,
+                    .compute_capability = 80,
+                    .multiprocessors = 1,
+                    .memory_gb_per_s = 1 / 0.9,
+                    .tflops = {{"bfloat16", 1}},
+                    .efficiency = {},
+                    .attention = {}};
+  cluster.host = {.devices = 8, .gb_per_s = 1 / 0.8, .latency_us = 0};
+  cluster.network = {.gb_per_s = 1 / 0.94, .latency_us = 0};
+  return cluster;
+}
+
+constexpr double kGB = 1e9;
+constexpr double kTolerance = 1e-3;  // the host's time and NCCL's first hop
+
+double of(const StepTime::OfRank& rank, Activity activity) { return rank.seconds[static_cast<size_t>(activity)]; }
+
+/// Writes a trace whose second step is the test's, after an empty first one.
+class Program {
+ public:
+  Program() {
+    trace_.begin_step();
+    trace_.begin_step();
+  }
+  void kernel(double seconds, int64_t stream = 0, const char* module = "layer") {
+    trace_.launched({.name = trace_.number_of("kernel"),
+                     .module = trace_.number_of(module),
+                     .stream = stream,
+                     .bytes_read = seconds * kGB});
+  }
+  int64_t record(int64_t stream) {
+    const int64_t event = trace_.next_event();
+    trace_.synchronized({Sync::Kind::Record, stream, event});
+    return event;
+  }
+  void wait(int64_t stream, int64_t event) { trace_.synchronized({Sync::Kind::Wait, stream, event}); }
+  void host_waits(int64_t event) { trace_.synchronized({.kind = Sync::Kind::HostEvent, .number = event}); }
+  int message(const char* op, int peer, double seconds, int64_t stream = 0) {
+    return call({.op = trace_.number_of(op), .peer = peer, .stream = stream, .bytes = std::llround(seconds * kGB)},
+                {0, 1});
+  }
+  /// That takes so many seconds alone.
+  int gather(double seconds, int64_t stream = 0) {
+    return call({.op = trace_.number_of("all_gather"), .stream = stream, .bytes = std::llround(2 * seconds * kGB)},
+                {0, 1});
+  }
+  void wait_for_call(int batch, int64_t stream = 0) { trace_.synchronized({Sync::Kind::WaitCall, stream, batch}); }
+  const Trace& trace() const { return trace_; }
+
+ private:
+  int call(Collective collective, const std::vector<int>& members) {
+    if (communicator_ < 0) communicator_ = trace_.add_communicator(members);
+    collective.group = trace_.number_of("pp");
+    collective.communicator = communicator_;
+    collective.label = trace_.number_of("");
+    collective.module = trace_.number_of("");
+    return trace_.called({collective});
+  }
+  Trace trace_;
+  int communicator_ = -1;
+};
+
+StepTime simulate_one(const Program& program, int ranks_of_stage = 8) {
+  return simulate({{&program.trace(), 0}}, ranks_of_stage, CostModel(round_cluster(), Kernels::Ours));
+}
+
+TEST(Simulation, KernelsOfAStreamFollowEachOther) {
+  Program program;
+  program.kernel(1);
+  program.kernel(2, 0, "optimizer");
+  const StepTime time = simulate_one(program);
+  EXPECT_NEAR(time.seconds, 3, kTolerance);
+  EXPECT_NEAR(of(time.ranks[0], Activity::Compute), 1, kTolerance);
+  EXPECT_NEAR(of(time.ranks[0], Activity::Optimizer), 2, kTolerance);
+}
+
+TEST(Simulation, KernelsOfTwoStreamsShareTheDevice) {
+  Program program;
+  program.kernel(1, 0);
+  program.kernel(2, 1);
+  program.wait(0, program.record(1));
+  EXPECT_NEAR(simulate_one(program).seconds, 3, kTolerance);
+}
+
+TEST(Simulation, AStreamWaitsForAnEvent) {
+  Program program;
+  program.kernel(1, 1);
+  const int64_t event = program.record(1);
+  program.kernel(1, 1);  // after it: the other stream needn't wait for this one
+  program.wait(0, event);
+  program.kernel(1, 0);
+  // One second alone, then two kernels of a second side by side.
+  EXPECT_NEAR(simulate_one(program).seconds, 3, kTolerance);
+}
+
+TEST(Simulation, ACollectiveHidesBehindComputationThatDoesNotWaitForIt) {
+  Program hidden, exposed;
+  const int call = hidden.gather(1);
+  hidden.kernel(3);
+  hidden.wait_for_call(call);
+  hidden.kernel(1);
+  const StepTime hiding = simulate_one(hidden);
+  EXPECT_NEAR(hiding.seconds, 4.09, 0.02);  // computation beside it is slower (contention)
+  EXPECT_NEAR(of(hiding.ranks[0], Activity::ExposedCommunication), 0, kTolerance);
+  EXPECT_NEAR(hiding.ranks[0].communicating, 1, kTolerance);
+
+  exposed.wait_for_call(exposed.gather(1));
+  exposed.kernel(3);
+  const StepTime exposing = simulate_one(exposed);
+  EXPECT_NEAR(exposing.seconds, 4, kTolerance);
+  EXPECT_NEAR(of(exposing.ranks[0], Activity::ExposedCommunication), 1, kTolerance);
+}
+
+TEST(Simulation, CollectivesOfOneRankShareItsLinks) {
+  Program program;
+  const int first = program.message("send", 1, 1), second = program.message("send", 1, 1, 1);
+  program.wait_for_call(first);
+  program.wait_for_call(second);
+  // One group, whose calls follow each other; to a peer that does the same.
+  EXPECT_NEAR(simulate_one(program).seconds, 2, kTolerance);
+}
+
+TEST(Simulation, APipelineRankWaitsForTheOneBeforeIt) {
+  Program first, second;
+  first.kernel(2);
+  first.message("send", 1, 1);
+  second.wait_for_call(second.message("receive", 0, 1));
+  second.kernel(2);
+  const StepTime time = simulate({{&first.trace(), 0}, {&second.trace(), 1}}, /*ranks_of_stage=*/1,
+                                 CostModel(round_cluster(), Kernels::Ours));
+  EXPECT_NEAR(time.seconds, 5, kTolerance);
+  EXPECT_NEAR(of(time.ranks[1], Activity::Bubble), 2, kTolerance);
+  EXPECT_NEAR(of(time.ranks[1], Activity::ExposedCommunication), 1, kTolerance);
+  EXPECT_NEAR(of(time.ranks[1], Activity::Compute), 2, kTolerance);
+  for (const StepTime::OfRank& rank : time.ranks)
+    EXPECT_NEAR(std::accumulate(rank.seconds.begin(), rank.seconds.end(), 0.0), time.seconds, 1e-9);
+}
+
+TEST(Simulation, TheHostDelaysWhatItLaunchesLate) {
+  Program program;
+  program.kernel(1);
+  program.host_waits(program.record(0));
+  for (int i = 0; i < 1000; ++i) program.kernel(1e-6);  // the host takes longer to launch than they to run
+  const StepTime time = simulate_one(program);
+  EXPECT_NEAR(of(time.ranks[0], Activity::Host), 1000 * (8e-6 - 1e-6), 1e-3);
+}
+
+TEST(Simulation, NamesCallsThatNobodyAnswers) {
+  Program first, second;
+  first.wait_for_call(first.message("receive", 1, 1));
+  second.wait_for_call(second.message("receive", 0, 1));
+  try {
+    simulate({{&first.trace(), 0}, {&second.trace(), 1}}, 1, CostModel(round_cluster(), Kernels::Ours));
+    FAIL() << "no error";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("rank 1: receive"), std::string::npos) << error.what();
+  }
+}
+
+TEST(Simulation, SpansAreOfTheSecondStep) {
+  Program program;
+  program.kernel(1);
+  const StepTime time = simulate({{&program.trace(), 0}}, 8, CostModel(round_cluster(), Kernels::Ours), true);
+  ASSERT_EQ(time.spans.size(), 1U);
+  EXPECT_EQ(time.spans[0].name, "kernel");
+  EXPECT_NEAR(time.spans[0].end - time.spans[0].begin, 1, kTolerance);
+}
+
+}  // namespace
+}  // namespace titan::plan
