@@ -5,7 +5,7 @@
     scripts/compare_plans.py --write                       writes it into docs/plan.md, too
 
 The runs, their sources and how each is planned stand in benchmarks/published_runs.json. An adjustment adds to the planned step what a run did
-and a plan can't be told, item by item (ADJUSTMENTS below)."""
+and the program doesn't do, item by item (ADJUSTMENTS below)."""
 
 import argparse
 import concurrent.futures

@@ -231,18 +231,20 @@ TrainArguments parse_train_arguments(const Arguments& words) {
 PlanArguments parse_plan_arguments(const Arguments& words) {
   PlanArguments arguments;
   Parser parser("titan plan", "CONFIG --world N [options] [--section.key value ...]", kPlanNotes);
-  parser.number("--world", arguments.world_size, CLI::Range(1, kMostRanks), "ranks of the job")->required();
+  parser.number("--world", arguments.world_size, CLI::Range(1, kMostRanks), "ranks of the job");
   parser.value(
       "--device", arguments.device, "NAME|FILE",
       "the GPU of each rank: a file of configs/devices/ without .toml (default h100), or a .toml file");
   parser.value("--kernels", arguments.kernels, "ours|compiled|eager",
-               "whose kernels take the time: LibTitan's (default), those that torch.compile makes of the same step, or "
+               "whose kernels take the time: LibTitan's (default), those that torch.compile makes of the "
+               "same step, or "
                "PyTorch's of each operation");
   parser.flag("--json", arguments.json, "print one JSON object");
   parser.value("--timeline", arguments.timeline, "FILE",
                "write what each stream does in a step: a trace for https://ui.perfetto.dev");
   parser.value("--svg", arguments.svg, "FILE", "write a picture of streams and memory over a step");
-  parser.flag("--search", arguments.search, "find the fastest layout of the job that fits, and show the best ten");
+  parser.flag("--search", arguments.search,
+              "find the fastest layout of the job that fits, and show the best ten");
   parser.number("--sequences", arguments.sequences, CLI::Range(1, 100'000'000),
                 "with --search: sequences of a step, of all ranks (default: as CONFIG says)", "N");
   parser.number("--max-tp", arguments.max_tensor, CLI::Range(1, kMostRanks),
@@ -255,6 +257,10 @@ PlanArguments parse_plan_arguments(const Arguments& words) {
   parser.flag("--keep-precision", keep_precision, "with --search: no layouts in Float8");
   parser.flag("--least-memory", arguments.least_memory, "with --search: the layouts that take least memory");
   parser.value("--output", arguments.output, "FILE", "with --search: write the config of the best layout");
+  parser.value("--calibrate", arguments.calibrate, "FILE",
+               "instead of a plan: measure this machine's GPU or CPU, for --world ranks on it, and write its "
+               "device file; "
+               "links are those of --device");
   parser.app.allow_extras();
   check_short_options(parser, words);
   parser.parse(words);
@@ -262,6 +268,11 @@ PlanArguments parse_plan_arguments(const Arguments& words) {
   sort_words(parser, job, parser.app.remaining());
   arguments.config = job.config;
   arguments.overrides = job.overrides;
+  if (!arguments.calibrate.empty()) {
+    arguments.world_size = std::max(arguments.world_size, 1);
+    return arguments;
+  }
+  if (arguments.world_size == 0) parser.refuse("--world is missing");
   if (arguments.config.empty() && arguments.overrides.empty())
     parser.refuse("a config file or settings are missing");
   arguments.search_float8 = !keep_precision;

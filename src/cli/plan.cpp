@@ -2,15 +2,20 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iostream>
 #include <utility>
 
+#include <c10/util/StringUtil.h>
 #include <nlohmann/json.hpp>
 
 #include "cli/plan_command.h"
+#include "cli/plan_pictures.h"
 #include "cli/text.h"
+#include "core/file.h"
 #include "core/units.h"
 #include "job/job_config.h"
 #include "job/job_plan.h"
+#include "plan/calibrate.h"
 #include "plan/device_file.h"
 #include "titan/config/load.h"
 #include "titan/core/error.h"
@@ -206,18 +211,104 @@ std::string operations_table(const train::PlannedRole& role) {
   return to_string(table);
 }
 
+// ---- what would make it fit
+
+struct Change {
+  std::vector<std::string> words;  ///< settings of the command line
+  train::JobPlan plan;
+};
+
+// Changes of one thing that take less memory.
+std::vector<std::vector<std::string>> smaller_jobs(const train::JobConfig& config) {
+  const train::ParallelismSettings& parallelism = config.parallelism;
+  const train::TrainingSettings& training = config.training;
+  const bool has_pipeline = parallelism.pipeline_parallel_degree > 1;
+  std::vector<std::vector<std::string>> changes;
+  const std::string& mode = config.activation_checkpoint.mode;
+  if (mode == "none") changes.push_back({"--activation_checkpoint.mode=selective"});
+  if (mode != "full") changes.push_back({"--activation_checkpoint.mode=full"});
+  if (has_pipeline && parallelism.pipeline_parallel_microbatch_size % 2 == 0)
+    changes.push_back({str("--parallelism.pipeline_parallel_microbatch_size=",
+                           parallelism.pipeline_parallel_microbatch_size / 2)});
+  if (!has_pipeline && training.local_batch_size % 2 == 0)
+    changes.push_back({str("--training.local_batch_size=", training.local_batch_size / 2)});
+  if (parallelism.data_parallel_replicate_degree > 1)
+    changes.push_back(
+        {"--parallelism.data_parallel_replicate_degree=1", "--parallelism.data_parallel_shard_degree=-1"});
+  if (parallelism.fsdp_reshard_after_forward != "always")
+    changes.push_back({"--parallelism.fsdp_reshard_after_forward=always"});
+  if (!parallelism.fsdp_reduce_every_micro_batch && !has_pipeline)
+    changes.push_back({"--parallelism.fsdp_reduce_every_micro_batch=true"});
+  const auto doubled = [&](const char* key, int64_t degree) {
+    changes.push_back(
+        {str("--parallelism.", key, "=", 2 * degree), "--parallelism.data_parallel_shard_degree=-1"});
+  };
+  if (!config.optimizer.state_dtype) changes.push_back({"--optimizer.state_dtype=bfloat16"});
+  doubled("tensor_parallel_degree", parallelism.tensor_parallel_degree);
+  doubled("context_parallel_degree", parallelism.context.degree);
+  doubled("pipeline_parallel_degree", parallelism.pipeline_parallel_degree);
+  return changes;
+}
+
+constexpr size_t kMostChanges = 3;
+
+// The fastest of those that fit, at the same number of tokens a step where the batch is cut.
+std::vector<Change> changes_that_fit(const Plan& plan, plan::PlannedGpu& gpu) {
+  std::vector<Change> changes;
+  for (std::vector<std::string>& words : smaller_jobs(plan.config)) {
+    PlanArguments arguments = plan.arguments;
+    if (words[0].starts_with("--training.local_batch_size"))
+      words.push_back(str("--training.global_batch_size=", sequences_of(plan.config, arguments.world_size)));
+    arguments.overrides.insert(arguments.overrides.end(), words.begin(), words.end());
+    try {
+      const train::JobConfig config = load_planned_job(arguments);
+      train::JobPlan changed = train::plan_job(config, arguments.world_size, plan.job.cluster, gpu,
+                                               {.kernels = kernels_of(arguments.kernels)});
+      if (changed.fits()) changes.push_back({std::move(words), std::move(changed)});
+    } catch (const ConfigError&) {
+      // The program refuses it: not a way.
+    }
+  }
+  std::ranges::stable_sort(changes, std::greater<>(),
+                           [](const Change& change) { return change.plan.tokens_per_s_per_device(); });
+  if (changes.size() > kMostChanges) changes.resize(kMostChanges);
+  return changes;
+}
+
+std::string changes_text(const std::vector<Change>& changes) {
+  if (changes.empty()) return "no single change of a degree, the batch or recomputation makes it fit\n";
+  TextTable table{{{"what makes it fit", "GiB", "tokens/s of a device"}}, {false, true, true}};
+  for (const Change& change : changes)
+    table.rows.push_back({c10::Join(" ", change.words), gib_text(change.plan.peak_bytes()),
+                          short_number(std::round(change.plan.tokens_per_s_per_device()))});
+  return to_string(table);
+}
+
+json changes_json(const std::vector<Change>& changes) {
+  json rows = json::array();
+  for (const Change& change : changes)
+    rows.push_back({{"settings", change.words},
+                    {"peak_gib", gib(change.plan.peak_bytes())},
+                    {"tokens_per_s_per_device", change.plan.tokens_per_s_per_device()}});
+  return rows;
+}
+
+std::string headline(const Plan& plan) {
+  return str(plan.config.model_title(), " on ", plan.arguments.world_size, " x ",
+             plan.job.cluster.device.name, ": a step takes ", duration(plan.job.step.seconds), ", ",
+             short_number(std::round(plan.job.tokens_per_s_per_device())), " tokens/s of each device, MFU ",
+             number("%.1f", 100 * plan.job.mfu()), " %");
+}
+
 std::string to_text(const Plan& plan) {
   const train::PlannedRole& role = plan.job.largest();
   const int64_t usable = plan.job.cluster.device.usable_bytes(), missing = plan.job.peak_bytes() - usable;
   const std::string verdict = plan.job.fits() ? str("fits: ", gib_text(plan.job.peak_bytes()), " of ",
-                                                gib_text(usable), " GiB, without NCCL's buffers")
-                                          : str("doesn't fit: ", gib_text(missing), " GiB more than the ",
-                                                gib_text(usable), " GiB that there are");
+                                                    gib_text(usable), " GiB, without NCCL's buffers")
+                                              : str("doesn't fit: ", gib_text(missing), " GiB more than the ",
+                                                    gib_text(usable), " GiB that there are");
   const std::string& module = role.summary.peak.module;
-  return str(plan.config.model_title(), " on ", plan.arguments.world_size, " x ", plan.job.cluster.device.name, ": ",
-             verdict, "\na step takes ", duration(plan.job.step.seconds), ": ",
-             short_number(std::round(plan.job.tokens_per_s_per_device())), " tokens/s of each device, MFU ",
-             number("%.1f", 100 * plan.job.mfu()), " %\n\n", memory_table(plan), "\n", time_table(plan.job), "\n",
+  return str(headline(plan), "\n", verdict, "\n\n", memory_table(plan), "\n", time_table(plan.job), "\n",
              plan.job.roles.size() > 1 ? role.rank.role.name + " takes most; its" : "the", " peak is in ",
              module.empty() ? "no module" : module, "\n\n", modules_table(role), "\ncollectives of a step\n",
              collectives_table(role), "\nlaunches of a step\n", operations_table(role));
@@ -265,12 +356,28 @@ int plan_command(const Arguments& words) {
   log::configure(settings);
   if (arguments.search) return search_command(arguments);
   const plan::ClusterSpec cluster = plan::load_device(arguments.device);
+  if (!arguments.calibrate.empty()) {
+    const plan::ClusterSpec measured = plan::calibrate(
+        cluster, arguments.world_size, [](const std::string& line) { std::cerr << line << std::endl; });
+    write_file_atomic(arguments.calibrate,
+                      str("# Measured by titan plan --calibrate.\n", plan::to_toml(measured)));
+    return print(str("written to ", arguments.calibrate.string(), "\n"));
+  }
   // Before anything makes a tensor.
   plan::PlannedGpu& gpu = plan::PlannedGpu::open(cluster.device);
   const train::JobConfig config = load_planned_job(arguments);
-  const train::PlanOptions options{.kernels = kernels_of(arguments.kernels)};
+  const train::PlanOptions options{.kernels = kernels_of(arguments.kernels),
+                                   .with_spans = !arguments.timeline.empty() || !arguments.svg.empty()};
   const Plan plan{config, arguments, train::plan_job(config, arguments.world_size, cluster, gpu, options)};
-  return print(arguments.json ? to_json(plan).dump(1) + "\n" : to_text(plan));
+  if (!arguments.timeline.empty()) write_file_atomic(arguments.timeline, timeline_json(plan.job));
+  if (!arguments.svg.empty()) write_file_atomic(arguments.svg, step_svg(plan.job, headline(plan)));
+  if (plan.job.fits()) return print(arguments.json ? to_json(plan).dump(1) + "\n" : to_text(plan));
+  const std::vector<Change> changes = changes_that_fit(plan, gpu);
+  if (!arguments.json) return print(to_text(plan) + "\n" + changes_text(changes));
+  json object = to_json(plan);
+  object["missing_gib"] = gib(plan.job.peak_bytes() - cluster.device.usable_bytes());
+  object["changes_that_fit"] = changes_json(changes);
+  return print(object.dump(1) + "\n");
 }
 
 }  // namespace titan::cli

@@ -17,7 +17,7 @@ plan::Kernels kernels_of(const std::string& name);
 train::JobConfig load_planned_job(const PlanArguments& arguments);
 /// The same without what depends on degrees, which a search chooses.
 train::JobConfig load_for_search(const PlanArguments& arguments);
-/// Of a step, by the config's own batch sizes and degrees.
+/// The sequences of a step, by the config's own batch sizes and degrees.
 int64_t sequences_of(const train::JobConfig& config, int world_size);
 
 /// titan plan --search

@@ -43,7 +43,8 @@ PlanArguments with_settings(PlanArguments arguments, const std::vector<Layout::S
   return arguments;
 }
 
-PlanAnswer answer(const PlanArguments& base, const plan::ClusterSpec& cluster, const train::PlanRequest& request) {
+PlanAnswer answer(const PlanArguments& base, const plan::ClusterSpec& cluster,
+                  const train::PlanRequest& request) {
   PlanArguments arguments = with_settings(base, request.settings);
   arguments.world_size = request.world;
   try {
@@ -111,11 +112,11 @@ std::string to_text(const train::SearchResult& result, int world) {
   };
   for (size_t i = 0; i < result.best.size(); ++i) {
     const auto& [layout, plan] = result.best[i];
-    table.rows.push_back({str(i + 1), layout.text(), short_number(std::round(tokens_per_s(plan, world))),
-                          number("%.1f", 100 * plan.mfu), duration(plan.step_s),
-                          number("%.1f", static_cast<double>(plan.peak_bytes) / kGiB),
-                          percent(plan, plan::Activity::Compute), percent(plan, plan::Activity::ExposedCommunication),
-                          percent(plan, plan::Activity::Bubble)});
+    table.rows.push_back(
+        {str(i + 1), layout.text(), short_number(std::round(tokens_per_s(plan, world))),
+         number("%.1f", 100 * plan.mfu), duration(plan.step_s),
+         number("%.1f", static_cast<double>(plan.peak_bytes) / kGiB), percent(plan, plan::Activity::Compute),
+         percent(plan, plan::Activity::ExposedCommunication), percent(plan, plan::Activity::Bubble)});
   }
   std::string text = to_string(table);
   if (result.best.size() > 1) text += "\n" + why_it_loses(result.best[0], result.best[1]);
@@ -123,12 +124,13 @@ std::string to_text(const train::SearchResult& result, int world) {
 }
 
 void write_config(const PlanArguments& arguments, const Layout& layout, int64_t sequences, int64_t layers) {
-  const PlanArguments chosen = with_settings(arguments, layout.settings(arguments.world_size, sequences, layers));
+  const PlanArguments chosen =
+      with_settings(arguments, layout.settings(arguments.world_size, sequences, layers));
   train::JobConfig config;
   config::load(train::job_schema(), {chosen.config, chosen.overrides}, config);
-  write_file_atomic(arguments.output, str("# The layout that titan plan --search chose for ", arguments.world_size, " x ",
-                                   arguments.device, ": ", layout.text(), "\n\n",
-                                   config::print_toml(train::job_schema(), config)));
+  write_file_atomic(arguments.output, str("# The layout that titan plan --search chose for ",
+                                          arguments.world_size, " x ", arguments.device, ": ", layout.text(),
+                                          "\n\n", config::print_toml(train::job_schema(), config)));
 }
 
 }  // namespace
@@ -145,24 +147,27 @@ int search_command(const PlanArguments& arguments) {
 
   const train::JobConfig base = load_for_search(arguments);
   const train::ModelSizes sizes = base.spec().sizes(base.args());
-  train::SearchOptions options{.world = arguments.world_size,
-                               .sequences = arguments.sequences,
-                               .usable_bytes = cluster.device.usable_bytes(),
-                               .max_tensor = arguments.max_tensor ? arguments.max_tensor : cluster.host.devices,
-                               .max_context = arguments.max_context ? arguments.max_context : cluster.host.devices,
-                               .max_pipeline = arguments.max_pipeline ? arguments.max_pipeline : sizes.num_layers,
-                               .may_use_float8 = arguments.search_float8,
-                               .least_memory = arguments.least_memory,
-                               .num_at_once = static_cast<size_t>(num_workers)};
+  train::SearchOptions options{
+      .world = arguments.world_size,
+      .sequences = arguments.sequences,
+      .usable_bytes = cluster.device.usable_bytes(),
+      .max_tensor = arguments.max_tensor ? arguments.max_tensor : cluster.host.devices,
+      .max_context = arguments.max_context ? arguments.max_context : cluster.host.devices,
+      .max_pipeline = arguments.max_pipeline ? arguments.max_pipeline : sizes.num_layers,
+      .may_use_float8 = arguments.search_float8,
+      .least_memory = arguments.least_memory,
+      .num_at_once = static_cast<size_t>(num_workers)};
   if (options.sequences == 0) options.sequences = sequences_of(base, arguments.world_size);
   const train::SearchResult result = train::search_layouts(
       base, options, [&](const std::vector<train::PlanRequest>& requests) { return workers.plan(requests); },
       [](const std::string& line) { std::cerr << line << std::endl; });
   if (result.best.empty())
-    throw ConfigError(str("none of the ", result.num_planned, " layouts that promised most fits into ",
-                          number("%.1f", static_cast<double>(options.usable_bytes) / kGiB), " GiB",
-                          result.last_error.empty() ? "" : str("; the last one that was refused: ", result.last_error)));
-  if (!arguments.output.empty()) write_config(arguments, result.best[0].layout, options.sequences, sizes.num_layers);
+    throw ConfigError(
+        str("none of the ", result.num_planned, " layouts that promised most fits into ",
+            number("%.1f", static_cast<double>(options.usable_bytes) / kGiB), " GiB",
+            result.last_error.empty() ? "" : str("; the last one that was refused: ", result.last_error)));
+  if (!arguments.output.empty())
+    write_config(arguments, result.best[0].layout, options.sequences, sizes.num_layers);
   if (!arguments.json) {
     const std::string written =
         arguments.output.empty() ? "" : str("The best one's config is in ", arguments.output.string(), ".\n");

@@ -1,14 +1,14 @@
 #include "cli/plan_workers.h"
 
-#include <cerrno>
-#include <csignal>
-#include <cstring>
-#include <optional>
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
+#include <cerrno>
+#include <csignal>
+#include <cstring>
+#include <optional>
 
 #include <nlohmann/json.hpp>
 
@@ -56,13 +56,14 @@ json to_json(const PlanRequest& request) {
 
 PlanRequest request_of(const json& message) {
   PlanRequest request{.settings = {}, .world = message["world"]};
-  for (const json& setting : message["settings"]) request.settings.push_back({setting[0], setting[1], setting[2]});
+  for (const json& setting : message["settings"])
+    request.settings.push_back({setting[0], setting[1], setting[2]});
   return request;
 }
 
 json to_json(const PlanAnswer& answer) {
-  return {{"error", answer.error},   {"step_s", answer.step_s},         {"tokens", answer.tokens},
-          {"mfu", answer.mfu},       {"peak_bytes", answer.peak_bytes}, {"seconds", answer.seconds}};
+  return {{"error", answer.error}, {"step_s", answer.step_s},         {"tokens", answer.tokens},
+          {"mfu", answer.mfu},     {"peak_bytes", answer.peak_bytes}, {"seconds", answer.seconds}};
 }
 
 PlanAnswer answer_of(const json& message) {
@@ -143,7 +144,8 @@ std::vector<PlanAnswer> PlanWorkers::plan(const std::vector<PlanRequest>& reques
     for (size_t w = 0; w < workers_.size(); ++w) {
       if (waiting[w].revents == 0) continue;
       const auto message = read_line(workers_[w].answers);
-      results[*busy_with[w]] = message ? answer_of(*message) : PlanAnswer{.error = "the process that planned it ended"};
+      results[*busy_with[w]] =
+          message ? answer_of(*message) : PlanAnswer{.error = "the process that planned it ended"};
       has_ended[w] = !message;
       busy_with[w].reset();
       --open;

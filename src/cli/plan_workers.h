@@ -2,9 +2,9 @@
 
 // Processes that plan jobs, because a process has one planned GPU.
 
+#include <sys/types.h>
 #include <functional>
 #include <string>
-#include <sys/types.h>
 #include <vector>
 
 #include "job/plan_search.h"

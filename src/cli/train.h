@@ -51,10 +51,11 @@ struct PlanArguments {
   std::filesystem::path timeline, svg;  ///< files to write, if any
 
   bool search = false;
-  int64_t sequences = 0;  ///< of a step; 0: as the config says
+  int64_t sequences = 0;                                      ///< in a step; 0: as the config says
   int64_t max_tensor = 0, max_context = 0, max_pipeline = 0;  ///< 0: no limit of the user's
   bool search_float8 = true, least_memory = false;
-  std::filesystem::path output;  ///< for the config of the best layout
+  std::filesystem::path output;     ///< for the config of the best layout
+  std::filesystem::path calibrate;  ///< for what this machine's own device reaches; nothing is planned
 };
 /// As parse_train_arguments.
 PlanArguments parse_plan_arguments(const Arguments& words);

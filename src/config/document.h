@@ -59,7 +59,7 @@ struct Heading {
 struct Document {
   std::vector<Leaf> leaves;       ///< in the order of the file
   std::vector<Heading> headings;  ///< every table, after its parent
-  std::vector<Row> rows;          ///< of TOML
+  std::vector<Row> rows;          ///< TOML's lists of tables
   std::vector<std::string> problems;
 };
 

@@ -116,8 +116,7 @@ std::shared_ptr<Group> World::Impl::make_group(const std::vector<int>& ranks, co
   std::unique_ptr<CallChecker> checker;
   if (waiting_calls && backends)
     checker = std::make_unique<CallChecker>(
-        spec_of(name, key, "calls", static_cast<int>(me - ranks.begin()), ranks),
-        ranks, waiting_calls);
+        spec_of(name, key, "calls", static_cast<int>(me - ranks.begin()), ranks), ranks, waiting_calls);
   auto group = std::make_shared<Group>(Group::Parts{.name = name,
                                                     .purpose = purpose,
                                                     .ranks = ranks,

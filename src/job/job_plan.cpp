@@ -43,8 +43,8 @@ const plan::StepTime::OfRank& JobPlan::busiest() const {
   });
 }
 
-JobPlan plan_job(const JobConfig& config, int world_size, const plan::ClusterSpec& cluster, plan::PlannedGpu& device,
-                 const PlanOptions& options) {
+JobPlan plan_job(const JobConfig& config, int world_size, const plan::ClusterSpec& cluster,
+                 plan::PlannedGpu& device, const PlanOptions& options) {
   JobPlan plan{.cluster = cluster, .world_size = world_size, .roles = {}, .step = {}};
   for (const Role& role : roles_of(config, world_size)) {
     PlannedRank rank = rehearse(config, world_size, role, device);

@@ -1,6 +1,6 @@
 #pragma once
 
-// What a job would take, and how long a step: rehearsals of one rank of each role, and a simulation of their traces.
+// The plan of a job: its memory and the time of a step, from rehearsals of one rank of each role and a simulation of their traces.
 
 #include <cstdint>
 #include <string>
@@ -35,8 +35,8 @@ struct JobPlan {
   // ---- time
 
   plan::StepTime step;
-  double tokens = 0;           ///< of a step, of all ranks
-  double flops_per_token = 0;  ///< of the model, as metrics' tflops count them
+  double tokens = 0;           ///< all ranks' in a step
+  double flops_per_token = 0;  ///< the model's, as metrics' tflops count them
 
   double tokens_per_s_per_device() const;
   /// Against the peak in bfloat16, also of jobs in Float8.
@@ -51,7 +51,7 @@ struct PlanOptions {
 };
 
 /// The config has passed check_job and check_plannable for that size; the device is of the cluster's kind.
-JobPlan plan_job(const JobConfig& config, int world_size, const plan::ClusterSpec& cluster, plan::PlannedGpu& device,
-                 const PlanOptions& options = {});
+JobPlan plan_job(const JobConfig& config, int world_size, const plan::ClusterSpec& cluster,
+                 plan::PlannedGpu& device, const PlanOptions& options = {});
 
 }  // namespace titan::train

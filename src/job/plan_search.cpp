@@ -34,13 +34,14 @@ class Layouts {
   Layouts(const Sizes& sizes, const SearchOptions& options) : sizes_(sizes), options_(options) {}
 
   std::vector<Layout> all() {
-    for (const int64_t tensor : divisors_up_to(options_.world, std::min(options_.max_tensor, sizes_.kv_heads))) {
+    for (const int64_t tensor :
+         divisors_up_to(options_.world, std::min(options_.max_tensor, sizes_.kv_heads))) {
       if (sizes_.heads % tensor != 0 || sizes_.kv_heads % tensor != 0) continue;
       for (const int64_t context : divisors_up_to(options_.world / tensor, options_.max_context)) {
         // Ring attention cuts a sequence into two parts for each rank.
         if (sizes_.sequence % (2 * context * tensor) != 0) continue;
-        for (const int64_t pipeline :
-             divisors_up_to(options_.world / tensor / context, std::min(options_.max_pipeline, sizes_.layers)))
+        for (const int64_t pipeline : divisors_up_to(options_.world / tensor / context,
+                                                     std::min(options_.max_pipeline, sizes_.layers)))
           add({.tensor = tensor, .context = context, .pipeline = pipeline, .schedule = ""});
       }
     }
@@ -104,18 +105,19 @@ class Layouts {
 
 // ---- estimates
 
-/// What a block's time depends on.
+/// The properties that a block's time depends on.
 using Cell = std::tuple<int64_t, int64_t, int64_t, std::string, bool, bool, bool>;
 Cell cell_of(const Layout& layout) {
-  return {layout.tensor,  layout.context, layout.micro_batch,  layout.recompute,
+  return {layout.tensor, layout.context,      layout.micro_batch,   layout.recompute,
           layout.float8, layout.asynchronous, layout.keeps_gathered};
 }
 
 constexpr int64_t kFewLayers = 1, kMoreLayers = 3;
 
 struct Pieces {
-  double of_layer = 0, computing_of_layer = 0, rest = 0;  // seconds of a micro-batch; the rest: embedding, loss, optimizer
-  double bytes_of_layer = 0, other_bytes = 0;             // of a micro-batch's activations and the layer's states
+  double of_layer = 0, computing_of_layer = 0,
+         rest = 0;  // seconds of a micro-batch; the rest: embedding, loss, optimizer
+  double bytes_of_layer = 0, other_bytes = 0;  // a micro-batch's activations and the layer's states
   bool is_known = false;
 };
 
@@ -147,8 +149,8 @@ class Estimator {
   Estimate of(const Layout& layout, const Pieces& pieces, double state_bytes_of_layer) const {
     const auto layers = static_cast<double>(sizes_.layers), depth = static_cast<double>(layout.pipeline),
                stages = static_cast<double>(layout.stages_of_rank);
-    const double replicas =
-        static_cast<double>(options_.world) / static_cast<double>(layout.tensor * layout.context * layout.pipeline);
+    const double replicas = static_cast<double>(options_.world) /
+                            static_cast<double>(layout.tensor * layout.context * layout.pipeline);
     const double micro_batches =
         static_cast<double>(options_.sequences) / replicas / static_cast<double>(layout.micro_batch);
     const double activations = std::max(0.0, pieces.bytes_of_layer - state_bytes_of_layer);
@@ -156,12 +158,11 @@ class Estimator {
       return {micro_batches * (layers * pieces.of_layer + pieces.rest),
               pieces.other_bytes + layers * pieces.bytes_of_layer};
     // Parameters are gathered once a step, so only exchanges of a layer's own stay.
-    const double of_layer =
-        layout.tensor * layout.context > 1 ? pieces.of_layer : pieces.computing_of_layer;
+    const double of_layer = layout.tensor * layout.context > 1 ? pieces.of_layer : pieces.computing_of_layer;
     const double of_rank = layers / depth * of_layer + pieces.rest / 2;
     const double bubble = layout.schedule == "ZBVZeroBubble" ? 0.25 * (depth - 1) : (depth - 1) / stages;
-    const double in_flight =
-        std::min(micro_batches, layout.schedule == "1F1B" ? depth : depth * (1 + (depth - 1) / (depth * stages)));
+    const double in_flight = std::min(
+        micro_batches, layout.schedule == "1F1B" ? depth : depth * (1 + (depth - 1) / (depth * stages)));
     // Each rank has states of so many times more of each layer, and the layers' gathered parameters and whole gradients.
     const double states = state_bytes_of_layer * depth * (1 + 6 * replicas / 16);
     return {(micro_batches + bubble) * of_rank,
@@ -219,7 +220,8 @@ std::string Layout::text() const {
   if (tensor > 1) add(str(asynchronous ? "asynchronous " : "", "TP ", tensor));
   if (context > 1) add(str("CP ", context));
   if (pipeline > 1)
-    add(str("PP ", pipeline, " (", schedule, stages_of_rank > 1 ? str(", ", stages_of_rank, " stages") : "", ")"));
+    add(str("PP ", pipeline, " (", schedule, stages_of_rank > 1 ? str(", ", stages_of_rank, " stages") : "",
+            ")"));
   add(str("micro-batch ", micro_batch));
   add("recompute " + recompute);
   if (keeps_gathered) add("parameters stay gathered");
@@ -277,7 +279,8 @@ SearchResult search_layouts(const JobConfig& base, const SearchOptions& options,
     const double states = kStateBytes * parameters / options.world;
     const Estimate estimate = estimator.of(layout, pieces, states);
     // Estimates of memory are rough.
-    if (estimate.bytes < 1.3 * static_cast<double>(options.usable_bytes)) ranked.push_back({layout, estimate});
+    if (estimate.bytes < 1.3 * static_cast<double>(options.usable_bytes))
+      ranked.push_back({layout, estimate});
   }
   if (ranked.empty() && !result.last_error.empty())
     throw ConfigError(str("no layout can be planned; the last one: ", result.last_error));
@@ -293,7 +296,8 @@ SearchResult search_layouts(const JobConfig& base, const SearchOptions& options,
     std::vector<PlanRequest> batch;
     const size_t end = std::min(next + at_once, ranked.size());
     for (size_t i = next; i < end; ++i)
-      batch.push_back({ranked[i].layout.settings(options.world, options.sequences, sizes.layers), options.world});
+      batch.push_back(
+          {ranked[i].layout.settings(options.world, options.sequences, sizes.layers), options.world});
     const std::vector<PlanAnswer> planned = planner(batch);
     for (size_t i = 0; i < planned.size(); ++i) {
       const Layout& layout = ranked[next + i].layout;
@@ -305,13 +309,16 @@ SearchResult search_layouts(const JobConfig& base, const SearchOptions& options,
       const bool fits = planned[i].peak_bytes <= options.usable_bytes;
       progress(str(layout.text(), ": ", fits ? "" : "doesn't fit, ", std::lround(1e3 * planned[i].step_s),
                    " ms (estimate ", std::lround(1e3 * ranked[next + i].estimate.step_s), " ms)"));
-      if (fits) result.best.push_back({layout, planned[i]});
-      else ++result.num_too_large;
+      if (fits)
+        result.best.push_back({layout, planned[i]});
+      else
+        ++result.num_too_large;
     }
   }
   std::ranges::stable_sort(result.best, {}, [&](const FoundLayout& found) {
     return options.least_memory ? static_cast<double>(found.plan.peak_bytes) : found.plan.step_s;
   });
+  if (result.best.size() > options.num_best) result.best.resize(options.num_best);
   return result;
 }
 

@@ -20,11 +20,11 @@ namespace titan::train {
 
 struct Layout {
   int64_t tensor = 1, context = 1, pipeline = 1;
-  std::string schedule;             ///< with a pipeline
+  std::string schedule;  ///< with a pipeline
   int64_t stages_of_rank = 1;
-  int64_t micro_batch = 1;          ///< sequences
-  std::string recompute = "none";   ///< activation_checkpoint.mode
-  bool keeps_gathered = false;      ///< parameters stay gathered from a micro-batch to the next
+  int64_t micro_batch = 1;         ///< sequences
+  std::string recompute = "none";  ///< activation_checkpoint.mode
+  bool keeps_gathered = false;     ///< parameters stay gathered from a micro-batch to the next
   bool float8 = false, asynchronous = false;
 
   struct Setting {
@@ -46,7 +46,7 @@ struct PlanAnswer {
   std::string error;  ///< if it can't be planned
   double step_s = 0, tokens = 0, mfu = 0;
   int64_t peak_bytes = 0;
-  std::array<double, plan::kNumActivities> seconds{};  ///< of the busiest rank
+  std::array<double, plan::kNumActivities> seconds{};  ///< the busiest rank's
 };
 
 /// Answers requests in their order.
@@ -54,14 +54,15 @@ using Planner = std::function<std::vector<PlanAnswer>(const std::vector<PlanRequ
 
 struct SearchOptions {
   int world = 0;
-  int64_t sequences = 0;    ///< of a step, of all ranks
-  int64_t usable_bytes = 0;  ///< of a device
-  int64_t max_tensor = 0, max_context = 0, max_pipeline = 0;  ///< 0: as many as the device's host has, or as the model allows
+  int64_t sequences = 0;     ///< all ranks' in a step
+  int64_t usable_bytes = 0;  ///< a device's
+  int64_t max_tensor = 0, max_context = 0,
+          max_pipeline = 0;  ///< 0: as many as the device's host has, or as the model allows
   bool may_use_float8 = false;
   bool least_memory = false;  ///< rank what fits by memory instead of tokens/s
   size_t num_best = 10;
   size_t num_at_once = 2;  ///< jobs that are planned at the same time
-  double seconds = 200;  ///< after which no more layouts are planned
+  double seconds = 200;    ///< after which no more layouts are planned
 };
 
 struct FoundLayout {
@@ -73,8 +74,8 @@ struct SearchResult {
   std::vector<FoundLayout> best;  ///< best first; all fit
   size_t num_layouts = 0;         ///< that were estimated
   size_t num_planned = 0;
-  size_t num_too_large = 0;       ///< of the planned ones
-  std::string last_error;         ///< of a layout that the program refused
+  size_t num_too_large = 0;  ///< planned, but they don't fit
+  std::string last_error;    ///< why the program refused a layout
 };
 
 /// Throws ConfigError if no layout can be planned. `progress` gets a line now and then.

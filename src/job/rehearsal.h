@@ -22,7 +22,7 @@ class Rehearsal {
 
   /// Forward, backward, clipping and update, as a run does on a GPU: with the fused optimizer the numbers are read late.
   void step();
-  /// Of a step, of all ranks.
+  /// All ranks' tokens in a step.
   int64_t tokens() const;
 
   const BuiltModels& built() const { return built_; }
@@ -52,7 +52,7 @@ struct PlannedRank {
   Role role;
   int64_t peak_allocated_bytes = 0;  ///< in tensors
   int64_t peak_reserved_bytes = 0;   ///< taken from the device
-  double tokens_of_step = 0;         ///< of all ranks
+  double tokens_of_step = 0;         ///< all ranks'
   std::shared_ptr<const plan::Trace> trace;
   std::vector<std::pair<int64_t, std::string>> streams;  ///< those with names
 };

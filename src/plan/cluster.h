@@ -1,6 +1,6 @@
 #pragma once
 
-// What the machines of a plan can do: a device, the host that it is in, and the network between hosts (configs/devices/*.toml).
+// The machines of a plan: a device, the host that it is in, and the network between hosts (configs/devices/*.toml).
 
 #include <cstdint>
 #include <map>
@@ -16,9 +16,11 @@ struct DeviceSpec {
   double memory_gib = 0;           ///< as the driver reports it
   int64_t compute_capability = 0;  ///< 90: 9.0
   int64_t multiprocessors = 0;
-  double memory_gb_per_s = 0;  ///< of the data sheet
+  double memory_gb_per_s = 0;  ///< by the data sheet
   double launch_us = 0;        ///< from the end of a kernel to the start of the next one on its stream
-  double power = 1;            ///< share of its speed that it keeps under its power limit, in products and attention
+  double power = 1;  ///< share of its speed that it keeps under its power limit, in products and attention
+  /// How many times as fast a rank computes while the others of its host wait: processes that share a CPU's cores. 1: a device of its own.
+  double alone = 1;
   /// Dense peak by dtype, from the data sheet. Two-byte floating-point types have that of bfloat16.
   std::map<std::string, double> tflops;
 
@@ -49,11 +51,11 @@ struct ClusterSpec {
   struct Host {
     int64_t devices = 1;
     double gb_per_s = 0;    ///< between two devices: in one direction, of one device
-    double latency_us = 0;  ///< of one hop of a ring
+    double latency_us = 0;  ///< one hop of a ring
   } host;
   struct Network {
-    double gb_per_s = 0;    ///< of one device's share, in one direction
-    double latency_us = 0;  ///< of one hop between hosts
+    double gb_per_s = 0;    ///< one device's share, in one direction
+    double latency_us = 0;  ///< one hop between hosts
   } network;
 };
 

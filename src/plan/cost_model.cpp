@@ -17,11 +17,7 @@ namespace {
 
 // ---- constants, each with its source; docs/plan.md lists them
 
-// What a long copy reaches: about 3.0 of 3.35 TB/s on an H100.
-constexpr double kMemoryShare = 0.9;
-// What NCCL's rings reach of NVLink: 340 to 370 of 450 GB/s on 8 H100 (NVIDIA/nccl, issue 1218), 235 of 300 on 8 A100.
-constexpr double kHostLinkShare = 0.8;
-// What a network card reaches: 46 to 48 of 50 GB/s (NVIDIA/nccl-tests, issue 290).
+// The share that a network card reaches: 46 to 48 of 50 GB/s (NVIDIA/nccl-tests, issue 290).
 constexpr double kNetworkShare = 0.94;
 // NVLink's switches add up by themselves: 476 GB/s of 450 in an all_reduce on 8 H100 (the same issue).
 constexpr double kSwitchSumShare = 1.06;
@@ -37,9 +33,9 @@ constexpr double kHostUs = 8, kHostUsCompiled = 20, kHostUsEager = 30;
 struct Protocol {
   double base_us, host_hop, network_hop, share;
 };
-constexpr std::array<Protocol, 3> kProtocols = {Protocol{8.4, 1.0, 1.0, 1.0},                  // Simple
-                                                Protocol{14.0, 1.9 / 3.4, 4.0 / 14.0, 0.92},   // LL128
-                                                Protocol{6.6, 0.6 / 3.4, 2.7 / 14.0, 0.25}};   // LL
+constexpr std::array<Protocol, 3> kProtocols = {Protocol{8.4, 1.0, 1.0, 1.0},                 // Simple
+                                                Protocol{14.0, 1.9 / 3.4, 4.0 / 14.0, 0.92},  // LL128
+                                                Protocol{6.6, 0.6 / 3.4, 2.7 / 14.0, 0.25}};  // LL
 
 // ---- products
 
@@ -63,8 +59,8 @@ double share_of_tiles(const train::ProductShape& shape, int64_t multiprocessors)
     const int64_t tiles = shape.batches * parts_of(shape.m, tile.rows) * parts_of(shape.n, tile.columns);
     const double in_tiles = static_cast<double>(parts_of(tiles, multiprocessors) * multiprocessors) *
                             static_cast<double>(tile.rows * tile.columns);
-    const double elements = static_cast<double>(shape.batches) * static_cast<double>(shape.m) *
-                            static_cast<double>(shape.n);
+    const double elements =
+        static_cast<double>(shape.batches) * static_cast<double>(shape.m) * static_cast<double>(shape.n);
     best = std::max(best, tile.share * elements / in_tiles);
   }
   const auto k = static_cast<double>(shape.k);
@@ -74,16 +70,19 @@ double share_of_tiles(const train::ProductShape& shape, int64_t multiprocessors)
 std::string name_of_dtype(c10::ScalarType dtype) {
   switch (dtype) {
     case c10::kBFloat16:
-    case c10::kHalf: return "bfloat16";
+    case c10::kHalf:
+      return "bfloat16";
     case c10::kFloat8_e4m3fn:
-    case c10::kFloat8_e5m2: return "float8";
-    default: return "float32";
+    case c10::kFloat8_e5m2:
+      return "float8";
+    default:
+      return "float32";
   }
 }
 
 // ---- other kernels
 
-/// What stands in place of one of our kernels: bytes relative to its, and how many kernels.
+/// The kernels in place of one of ours: their bytes relative to its, and their number.
 struct Replacement {
   std::string_view ours;
   double compiled_bytes, compiled_launches, eager_bytes, eager_launches;
@@ -135,7 +134,9 @@ double DeviceSpec::peak_flops(c10::ScalarType dtype) const {
 CostModel::CostModel(const ClusterSpec& cluster, Kernels kernels) : cluster_(cluster), kernels_(kernels) {}
 
 double CostModel::host_seconds() const {
-  return 1e-6 * (kernels_ == Kernels::Ours ? kHostUs : kernels_ == Kernels::Compiled ? kHostUsCompiled : kHostUsEager);
+  return 1e-6 * (kernels_ == Kernels::Ours       ? kHostUs
+                 : kernels_ == Kernels::Compiled ? kHostUsCompiled
+                                                 : kHostUsEager);
 }
 
 double CostModel::contention() const { return kContention; }
@@ -151,7 +152,8 @@ double CostModel::share_of_product(const train::ProductShape& shape, c10::Scalar
   const DeviceSpec& device = cluster_.device;
   const std::string name = name_of_dtype(dtype);
   const auto distance_of = [](int64_t a, int64_t b) {
-    return std::log2(static_cast<double>(std::max<int64_t>(a, 1)) / static_cast<double>(std::max<int64_t>(b, 1)));
+    return std::log2(static_cast<double>(std::max<int64_t>(a, 1)) /
+                     static_cast<double>(std::max<int64_t>(b, 1)));
   };
   double sum = 0, weights = 0;
   for (const DeviceSpec::ProductPoint& point : device.efficiency) {
@@ -180,9 +182,8 @@ double CostModel::share_of_attention(const train::ProductShape& shape, bool is_b
     return is_backward ? point.backward : point.forward;
   };
   const double length = std::sqrt(static_cast<double>(shape.m) * static_cast<double>(shape.n));
-  const auto above = std::ranges::find_if(points, [&](const auto& point) {
-    return static_cast<double>(point.sequence) >= length;
-  });
+  const auto above = std::ranges::find_if(
+      points, [&](const auto& point) { return static_cast<double>(point.sequence) >= length; });
   double share = 0;
   if (above == points.begin()) {
     share = share_at(points.front()) * std::sqrt(length / static_cast<double>(points.front().sequence));
@@ -202,9 +203,9 @@ CostModel::KernelTime CostModel::of(const Launch& launch, std::string_view name)
   const double launch_seconds = cluster_.device.launch_us * 1e-6;
   const double bytes = launch.bytes_read + launch.bytes_written;
   if (launch.flops > 0) {
-    const double share = is_attention(name)
-                             ? share_of_attention(launch.shape, name.find("backward") != std::string_view::npos)
-                             : share_of_product(launch.shape, launch.dtype);
+    const double share =
+        is_attention(name) ? share_of_attention(launch.shape, name.find("backward") != std::string_view::npos)
+                           : share_of_product(launch.shape, launch.dtype);
     const double computing = launch.flops / (cluster_.device.peak_flops(launch.dtype) * share);
     return {std::max(computing, seconds_of_bytes(bytes)) + launch_seconds, 1};
   }
@@ -227,7 +228,8 @@ CostModel::KernelTime CostModel::of_copies(std::string_view op, double bytes) co
 int CostModel::host_of(int world_rank) const { return world_rank / static_cast<int>(cluster_.host.devices); }
 
 // Rings, whose slowest link is either a device's in the host, or the host's share of the network: each device of a host brings a card.
-CostModel::Transfer CostModel::of(std::string_view op, double bytes, const std::vector<int>& world_ranks) const {
+CostModel::Transfer CostModel::of(std::string_view op, double bytes,
+                                  const std::vector<int>& world_ranks) const {
   std::set<int> hosts;
   for (const int rank : world_ranks) hosts.insert(host_of(rank));
   const auto n = static_cast<double>(world_ranks.size()), num_hosts = static_cast<double>(hosts.size());
@@ -240,7 +242,8 @@ CostModel::Transfer CostModel::of(std::string_view op, double bytes, const std::
   if (between_hosts) speed = per_host > 1 ? std::min(in_host, network * per_host) : network;
   const double host_hop = cluster_.host.latency_us, network_hop = cluster_.network.latency_us;
   if (op == "all_to_all") {
-    const double outside = bytes * (n - per_host) / n / network, inside = bytes * (per_host - 1) / n / in_host;
+    const double outside = bytes * (n - per_host) / n / network,
+                 inside = bytes * (per_host - 1) / n / in_host;
     return {1e-6 * (kProtocols[0].base_us + (between_hosts ? network_hop : host_hop)) +
                 (between_hosts ? std::max(outside, inside) : inside),
             between_hosts};
@@ -261,7 +264,8 @@ CostModel::Transfer CostModel::of(std::string_view op, double bytes, const std::
     best = std::min(best, 1e-6 * of_tree + passed / (speed * 0.92 * protocol.share));
   }
   if (is_sum && !between_hosts && cluster_.device.compute_capability >= 90 && n > 2)
-    best = std::min(best, 1e-6 * kSwitchSumLatencyUs + passed / (kSwitchSumShare * cluster_.host.gb_per_s * 1e9));
+    best = std::min(best,
+                    1e-6 * kSwitchSumLatencyUs + passed / (kSwitchSumShare * cluster_.host.gb_per_s * 1e9));
   return {best, between_hosts};
 }
 

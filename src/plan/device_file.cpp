@@ -30,9 +30,12 @@ class Keys {
     const config::Leaf* leaf = find(key);
     const std::string range = str("a number from ", lowest, " to ", highest);
     if (!leaf) return missing(key, range);
-    if (const auto* real = std::get_if<double>(&leaf->value.value)) value = *real;
-    else if (const auto* whole = std::get_if<int64_t>(&leaf->value.value)) value = static_cast<double>(*whole);
-    else return wrong(*leaf, range);
+    if (const auto* real = std::get_if<double>(&leaf->value.value))
+      value = *real;
+    else if (const auto* whole = std::get_if<int64_t>(&leaf->value.value))
+      value = static_cast<double>(*whole);
+    else
+      return wrong(*leaf, range);
     if (!(value >= lowest && value <= highest)) wrong(*leaf, range);
   }
   void number(const std::string& key, int64_t& value, int64_t lowest, int64_t highest) {
@@ -84,7 +87,7 @@ class Keys {
   std::vector<std::string> known_;
 };
 
-constexpr double kMost = 1e9;  // of a speed or a time
+constexpr double kMost = 1e9;  // the largest speed or time
 constexpr int64_t kLongest = int64_t{1} << 40;
 const std::vector<std::string> kDtypes = {"bfloat16", "float8", "float32"};
 
@@ -96,6 +99,7 @@ void read_device(Keys& keys, DeviceSpec& device) {
   keys.number("device.memory_gb_per_s", device.memory_gb_per_s, 1e-3, kMost);
   keys.number("device.launch_us", device.launch_us, 0.0, kMost);
   if (keys.has("device.power")) keys.number("device.power", device.power, 0.01, 1.0);
+  if (keys.has("device.alone")) keys.number("device.alone", device.alone, 1.0, 65536.0);
   for (const std::string& dtype : kDtypes)
     if (const std::string key = "device.tflops." + dtype; keys.has(key))
       keys.number(key, device.tflops[dtype], 1e-6, kMost);
@@ -117,8 +121,8 @@ void read_point(Keys& keys, DeviceSpec::AttentionPoint& point) {
 }
 
 template <class Point>
-std::vector<Point> read_points(const config::Document& document, const std::string& name, const std::string& file,
-                               std::vector<std::string>& problems) {
+std::vector<Point> read_points(const config::Document& document, const std::string& name,
+                               const std::string& file, std::vector<std::string>& problems) {
   std::vector<Point> points;
   for (const config::Row& row : document.rows) {
     if (row.name != name) continue;
@@ -195,12 +199,11 @@ ClusterSpec load_device(const std::string& name) {
 std::string to_toml(const ClusterSpec& cluster) {
   const DeviceSpec& device = cluster.device;
   const auto text_of = [](const config::Value& value) { return config::to_text(value); };
-  std::string text =
-      str("[device]\nname = ", config::quoted(device.name), "\nmemory_gib = ", text_of(device.memory_gib),
-          "\ncompute_capability = ", device.compute_capability, "\nmultiprocessors = ",
-          device.multiprocessors, "\nmemory_gb_per_s = ", text_of(device.memory_gb_per_s),
-          "\nlaunch_us = ", text_of(device.launch_us), "\npower = ", text_of(device.power),
-          "\n\n[device.tflops]\n");
+  std::string text = str(
+      "[device]\nname = ", config::quoted(device.name), "\nmemory_gib = ", text_of(device.memory_gib),
+      "\ncompute_capability = ", device.compute_capability, "\nmultiprocessors = ", device.multiprocessors,
+      "\nmemory_gb_per_s = ", text_of(device.memory_gb_per_s), "\nlaunch_us = ", text_of(device.launch_us),
+      "\npower = ", text_of(device.power), "\nalone = ", text_of(device.alone), "\n\n[device.tflops]\n");
   for (const auto& [dtype, tflops] : device.tflops) text += str(dtype, " = ", text_of(tflops), "\n");
   for (const DeviceSpec::ProductPoint& point : device.efficiency)
     text += str("\n[[device.efficiency]]\ndtype = ", config::quoted(point.dtype), "\nm = ", point.m,
@@ -209,10 +212,11 @@ std::string to_toml(const ClusterSpec& cluster) {
     text += str("\n[[device.attention]]\nsequence = ", point.sequence, "\nforward = ", text_of(point.forward),
                 "\nbackward = ", text_of(point.backward), "\n",
                 point.kernel.empty() ? "" : "kernel = " + config::quoted(point.kernel) + "\n");
-  return text + str("\n[host]\ndevices = ", cluster.host.devices, "\ngb_per_s = ", text_of(cluster.host.gb_per_s),
-                    "\nlatency_us = ", text_of(cluster.host.latency_us), "\n\n[network]\ngb_per_s = ",
-                    text_of(cluster.network.gb_per_s), "\nlatency_us = ", text_of(cluster.network.latency_us),
-                    "\n");
+  return text + str("\n[host]\ndevices = ", cluster.host.devices,
+                    "\ngb_per_s = ", text_of(cluster.host.gb_per_s),
+                    "\nlatency_us = ", text_of(cluster.host.latency_us),
+                    "\n\n[network]\ngb_per_s = ", text_of(cluster.network.gb_per_s),
+                    "\nlatency_us = ", text_of(cluster.network.latency_us), "\n");
 }
 
 }  // namespace titan::plan

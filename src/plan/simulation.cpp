@@ -25,15 +25,15 @@ Point begin_of_batch(int64_t batch) { return 4 * static_cast<size_t>(batch) + 1;
 Point end_of_batch(int64_t batch) { return 4 * static_cast<size_t>(batch) + 2; }
 Point own_point(size_t number) { return 4 * number + 3; }
 
-/// What a stream has queued.
+/// An entry of a stream's queue.
 struct Item {
   enum class Kind : uint8_t { Work, Reach, Wait, Batch, EndOfStep } kind;
   Activity activity = Activity::Compute;
-  int32_t num_calls = 0;  // of a Batch: collectives of the trace, from first_call
+  int32_t num_calls = 0;  // a Batch's collectives of the trace, from first_call
   double issued = 0;      // by the host
-  double seconds = 0;     // of Work
-  Point point = 0;        // of Reach, Wait
-  size_t entry = 0;       // of the trace, for spans
+  double seconds = 0;     // Work's
+  Point point = 0;        // for Reach and Wait
+  size_t entry = 0;       // its place in the trace, for spans
   size_t first_call = 0;
 };
 
@@ -42,8 +42,8 @@ struct Stream {
   std::deque<Item> items;
   bool is_running = false;  // the first item
   double began = 0;
-  double remaining = 0;       // of Work, in seconds at full speed
-  size_t open_transfers = 0;  // of a Batch that has begun
+  double remaining = 0;       // for Work, in seconds at full speed
+  size_t open_transfers = 0;  // a begun Batch's
 };
 
 /// One side or both of a collective in progress.
@@ -63,7 +63,7 @@ struct Transfer {
   }
 };
 
-/// What a launch's time depends on.
+/// The properties that a launch's time depends on.
 struct LaunchKey {
   int name;
   double flops, bytes;
@@ -73,8 +73,8 @@ struct LaunchKey {
 struct HashOfLaunch {
   size_t operator()(const LaunchKey& key) const {
     size_t hash = static_cast<size_t>(key.name);
-    for (const size_t part :
-         {std::hash<double>()(key.flops), std::hash<double>()(key.bytes), static_cast<size_t>(key.m * 31 + key.n * 17 + key.k)})
+    for (const size_t part : {std::hash<double>()(key.flops), std::hash<double>()(key.bytes),
+                              static_cast<size_t>(key.m * 31 + key.n * 17 + key.k)})
       hash = hash * 1000003 + part;
     return hash;
   }
@@ -102,11 +102,12 @@ struct Rank {
   double next = 0;         // when a kernel ends or an item's issue comes, if nothing else changes
   bool is_dirty = true;
 
-  std::unordered_map<int, int> shared_communicators;            // its numbers of groups to everybody's
-  std::map<std::tuple<int, size_t, bool>, int64_t> messages;    // by communicator, peer and direction
-  std::unordered_map<int, int64_t> calls;                       // by communicator
+  std::unordered_map<int, int> shared_communicators;          // its numbers of groups to everybody's
+  std::map<std::tuple<int, size_t, bool>, int64_t> messages;  // by communicator, peer and direction
+  std::unordered_map<int, int64_t> calls;                     // by communicator
   std::unordered_map<LaunchKey, CostModel::KernelTime, HashOfLaunch> times;
-  std::unordered_map<int64_t, std::pair<double, size_t>> gathers;  // FSDP's in progress, by batch: bytes, entry
+  std::unordered_map<int64_t, std::pair<double, size_t>>
+      gathers;  // FSDP's in progress, by batch: bytes, entry
   int steps_ended = 0;
   double step_ends[2] = {0, 0};
 
@@ -119,7 +120,8 @@ struct Rank {
 
 class Simulation {
  public:
-  Simulation(const std::vector<SimulatedRank>& ranks, int ranks_of_stage, const CostModel& costs, bool with_spans)
+  Simulation(const std::vector<SimulatedRank>& ranks, int ranks_of_stage, const CostModel& costs,
+             bool with_spans)
       : costs_(costs), ranks_of_stage_(ranks_of_stage), with_spans_(with_spans) {
     for (const SimulatedRank& each : ranks) {
       Rank& rank = ranks_.emplace_back();
@@ -171,14 +173,21 @@ class Simulation {
       const size_t index = rank.next_entry++;
       const Entry& entry = entries[index];
       switch (entry.kind) {
-        case Entry::Kind::Launch: launch(rank, index); break;
-        case Entry::Kind::Collective: call(rank, index); break;
-        case Entry::Kind::Sync: synchronize(rank, rank.trace->syncs()[entry.index]); break;
+        case Entry::Kind::Launch:
+          launch(rank, index);
+          break;
+        case Entry::Kind::Collective:
+          call(rank, index);
+          break;
+        case Entry::Kind::Sync:
+          synchronize(rank, rank.trace->syncs()[entry.index]);
+          break;
         case Entry::Kind::Step:
           if (entry.index > 0) queue(rank, 0, {.kind = Item::Kind::EndOfStep});
           break;
         case Entry::Kind::Allocate:
-        case Entry::Kind::Free: break;
+        case Entry::Kind::Free:
+          break;
       }
     }
     if (rank.next_entry == entries.size() && !rank.host_waits) {
@@ -209,7 +218,8 @@ class Simulation {
 
   const CostModel::KernelTime& time_of(Rank& rank, const Launch& launch) const {
     const auto& [batches, m, n, k] = launch.shape;
-    const LaunchKey key{launch.name, launch.flops, launch.bytes_read + launch.bytes_written, batches, m, n, k};
+    const LaunchKey key{
+        launch.name, launch.flops, launch.bytes_read + launch.bytes_written, batches, m, n, k};
     const auto found = rank.times.find(key);
     if (found != rank.times.end()) return found->second;
     return rank.times.emplace(key, costs_.of(launch, rank.trace->name(launch.name))).first->second;
@@ -276,7 +286,9 @@ class Simulation {
         rank.gathers.erase(gather);
         break;
       }
-      case Sync::Kind::HostEvent: host_waits_for(rank, point_of_event(sync.number)); break;
+      case Sync::Kind::HostEvent:
+        host_waits_for(rank, point_of_event(sync.number));
+        break;
       case Sync::Kind::HostStream: {
         const Point point = own_point(rank.num_own_points++);
         queue(rank, sync.stream, {.kind = Item::Kind::Reach, .point = point});
@@ -287,7 +299,7 @@ class Simulation {
   }
 
   static void host_waits_for(Rank& rank, Point point) {
-    // What was never queued in these steps was reached before.
+    // A point that was never queued in these steps was reached before.
     if (rank.has_reached(point) || !rank.was_queued(point)) return;
     rank.host_waits = true;
     rank.host_awaits = point;
@@ -334,8 +346,10 @@ class Simulation {
     rank.next = kNever;
     for (const Stream& stream : rank.streams) {
       if (stream.items.empty()) continue;
-      if (stream.items.front().issued > now_) rank.next = std::min(rank.next, stream.items.front().issued);
-      else if (is_working(stream)) rank.next = std::min(rank.next, now_ + stream.remaining / speed_of_work(rank));
+      if (stream.items.front().issued > now_)
+        rank.next = std::min(rank.next, stream.items.front().issued);
+      else if (is_working(stream))
+        rank.next = std::min(rank.next, now_ + stream.remaining / speed_of_work(rank));
     }
   }
 
@@ -346,21 +360,25 @@ class Simulation {
     const Item item = stream.items.front();
     if (item.issued > now_) return false;
     switch (item.kind) {
-      case Item::Kind::Reach: rank.reached[item.point] = true; break;
+      case Item::Kind::Reach:
+        rank.reached[item.point] = true;
+        break;
       case Item::Kind::Wait:
         if (rank.was_queued(item.point) && !rank.has_reached(item.point)) return false;
         break;
-      case Item::Kind::EndOfStep: end_step(rank); break;
+      case Item::Kind::EndOfStep:
+        end_step(rank);
+        break;
       case Item::Kind::Work:
         if (!stream.is_running) {
           begin(stream);
           stream.remaining = item.seconds;
-          ++rank.working;
+          set_working(rank, rank.working + 1);
           return false;
         }
         if (stream.remaining > 0) return false;
-        --rank.working;
-        end(r, stream);
+        set_working(rank, rank.working - 1);
+        end(r, rank.streams[place]);
         break;
       case Item::Kind::Batch:
         if (!stream.is_running) {
@@ -389,7 +407,7 @@ class Simulation {
     const auto num_in = [&](int steps) {
       return std::ranges::count_if(ranks_, [&](const Rank& each) { return each.steps_ended >= steps; });
     };
-    // What is measured begins and ends for all at once.
+    // The measurement begins and ends for all ranks at once.
     const auto all = static_cast<std::ptrdiff_t>(ranks_.size());
     if (!is_measuring_ && num_in(1) == all && num_in(2) < all) {
       for (size_t r = 0; r < ranks_.size(); ++r) touch(r);
@@ -422,8 +440,8 @@ class Simulation {
     } else {
       const Collective& call = trace.collectives()[entry.index];
       const std::string& label = trace.name(call.label);
-      span.name =
-          (item.kind == Item::Kind::Work ? "copies of " : "") + trace.name(call.op) + (label.empty() ? "" : " ") + label;
+      span.name = (item.kind == Item::Kind::Work ? "copies of " : "") + trace.name(call.op) +
+                  (label.empty() ? "" : " ") + label;
       span.module = trace.name(call.module);
     }
     result_.spans.push_back(std::move(span));
@@ -435,8 +453,9 @@ class Simulation {
   int shared_communicator(Rank& rank, const Collective& call) {
     const auto found = rank.shared_communicators.find(call.communicator);
     if (found != rank.shared_communicators.end()) return found->second;
-    const auto [entry, is_new] = communicators_.try_emplace(
-        {rank.trace->name(call.group), rank.trace->members(call.communicator)}, static_cast<int>(communicators_.size()));
+    const auto [entry, is_new] =
+        communicators_.try_emplace({rank.trace->name(call.group), rank.trace->members(call.communicator)},
+                                   static_cast<int>(communicators_.size()));
     return rank.shared_communicators[call.communicator] = entry->second;
   }
 
@@ -448,7 +467,8 @@ class Simulation {
       const bool sends = rank.trace->name(call.op) == "send";
       const size_t other = pipeline_rank_of(call.peer);
       // The peers of this pipeline rank do the same at the same time, so what is sent here is received there: it counts once.
-      if (other == end.rank || other >= ranks_.size()) return start(sends ? cost.seconds : 0, cost.between_hosts, {end});
+      if (other == end.rank || other >= ranks_.size())
+        return start(sends ? cost.seconds : 0, cost.between_hosts, {end});
       const int group = shared_communicator(rank, call);
       const int64_t sequence = rank.messages[{group, other, sends}]++;
       return meet({group, sends ? end.rank : other, sends ? other : end.rank, sequence}, 2, end, cost);
@@ -461,8 +481,10 @@ class Simulation {
     std::set<size_t> stages;
     for (const int member : members) stages.insert(pipeline_rank_of(member));
     // Members of other data-parallel positions stand for the simulated ones.
-    const int group = communicators_.try_emplace({rank.trace->name(call.group), {}}, static_cast<int>(communicators_.size()))
-                          .first->second;
+    const int group =
+        communicators_
+            .try_emplace({rank.trace->name(call.group), {}}, static_cast<int>(communicators_.size()))
+            .first->second;
     meet({group, first, last, rank.calls[call.communicator]++}, stages.size(), end, cost);
   }
 
@@ -518,7 +540,19 @@ class Simulation {
   // ---- time
 
   double speed_of_work(const Rank& rank) const {
-    return 1 / (rank.working * (rank.communicates() ? 1 + costs_.contention() : 1));
+    const double alone = costs_.cluster().device.alone;
+    const double faster =
+        alone == 1 ? 1 : std::min(alone, static_cast<double>(ranks_.size()) / std::max(num_computing_, 1));
+    return faster / (rank.working * (rank.communicates() ? 1 + costs_.contention() : 1));
+  }
+
+  // Ranks that share cores become faster while others wait.
+  void set_working(Rank& rank, int working) {
+    const int change = (working > 0 ? 1 : 0) - (rank.working > 0 ? 1 : 0);
+    if (change != 0 && costs_.cluster().device.alone != 1)
+      for (size_t r = 0; r < ranks_.size(); ++r) touch(r);
+    num_computing_ += change;
+    rank.working = working;
   }
 
   void count(size_t r, double seconds) {
@@ -533,14 +567,15 @@ class Simulation {
     if (rank.working > 0)
       for (const Stream& stream : rank.streams)
         if (is_working(stream)) return stream.items.front().activity;
-    // What the computation waits for, from stream to stream. As of before now: what was issued at this moment hadn't been.
+    // From the computation's stream to those that it waits for. This looks at the time before now, when items of this moment hadn't been issued.
     size_t place = 0;
     for (int depth = 0; depth < 100; ++depth) {
       const Stream& stream = rank.streams[place];
       if (stream.items.empty()) break;
       const Item& item = stream.items.front();
       if (item.issued >= now_) return Activity::Host;
-      if (item.kind == Item::Kind::Batch) return rank.communicates() ? Activity::ExposedCommunication : Activity::Bubble;
+      if (item.kind == Item::Kind::Batch)
+        return rank.communicates() ? Activity::ExposedCommunication : Activity::Bubble;
       if (item.kind != Item::Kind::Wait || !rank.was_queued(item.point)) return Activity::Host;
       place = static_cast<size_t>(rank.stream_of_point[item.point]);
     }
@@ -565,7 +600,8 @@ class Simulation {
       for (const Stream& stream : rank.streams) {
         if (stream.items.empty() || stream.items.front().kind != Item::Kind::Batch) continue;
         const Collective& call = rank.trace->collectives()[stream.items.front().first_call];
-        text += str("\n  rank ", rank.world_rank, ": ", rank.trace->name(call.op), " ", rank.trace->name(call.label));
+        text += str("\n  rank ", rank.world_rank, ": ", rank.trace->name(call.op), " ",
+                    rank.trace->name(call.label));
       }
     return text;
   }
@@ -577,6 +613,7 @@ class Simulation {
   bool with_spans_;
   double now_ = 0;
   bool is_measuring_ = false;
+  int num_computing_ = 0;  // ranks with kernels
   std::vector<Rank> ranks_;
   std::vector<Transfer> transfers_;
   std::map<std::pair<std::string, std::vector<int>>, int> communicators_;
@@ -587,8 +624,8 @@ class Simulation {
 }  // namespace
 
 const char* name_of(Activity activity) {
-  static constexpr std::array<const char*, kNumActivities> names = {"compute", "optimizer", "exposed_communication",
-                                                                    "bubble", "host"};
+  static constexpr std::array<const char*, kNumActivities> names = {
+      "compute", "optimizer", "exposed_communication", "bubble", "host"};
   return names[static_cast<size_t>(activity)];
 }
 

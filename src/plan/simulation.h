@@ -22,7 +22,7 @@
 
 namespace titan::plan {
 
-/// What a rank's computation stream does or waits for.
+/// The state of a rank's computation stream.
 enum class Activity : uint8_t {
   Compute,
   Optimizer,             ///< also the gradients' norm
@@ -41,12 +41,12 @@ struct SimulatedRank {
 
 /// A piece of work on one stream of one rank.
 struct Span {
-  int rank = 0;          ///< its place in the list of simulated ranks
-  int64_t stream = 0;    ///< below 0: a group's own
+  int rank = 0;        ///< its place in the list of simulated ranks
+  int64_t stream = 0;  ///< below 0: a group's own
   double begin = 0, end = 0;
   std::string name, module;
   Activity activity = Activity::Compute;
-  size_t entry = 0;  ///< of the rank's trace
+  size_t entry = 0;  ///< the place in the rank's trace
 };
 
 struct StepTime {
@@ -56,9 +56,9 @@ struct StepTime {
     double communicating = 0;                      ///< while any collective ran, hidden or not
   };
   std::vector<OfRank> ranks;
-  /// Of the second step, if asked for.
+  /// The second step's, if asked for.
   std::vector<Span> spans;
-  double begin = 0;  ///< of the second step, as spans count
+  double begin = 0;  ///< when the second step began, as spans count
 };
 
 /// `ranks_of_stage`: world size by pipeline depth; ranks are in order of their pipeline rank. Throws Error if the ranks wait for each other

@@ -47,7 +47,7 @@ struct Launch {
 };
 
 struct Collective {
-  int op = 0;  ///< "all_gather"
+  int op = 0;            ///< "all_gather"
   int group = 0;         ///< its name
   int communicator = 0;  ///< which of the groups of this name
   int group_size = 0;

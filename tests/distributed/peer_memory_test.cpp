@@ -90,8 +90,12 @@ TEST(PeerMemoryOnGpu, EqualsPlainProducts) {
   const auto store = c10::intrusive_ptr<c10d::Store>::reclaim_copy(&world().store());
   const auto exchange = std::make_shared<const PeerMemoryExchange>(
       std::make_shared<PeerPieces>(PeerPieces{dist::device_backend()->make_symmetric_memory(
-          {"peer_memory_test", c10::make_intrusive<c10d::PrefixStore>("peer_memory_test", store),
-           group->rank(), group->size(), std::chrono::seconds(30)})}));
+          {.name = "peer_memory_test",
+           .store = c10::make_intrusive<c10d::PrefixStore>("peer_memory_test", store),
+           .rank = group->rank(),
+           .size = group->size(),
+           .world_ranks = group->ranks(),
+           .timeout = std::chrono::seconds(30)})}));
   for (const int64_t sequence : {12, 24, 12, 24}) {
     const MlpTensors whole = whole_mlp(sequence, options_of(at::kDouble));
     const at::Tensor expected = plain_output(whole);

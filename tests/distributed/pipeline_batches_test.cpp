@@ -96,14 +96,14 @@ class BatchingWorld {
 
  private:
   c10::intrusive_ptr<BatchingBackend> add(const std::string& purpose) {
+    const std::vector<int> ranks = {0, 1};
     auto gloo =
-        dist::make_gloo_group(impl_->spec_of(purpose, purpose, "gloo", world().rank(), 2), impl_->gloo);
+        dist::make_gloo_group(impl_->spec_of(purpose, purpose, "gloo", world().rank(), ranks), impl_->gloo);
     auto batching = c10::make_intrusive<BatchingBackend>(std::move(gloo));
     auto backends = std::make_unique<dist::GroupBackends>();
     backends->main = batching;
-    const std::vector<int> ranks = {0, 1};
     auto checker = std::make_unique<dist::CallChecker>(
-        impl_->spec_of(purpose, purpose, "calls", world().rank(), 2), ranks,
+        impl_->spec_of(purpose, purpose, "calls", world().rank(), ranks), ranks,
         std::make_shared<dist::WaitingCalls>(impl_->store, world().rank()));
     impl_->groups[{ranks, purpose}] =
         std::make_shared<dist::Group>(dist::Group::Parts{.name = purpose,

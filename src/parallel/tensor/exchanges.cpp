@@ -381,13 +381,12 @@ std::unique_ptr<dist::SymmetricMemory> make_symmetric_memory(const DeviceMesh& a
   const auto own_store =
       c10::make_intrusive<c10d::PrefixStore>(str("peer_memory/", c10::Join("-", axis.ranks())), store);
   const auto group = axis.group();
-  return devices.make_symmetric_memory(
-      {.name = group->name(),
-       .store = own_store,
-       .rank = group->rank(),
-       .size = group->size(),
-       .world_ranks = group->ranks(),
-       .timeout = world.timeout()});
+  return devices.make_symmetric_memory({.name = group->name(),
+                                        .store = own_store,
+                                        .rank = group->rank(),
+                                        .size = group->size(),
+                                        .world_ranks = group->ranks(),
+                                        .timeout = world.timeout()});
 }
 
 template <class Exchange>

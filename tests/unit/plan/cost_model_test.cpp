@@ -24,8 +24,9 @@ TEST(CostModel, AProductAtAMeasuredPointReachesWhatWasMeasured) {
   const CostModel costs(cluster, Kernels::Ours);
   for (const DeviceSpec::ProductPoint& point : cluster.device.efficiency)
     if (point.dtype == "bfloat16")
-      EXPECT_NEAR(costs.share_of_product({.batches = 1, .m = point.m, .n = point.n, .k = point.k}, c10::kBFloat16),
-                  point.share, 1e-9);
+      EXPECT_NEAR(
+          costs.share_of_product({.batches = 1, .m = point.m, .n = point.n, .k = point.k}, c10::kBFloat16),
+          point.share, 1e-9);
 }
 
 TEST(CostModel, SmallAndThinProductsReachLess) {
@@ -46,7 +47,8 @@ TEST(CostModel, RingsGoBySlowestLink) {
   EXPECT_FALSE(within.between_hosts);
   EXPECT_NEAR(within.seconds, bytes * 7 / 8 / (0.8 * 450e9), 0.1e-3);
   // Each of 8 ranks of a host brings a card, so its links are the slowest part; alone in its host, a rank has one card.
-  const auto all = costs.of("all_gather", bytes, ranks(64)), one_each = costs.of("all_gather", bytes, ranks(8, 8));
+  const auto all = costs.of("all_gather", bytes, ranks(64)),
+             one_each = costs.of("all_gather", bytes, ranks(8, 8));
   EXPECT_TRUE(all.between_hosts);
   EXPECT_NEAR(all.seconds, bytes * 63 / 64 / (0.8 * 450e9), 0.5e-3);
   EXPECT_NEAR(one_each.seconds, bytes * 7 / 8 / (0.94 * 50e9), 0.5e-3);
@@ -55,7 +57,8 @@ TEST(CostModel, RingsGoBySlowestLink) {
 
 TEST(CostModel, SmallCollectivesTakeTheirHops) {
   const CostModel costs(load_device("h100"), Kernels::Ours);
-  const double few = costs.of("all_gather", 8, ranks(8)).seconds, many = costs.of("all_gather", 8, ranks(512)).seconds;
+  const double few = costs.of("all_gather", 8, ranks(8)).seconds,
+               many = costs.of("all_gather", 8, ranks(512)).seconds;
   EXPECT_LT(few, 20e-6);
   EXPECT_GT(many, 10 * few);
   // A tree has fewer hops than a ring.
@@ -65,7 +68,9 @@ TEST(CostModel, SmallCollectivesTakeTheirHops) {
 TEST(CostModel, OtherKernelsMoveMoreBytes) {
   const ClusterSpec cluster = load_device("h100");
   const Launch launch{.bytes_read = 1e9, .bytes_written = 1e9};
-  const auto seconds = [&](Kernels kernels) { return CostModel(cluster, kernels).of(launch, "add_rms_norm_kernel").seconds; };
+  const auto seconds = [&](Kernels kernels) {
+    return CostModel(cluster, kernels).of(launch, "add_rms_norm_kernel").seconds;
+  };
   EXPECT_LT(seconds(Kernels::Ours), seconds(Kernels::Compiled));
   EXPECT_LT(seconds(Kernels::Compiled), seconds(Kernels::Eager) / 3);
   EXPECT_EQ(CostModel(cluster, Kernels::Ours).of_copies("all_gather", 1e9).seconds, 0);
@@ -108,7 +113,8 @@ TEST(DeviceFile, WhatIsWrongIsNamedWithItsLine) {
     text.replace(text.find(from), from.size(), to);
     return problem_of(text);
   };
-  EXPECT_NE(changed("launch_us", "launch_ms").find("device.toml:7:1: unknown key device.launch_ms (did you mean"),
+  EXPECT_NE(changed("launch_us", "launch_ms")
+                .find("device.toml:7:1: unknown key device.launch_ms; did you mean 'device.launch_us'"),
             std::string::npos)
       << changed("launch_us", "launch_ms");
   EXPECT_NE(changed("launch_us", "launch_ms").find("device.launch_us is missing"), std::string::npos);

@@ -28,7 +28,9 @@ ClusterSpec round_cluster() {
 constexpr double kGB = 1e9;
 constexpr double kTolerance = 1e-3;  // the host's time and NCCL's first hop
 
-double of(const StepTime::OfRank& rank, Activity activity) { return rank.seconds[static_cast<size_t>(activity)]; }
+double of(const StepTime::OfRank& rank, Activity activity) {
+  return rank.seconds[static_cast<size_t>(activity)];
+}
 
 /// Writes a trace whose second step is the test's, after an empty first one.
 class Program {
@@ -51,15 +53,19 @@ class Program {
   void wait(int64_t stream, int64_t event) { trace_.synchronized({Sync::Kind::Wait, stream, event}); }
   void host_waits(int64_t event) { trace_.synchronized({.kind = Sync::Kind::HostEvent, .number = event}); }
   int message(const char* op, int peer, double seconds, int64_t stream = 0) {
-    return call({.op = trace_.number_of(op), .peer = peer, .stream = stream, .bytes = std::llround(seconds * kGB)},
-                {0, 1});
+    return call(
+        {.op = trace_.number_of(op), .peer = peer, .stream = stream, .bytes = std::llround(seconds * kGB)},
+        {0, 1});
   }
   /// That takes so many seconds alone.
   int gather(double seconds, int64_t stream = 0) {
-    return call({.op = trace_.number_of("all_gather"), .stream = stream, .bytes = std::llround(2 * seconds * kGB)},
-                {0, 1});
+    return call(
+        {.op = trace_.number_of("all_gather"), .stream = stream, .bytes = std::llround(2 * seconds * kGB)},
+        {0, 1});
   }
-  void wait_for_call(int batch, int64_t stream = 0) { trace_.synchronized({Sync::Kind::WaitCall, stream, batch}); }
+  void wait_for_call(int batch, int64_t stream = 0) {
+    trace_.synchronized({Sync::Kind::WaitCall, stream, batch});
+  }
   const Trace& trace() const { return trace_; }
 
  private:
@@ -108,7 +114,7 @@ TEST(Simulation, AStreamWaitsForAnEvent) {
   EXPECT_NEAR(simulate_one(program).seconds, 3, kTolerance);
 }
 
-TEST(Simulation, ACollectiveHidesBehindComputationThatDoesNotWaitForIt) {
+TEST(Simulation, ACollectiveIsHiddenByComputationThatDoesNotWaitForIt) {
   Program hidden, exposed;
   const int call = hidden.gather(1);
   hidden.kernel(3);
