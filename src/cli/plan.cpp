@@ -344,8 +344,9 @@ int64_t sequences_of(const train::JobConfig& config, int world_size) {
   const train::TrainingSettings& training = config.training;
   if (training.global_batch_size > 0) return training.global_batch_size;
   const auto& degrees = config.parallelism;
-  const int64_t ranks_of_replica =
-      degrees.tensor_parallel_degree * degrees.context.degree * degrees.pipeline_parallel_degree;
+  const int64_t ranks_of_replica = std::max<int64_t>(degrees.tensor_parallel_degree, 1) *
+                                   std::max<int64_t>(degrees.context.degree, 1) *
+                                   std::max<int64_t>(degrees.pipeline_parallel_degree, 1);
   return training.local_batch_size * std::max<int64_t>(1, world_size / ranks_of_replica);
 }
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "cli/train.h"
 #include "job/job_config.h"
@@ -19,6 +20,10 @@ train::JobConfig load_planned_job(const PlanArguments& arguments);
 train::JobConfig load_for_search(const PlanArguments& arguments);
 /// The sequences of a step, by the config's own batch sizes and degrees.
 int64_t sequences_of(const train::JobConfig& config, int world_size);
+
+/// For `titan train`: settings with the degrees that are "auto", and what goes with them, of the layout that the plan finds fastest for the
+/// ranks of this machine. The other degrees stay. Logs the choice and its reasons.
+std::vector<std::string> choose_degrees(const TrainArguments& arguments, const train::JobConfig& config);
 
 /// titan plan --search
 int search_command(const PlanArguments& arguments);

@@ -2,9 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <fstream>
+#include <filesystem>
+#include <functional>
 #include <iostream>
-#include <map>
+#include <sstream>
 #include <thread>
 
 #include <c10/util/StringUtil.h>
@@ -15,6 +16,7 @@
 #include "cli/text.h"
 #include "core/file.h"
 #include "core/units.h"
+#include "dist/device_backend.h"
 #include "job/plan_search.h"
 #include "plan/device_file.h"
 #include "titan/config/load.h"
@@ -133,41 +135,116 @@ void write_config(const PlanArguments& arguments, const Layout& layout, int64_t 
                                           "\n\n", config::print_toml(train::job_schema(), config)));
 }
 
-}  // namespace
+struct Search {
+  train::JobConfig base;
+  train::SearchOptions options;
+  train::SearchResult result;
+};
 
-int search_command(const PlanArguments& arguments) {
-  const plan::ClusterSpec cluster = plan::load_device(arguments.device);
-  // Each worker has a planned GPU of its own; this process makes no tensor before they are there.
+// Each worker has a planned GPU of its own; this process makes no tensor before they are there.
+Search search(const PlanArguments& arguments, const plan::ClusterSpec& cluster,
+              const std::function<void(train::SearchOptions&, const train::JobConfig&)>& narrow,
+              const std::function<void(const std::string&)>& progress) {
   const auto open = [&]() -> PlanWorkers::Answer {
     plan::PlannedGpu::open(cluster.device);
     return [&](const train::PlanRequest& request) { return answer(arguments, cluster, request); };
   };
   const auto num_workers = static_cast<int>(std::clamp(std::thread::hardware_concurrency(), 1U, 8U));
   PlanWorkers workers(num_workers, open);
-
-  const train::JobConfig base = load_for_search(arguments);
-  const train::ModelSizes sizes = base.spec().sizes(base.args());
-  train::SearchOptions options{
-      .world = arguments.world_size,
-      .sequences = arguments.sequences,
-      .usable_bytes = cluster.device.usable_bytes(),
-      .max_tensor = arguments.max_tensor ? arguments.max_tensor : cluster.host.devices,
-      .max_context = arguments.max_context ? arguments.max_context : cluster.host.devices,
-      .max_pipeline = arguments.max_pipeline ? arguments.max_pipeline : sizes.num_layers,
-      .may_use_float8 = arguments.search_float8,
-      .least_memory = arguments.least_memory,
-      .num_at_once = static_cast<size_t>(num_workers)};
-  if (options.sequences == 0) options.sequences = sequences_of(base, arguments.world_size);
-  const train::SearchResult result = train::search_layouts(
-      base, options, [&](const std::vector<train::PlanRequest>& requests) { return workers.plan(requests); },
-      [](const std::string& line) { std::cerr << line << std::endl; });
+  Search found{.base = load_for_search(arguments), .options = {}, .result = {}};
+  const int64_t num_layers = found.base.spec().sizes(found.base.args()).num_layers;
+  const auto limit = [](int64_t given, int64_t otherwise) { return given > 0 ? given : otherwise; };
+  found.options = {.world = arguments.world_size,
+                   .sequences = limit(arguments.sequences, sequences_of(found.base, arguments.world_size)),
+                   .usable_bytes = cluster.device.usable_bytes(),
+                   .max_tensor = limit(arguments.max_tensor, cluster.host.devices),
+                   .max_context = limit(arguments.max_context, cluster.host.devices),
+                   .max_pipeline = limit(arguments.max_pipeline, num_layers),
+                   .may_use_float8 = arguments.search_float8 && cluster.device.tflops.contains("float8"),
+                   .least_memory = arguments.least_memory,
+                   .num_at_once = static_cast<size_t>(num_workers)};
+  narrow(found.options, found.base);
+  found.result = train::search_layouts(
+      found.base, found.options,
+      [&](const std::vector<train::PlanRequest>& requests) { return workers.plan(requests); }, progress);
+  const train::SearchResult& result = found.result;
   if (result.best.empty())
-    throw ConfigError(
-        str("none of the ", result.num_planned, " layouts that promised most fits into ",
-            number("%.1f", static_cast<double>(options.usable_bytes) / kGiB), " GiB",
-            result.last_error.empty() ? "" : str("; the last one that was refused: ", result.last_error)));
+    throw ConfigError(str("none of the ", result.num_planned, " layouts that promised most fits into ",
+                          number("%.1f", static_cast<double>(found.options.usable_bytes) / kGiB), " GiB",
+                          result.last_error.empty() ? "" : str("; one was refused: ", result.last_error)));
+  return found;
+}
+
+// ---- degrees of titan train
+
+/// The name of this machine's first GPU, as the driver's files say; "" without one.
+std::string name_of_gpu() {
+  std::error_code ignored;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/driver/nvidia/gpus", ignored)) {
+    std::istringstream lines(read_file(entry.path() / "information"));
+    for (std::string line; std::getline(lines, line);)
+      if (line.starts_with("Model:")) return line.substr(line.find_first_not_of(" \t", 6));
+  }
+  return "";
+}
+
+std::string device_here(const train::JobConfig& config) {
+  if (config.training.device == "cpu" || !dist::gpu_visible()) return "cpu";
+  const std::string name = name_of_gpu();
+  for (const char* known : {"a100", "h100", "h200", "b200"})
+    if (plan::load_device(known).device.name == name) return known;
+  log::warning(str("the degrees are planned for an H100: there is no device file for ",
+                   name.empty() ? "this GPU" : name));
+  return "h100";
+}
+
+}  // namespace
+
+std::vector<std::string> choose_degrees(const TrainArguments& arguments, const train::JobConfig& config) {
+  const std::string device = device_here(config);
+  PlanArguments request;
+  request.config = arguments.config;
+  request.overrides = arguments.overrides;
+  // A plan takes a GPU's branches, also for a CPU.
+  request.overrides.emplace_back("--training.device=auto");
+  request.world_size = arguments.num_ranks;
+  plan::ClusterSpec cluster = plan::load_device(device);
+  if (device == "cpu") cluster.host.devices = std::max<int64_t>(cluster.host.devices, arguments.num_ranks);
+  const Search found = search(
+      request, cluster,
+      [](train::SearchOptions& options, const train::JobConfig& base) {
+        options.only_degrees = true;
+        options.may_use_float8 = false;
+        options.tensor = base.parallelism.tensor_parallel_degree;
+        options.context = base.parallelism.context.degree;
+        options.pipeline = base.parallelism.pipeline_parallel_degree;
+        options.num_best = 4;
+        options.seconds = 60;
+      },
+      [](const std::string&) {});
+  const FoundLayout& best = found.result.best[0];
+  log::info(
+      str("degrees by titan plan for ", arguments.num_ranks, " x ", cluster.device.name, ": ",
+          best.layout.text(), "; a step of ", found.options.sequences, " sequences takes ",
+          duration(best.plan.step_s), " by the plan. ",
+          found.result.best.size() > 1 ? why_it_loses(best, found.result.best[1]) : "No other layout fits."));
+  std::vector<std::string> words;
+  for (const Layout::Setting& setting :
+       best.layout.settings(arguments.num_ranks, found.options.sequences,
+                            found.base.spec().sizes(found.base.args()).num_layers))
+    words.push_back(word_of(setting));
+  return words;
+}
+
+int search_command(const PlanArguments& arguments) {
+  const plan::ClusterSpec cluster = plan::load_device(arguments.device);
+  const Search found = search(
+      arguments, cluster, [](train::SearchOptions&, const train::JobConfig&) {},
+      [](const std::string& line) { std::cerr << line << std::endl; });
+  const auto& [base, options, result] = found;
+  const int64_t num_layers = base.spec().sizes(base.args()).num_layers;
   if (!arguments.output.empty())
-    write_config(arguments, result.best[0].layout, options.sequences, sizes.num_layers);
+    write_config(arguments, result.best[0].layout, options.sequences, num_layers);
   if (!arguments.json) {
     const std::string written =
         arguments.output.empty() ? "" : str("The best one's config is in ", arguments.output.string(), ".\n");

@@ -1,6 +1,7 @@
 // titan train: settings, then either ranks on this machine (--nproc) or this process's part of a job.
 
 #include "cli/train.h"
+#include "cli/plan_command.h"
 
 #include <malloc.h>
 #include <signal.h>
@@ -414,7 +415,9 @@ void log_next_commands(const train::JobConfig& config, const dist::Launch& launc
   }
 }
 
-int run_rank(const train::JobConfig& config, const dist::Launch& launch, const train::CheckedFiles& checked) {
+// `fake_ranks`: as for train::build_world.
+int run_rank(const train::JobConfig& config, const dist::Launch& launch, const train::CheckedFiles& checked,
+             int fake_ranks) {
   keep_freed_memory();
   // cuBLAS reads it when its first handle is made.
   if (config.debug.deterministic) ::setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", /*overwrite=*/0);
@@ -429,7 +432,7 @@ int run_rank(const train::JobConfig& config, const dist::Launch& launch, const t
     return code;
   };
   train::StartupWatch startup(code_after);
-  dist::World world = train::build_world(config);
+  dist::World world = train::build_world(config, fake_ranks);
   // With states in memory, a stop waits until the newest one is loaded, to save it.
   if (config.checkpoint.peer_interval > 0) {
     startup.end();
@@ -466,8 +469,13 @@ int signaling_launcher(const dist::Launch& launch) {
 }
 
 int train_command(const Arguments& words) {
-  const TrainArguments arguments = parse(words);
-  const LoadedJob job = load_job(arguments);
+  TrainArguments arguments = parse(words);
+  LoadedJob job = load_job(arguments);
+  if (arguments.num_ranks > 0 && job.config.parallelism.has_auto_degree()) {
+    const std::vector<std::string> chosen = choose_degrees(arguments, job.config);
+    arguments.overrides.insert(arguments.overrides.end(), chosen.begin(), chosen.end());
+    job = load_job(arguments);
+  }
   if (arguments.print_config) return print(config::print_toml(train::job_schema(), job.config));
   const dist::Launch launch = dist::read_launch(dist::process_environment());
   if (arguments.print_plan) return print_plan(arguments, job, launch);
@@ -475,19 +483,26 @@ int train_command(const Arguments& words) {
   if (arguments.num_ranks > 0 && is_rank_of_a_job(launch))
     throw ConfigError(str("--nproc starts ranks, but this process is itself a rank started by ", launch.by));
   check_train_restarts(arguments, job);
-  const bool starts_ranks = arguments.num_ranks > 1 || arguments.restarts.max_restarts > 0;
+  const int fake_ranks = job.config.comm.mode == "fake_backend" ? std::max(arguments.num_ranks, 1) : 0;
+  if (fake_ranks > 0 && arguments.restarts.max_restarts > 0)
+    throw ConfigError("titan train: --max-restarts has nothing to restart with comm.mode = \"fake_backend\"");
+  const bool starts_ranks =
+      fake_ranks == 0 && (arguments.num_ranks > 1 || arguments.restarts.max_restarts > 0);
   if (!starts_ranks) check_launched_restarts(launch, job.config, job.origins);
   // The parent checks, too, so that a wrong setting is reported once, before any rank exists.
   if (!starts_ranks) configure_log(job.config, launch);
-  const train::CheckedFiles checked = train::check_job(
-      job.config, job.origins, starts_ranks ? arguments.num_ranks : launch.size, files_to_check(launch));
+  const train::CheckedFiles checked = train::check_job(job.config, job.origins,
+                                                       fake_ranks > 0 ? fake_ranks
+                                                       : starts_ranks ? arguments.num_ranks
+                                                                      : launch.size,
+                                                       files_to_check(launch));
   check_requeue(job.config.fault_tolerance);
   check_peer_states(arguments, job.config.checkpoint, launch);
   // Whether a converter can multiply the parts that tensor parallelism makes shows when they are made.
   if (starts_ranks && !job.config.model.converters.empty() &&
       job.config.parallelism.tensor_parallel_degree > 1)
     train::build_each_stage(job.config, arguments.num_ranks);
-  return starts_ranks ? launch_ranks(arguments, job) : run_rank(job.config, launch, checked);
+  return starts_ranks ? launch_ranks(arguments, job) : run_rank(job.config, launch, checked, fake_ranks);
 }
 
 }  // namespace titan::cli

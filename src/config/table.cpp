@@ -135,6 +135,12 @@ Constraint positive_or_minus_one() {
   return numeric("positive, or -1", [](double value) { return value >= 1 || value == -1; });
 }
 
+Constraint positive_or_auto() {
+  Constraint constraint = numeric("positive, or \"auto\"", [](double value) { return value >= 0; });
+  constraint.zero = "auto";
+  return constraint;
+}
+
 // ---- schema
 
 std::string Origins::origin_of(std::string_view name) const {

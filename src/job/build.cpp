@@ -296,12 +296,13 @@ std::filesystem::path record_folder(const JobConfig& config) {
   return checkpoint.enable && checkpoint.load_only ? dump_folder(config) / "load_only" : dump_folder(config);
 }
 
-dist::World build_world(const JobConfig& config) {
-  return dist::init({.backend = config.comm.backend,
+dist::World build_world(const JobConfig& config, int fake_ranks) {
+  return dist::init({.backend = fake_ranks > 0 ? "fake" : config.comm.backend,
                      .device = config.training.device,
                      .timeout = std::chrono::seconds(config.comm.init_timeout_seconds),
                      .flight_entries = static_cast<size_t>(config.comm.trace_buf_size),
-                     .check_collectives = config.debug.check_collectives});
+                     .check_collectives = config.debug.check_collectives,
+                     .fake_world_size = std::max(fake_ranks, 1)});
 }
 
 TrainerPolicies fault_tolerance_policies(const FaultToleranceSettings& settings, const dist::World& world) {

@@ -28,7 +28,8 @@ using Models = std::vector<std::unique_ptr<TrainableModel>>;
 
 /// Joins the job's other processes, as set by [comm] and training.device. Must be called before the first
 /// tensor is made.
-dist::World build_world(const JobConfig& config);
+/// `fake_ranks` > 0: this process is rank 0 of so many that don't exist (comm.mode).
+dist::World build_world(const JobConfig& config, int fake_ranks = 0);
 
 /// Collective over the world.
 Meshes build_job_meshes(const JobConfig& config, const dist::World& world);

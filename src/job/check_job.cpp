@@ -337,6 +337,8 @@ struct Check {
 
   void check_checkpoint(int world_size) {
     const CheckpointSettings& checkpoint = config.checkpoint;
+    require(!checkpoint.enable || config.comm.mode == "default", "checkpoint.enable",
+            "must be false with comm.mode = \"fake_backend\": the other ranks' parts don't exist");
     require(checkpoint.enable || !checkpoint.initial_load_path, "checkpoint.initial_load_path",
             "is read only with checkpoint.enable = true");
     require(checkpoint.enable || checkpoint.load_step < 0, "checkpoint.load_step",
@@ -568,6 +570,13 @@ struct Check {
 CheckedFiles check_job(const JobConfig& config, const config::Origins& origins, int world_size,
                        JobFiles files) {
   Check check{config, origins};
+  for (const auto& [key, degree] : {std::pair("tensor", config.parallelism.tensor_parallel_degree),
+                                    std::pair("context", config.parallelism.context.degree),
+                                    std::pair("pipeline", config.parallelism.pipeline_parallel_degree)})
+    if (degree == 0)
+      throw ConfigError(
+          origins.problem(str("parallelism.", key, "_parallel_degree"),
+                          "\"auto\" is chosen for the ranks of titan train --nproc N; give the degree here"));
   check.check_model();
   const std::optional<int> dp_degree = check.check_parallelism(world_size);
   check.check_plan();

@@ -34,15 +34,18 @@ class Layouts {
   Layouts(const Sizes& sizes, const SearchOptions& options) : sizes_(sizes), options_(options) {}
 
   std::vector<Layout> all() {
+    const auto differs = [](int64_t fixed, int64_t degree) { return fixed > 0 && fixed != degree; };
     for (const int64_t tensor :
          divisors_up_to(options_.world, std::min(options_.max_tensor, sizes_.kv_heads))) {
       if (sizes_.heads % tensor != 0 || sizes_.kv_heads % tensor != 0) continue;
+      if (differs(options_.tensor, tensor)) continue;
       for (const int64_t context : divisors_up_to(options_.world / tensor, options_.max_context)) {
         // Ring attention cuts a sequence into two parts for each rank.
-        if (sizes_.sequence % (2 * context * tensor) != 0) continue;
+        if (sizes_.sequence % (2 * context * tensor) != 0 || differs(options_.context, context)) continue;
         for (const int64_t pipeline : divisors_up_to(options_.world / tensor / context,
                                                      std::min(options_.max_pipeline, sizes_.layers)))
-          add({.tensor = tensor, .context = context, .pipeline = pipeline, .schedule = ""});
+          if (!differs(options_.pipeline, pipeline))
+            add({.tensor = tensor, .context = context, .pipeline = pipeline, .schedule = ""});
       }
     }
     return std::move(layouts_);
@@ -78,9 +81,12 @@ class Layouts {
   }
 
   void add_policies(Layout layout, int64_t micro_batches) {
+    if (options_.only_degrees) {
+      layout.only_degrees = true;
+      return layouts_.push_back(layout);
+    }
     for (const char* recompute : {"none", "selective", "full"}) {
       layout.recompute = recompute;
-      // The schedules that split the backward need its graph twice, which recomputation by operation hasn't got.
       for (const bool float8 : {false, true}) {
         if (float8 && !options_.may_use_float8) continue;
         layout.float8 = float8;
@@ -193,12 +199,8 @@ std::vector<Layout::Setting> Layout::settings(int world, int64_t sequences, int6
       {"parallelism", "tensor_parallel_degree", str(tensor)},
       {"parallelism", "context_parallel_degree", str(context)},
       {"parallelism", "pipeline_parallel_degree", str(pipeline)},
-      {"parallelism", "enable_async_tensor_parallel", truth(asynchronous)},
-      {"parallelism", "fsdp_reshard_after_forward", quoted(keeps_gathered ? "never" : "default")},
-      {"parallelism", "fsdp_reduce_every_micro_batch", truth(!keeps_gathered)},
       {"training", "local_batch_size", str(has_pipeline ? sequences / replicas : micro_batch)},
-      {"training", "global_batch_size", str(sequences)},
-      {"activation_checkpoint", "mode", quoted(recompute)}};
+      {"training", "global_batch_size", str(sequences)}};
   if (has_pipeline) {
     settings.push_back({"parallelism", "pipeline_parallel_schedule", quoted(schedule)});
     settings.push_back({"parallelism", "pipeline_parallel_microbatch_size", str(micro_batch)});
@@ -210,7 +212,13 @@ std::vector<Layout::Setting> Layout::settings(int world, int64_t sequences, int6
     settings.push_back({"parallelism", "pipeline_parallel_first_stage_less_layers", str(less)});
     settings.push_back({"parallelism", "pipeline_parallel_last_stage_less_layers", str(less)});
   }
-  settings.push_back({"model", "converters", float8 ? "[\"quantize.linear.float8\"]" : "[]"});
+  if (only_degrees) return settings;
+  settings.insert(settings.end(), {{"parallelism", "enable_async_tensor_parallel", truth(asynchronous)},
+                                   {"parallelism", "fsdp_reshard_after_forward",
+                                    quoted(keeps_gathered ? "never" : "default")},
+                                   {"parallelism", "fsdp_reduce_every_micro_batch", truth(!keeps_gathered)},
+                                   {"activation_checkpoint", "mode", quoted(recompute)},
+                                   {"model", "converters", float8 ? "[\"quantize.linear.float8\"]" : "[]"}});
   return settings;
 }
 
@@ -223,6 +231,7 @@ std::string Layout::text() const {
     add(str("PP ", pipeline, " (", schedule, stages_of_rank > 1 ? str(", ", stages_of_rank, " stages") : "",
             ")"));
   add(str("micro-batch ", micro_batch));
+  if (only_degrees) return text;
   add("recompute " + recompute);
   if (keeps_gathered) add("parameters stay gathered");
   if (float8) add("Float8");

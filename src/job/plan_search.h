@@ -23,6 +23,7 @@ struct Layout {
   std::string schedule;  ///< with a pipeline
   int64_t stages_of_rank = 1;
   int64_t micro_batch = 1;         ///< sequences
+  bool only_degrees = false;       ///< the policies below are the base's own
   std::string recompute = "none";  ///< activation_checkpoint.mode
   bool keeps_gathered = false;     ///< parameters stay gathered from a micro-batch to the next
   bool float8 = false, asynchronous = false;
@@ -54,11 +55,13 @@ using Planner = std::function<std::vector<PlanAnswer>(const std::vector<PlanRequ
 
 struct SearchOptions {
   int world = 0;
-  int64_t sequences = 0;     ///< all ranks' in a step
-  int64_t usable_bytes = 0;  ///< a device's
+  int64_t sequences = 0;                          ///< all ranks' in a step
+  int64_t usable_bytes = 0;                       ///< a device's
+  int64_t tensor = 0, context = 0, pipeline = 0;  ///< degrees that are given; 0: all are tried
   int64_t max_tensor = 0, max_context = 0,
           max_pipeline = 0;  ///< 0: as many as the device's host has, or as the model allows
   bool may_use_float8 = false;
+  bool only_degrees = false;  ///< recomputation, precision and the rest stay as the base has them
   bool least_memory = false;  ///< rank what fits by memory instead of tokens/s
   size_t num_best = 10;
   size_t num_at_once = 2;  ///< jobs that are planned at the same time

@@ -166,7 +166,11 @@ void describe(config::Table<CommSettings>& table) {
       "SIGQUIT, and by titan debug dump; titan debug flight reads them");
   table.field("save_traces_file_prefix", &CommSettings::save_traces_file_prefix,
               "prefix of their file names; the rank and .json follow");
-  table.refused("mode", std::string("default"), "titan plan runs one rank of each role, without memory or other ranks");
+  table.field("mode", &CommSettings::mode,
+              "\"fake_backend\": one process is rank 0 of the --nproc ranks, and its collectives return at "
+              "once without "
+              "data of others, to try shapes and memory; losses mean nothing",
+              config::one_of({"default", "fake_backend"}));
 }
 
 namespace {
@@ -187,7 +191,9 @@ config::Constraint reshard_name() {
 
 void describe_tensor_parallel(config::Table<ParallelismSettings>& table) {
   table.field("tensor_parallel_degree", &ParallelismSettings::tensor_parallel_degree,
-              "ranks that share each layer's products", config::at_least(1));
+              "ranks that share each layer's products, or \"auto\": the plan's choice for the ranks of "
+              "--nproc (docs/plan.md)",
+              config::positive_or_auto());
   table.field("enable_sequence_parallel", &ParallelismSettings::enable_sequence_parallel,
               "with tensor parallelism: between the products each rank keeps a part of the sequence");
   table.field("disable_loss_parallel", &ParallelismSettings::disable_loss_parallel,
@@ -219,7 +225,9 @@ config::Constraint schedule_name() {
 void describe_pipeline_parallel(config::Table<ParallelismSettings>& table) {
   using Settings = ParallelismSettings;
   table.field("pipeline_parallel_degree", &Settings::pipeline_parallel_degree,
-              "ranks that share the layers, each with one or several stages of them", config::at_least(1));
+              "ranks that share the layers, each with one or several stages of them, or \"auto\": the plan's "
+              "choice for the ranks of --nproc (docs/plan.md)",
+              config::positive_or_auto());
   table.field("pipeline_parallel_schedule", &Settings::pipeline_parallel_schedule,
               "pipeline schedule; the last two names require a schedule file", schedule_name());
   table.field("pipeline_parallel_schedule_csv", &Settings::pipeline_parallel_schedule_csv,
@@ -348,6 +356,10 @@ void check_divisibility(const ParallelDims& dims, const ModelSizes& sizes, int64
                         std::vector<KeyedProblem>& problems) {
   check_sequence_length(dims, "training.seq_len", seq_len, problems);
   if (dims.tp > 1) check_heads(sizes, dims.tp, problems);
+}
+
+bool ParallelismSettings::has_auto_degree() const {
+  return tensor_parallel_degree == 0 || context.degree == 0 || pipeline_parallel_degree == 0;
 }
 
 const void* ParallelismSettings::settings_of(const std::string& name) const {

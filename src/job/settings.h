@@ -120,6 +120,7 @@ struct CommSettings {
   std::string save_traces_folder = "comm_traces";  ///< its records, under job.dump_folder
   std::string save_traces_file_prefix = "rank_";   ///< followed by the rank and .json
   std::string backend = "auto";                    ///< "auto" (nccl on GPUs, gloo on CPUs), "gloo", "nccl"
+  std::string mode = "default";                    ///< "fake_backend": rank 0 of ranks that don't exist
 };
 
 void describe(config::Table<CommSettings>& table);
@@ -133,6 +134,9 @@ struct ParallelismSettings {
   /// False: whole gradients are kept until the last micro-batch of a step.
   bool fsdp_reduce_every_micro_batch = true;
   std::string plan;  ///< a name in parallel_plans(); "": the model family's own
+
+  /// Whether the plan chooses one ("auto"), which is 0 here until it has.
+  bool has_auto_degree() const;
 
   int64_t tensor_parallel_degree = 1;
   bool enable_sequence_parallel = true;       ///< with tensor parallelism, between its products

@@ -251,5 +251,42 @@ TEST(PlanCommand, NamesTheKeyOfAWrongDeviceFile) {
   expect_refused(planned_with("memory_gib = 80\ncompute_capability = 90\nnodes = 1\n"), "nodes");
 }
 
+CommandResult train_debug_model(const Words& words) {
+  return run(Words{titan_program(), "train", std::string(TITAN_SOURCE_DIR) + "/configs/llama3_debug.toml",
+                   "--job.dump_folder", (fresh_folder("plan") / "run").string(), "--training.steps", "2"} +
+                 words,
+             {}, 120);
+}
+
+// A plan of two ranks, of which TP and PP may have both: whatever it chooses, the job runs with it.
+TEST(AutoDegrees, ThePlanChoosesThemForARun) {
+  const CommandResult result = train_debug_model({"--nproc", "2", "--parallelism.tensor_parallel_degree",
+                                                  "auto", "--parallelism.pipeline_parallel_degree", "auto"});
+  EXPECT_EQ(result.status, 0) << result.err;
+  const std::string log = result.out + result.err;
+  EXPECT_THAT(log, AllOf(HasSubstr("degrees by titan plan for 2 x CPU"), HasSubstr("The second one"),
+                         HasSubstr("step:  2")));
+}
+
+TEST(AutoDegrees, NeedTheNumberOfRanks) {
+  expect_refused(train_debug_model({"--parallelism.tensor_parallel_degree", "auto"}),
+                 "--parallelism.tensor_parallel_degree = auto: \"auto\" is chosen for the ranks of titan "
+                 "train --nproc N");
+  expect_refused(plan("llama3_8b", 8, {"--parallelism.context_parallel_degree=auto"}),
+                 "parallelism.context_parallel_degree");
+}
+
+TEST(FakeBackend, OneProcessIsRank0OfMany) {
+  const CommandResult result = train_debug_model(
+      {"--nproc", "64", "--comm.mode", "fake_backend", "--parallelism.tensor_parallel_degree", "2"});
+  EXPECT_EQ(result.status, 0) << result.err;
+  EXPECT_THAT(result.out + result.err, HasSubstr("step:  2"));
+  // 32 data-parallel ranks of 4 sequences of 256 tokens, twice.
+  EXPECT_THAT(result.out + result.err, HasSubstr("has read 65536 tokens"));
+  expect_refused(train_debug_model({"--nproc", "8", "--comm.mode", "fake_backend", "--checkpoint.enable"}),
+                 "checkpoint.enable");
+  expect_refused(train_debug_model({"--nproc", "8", "--comm.mode", "local_tensor"}), "comm.mode");
+}
+
 }  // namespace
 }  // namespace titan::testing

@@ -56,6 +56,7 @@ struct Constraint {
   std::string allowed;  ///< for help and errors
   std::function<bool(const Value&)> accepts;
   std::vector<std::string> names;  ///< the allowed strings, if they can be listed, for "did you mean"
+  std::string zero = {};           ///< a word that an int may have in place of 0: "auto"
 };
 
 /// One of these strings. In a list of strings, every entry has to be one.
@@ -67,6 +68,8 @@ Constraint above(double bound);
 Constraint in_range(double lowest, double highest);
 /// Excludes `bound`.
 Constraint in_range_below(double lowest, double bound);
+/// A positive integer, or "auto", which the struct gets as 0.
+Constraint positive_or_auto();
 /// A positive integer, or -1 for "the rest" / "all".
 Constraint positive_or_minus_one();
 

@@ -128,7 +128,10 @@ void describe(config::Table<ContextParallelSettings>& table) {
   using Settings = ContextParallelSettings;
   config::Constraint balancers = config::one_of({"headtail", "None"});
   balancers.allowed += " (\"ptrr\" balances the block masks of flex attention, which isn't here)";
-  table.field("degree", &Settings::degree, "ranks that share each sequence", config::at_least(1));
+  table.field("degree", &Settings::degree,
+              "ranks that share each sequence, or \"auto\": the plan's choice for the ranks of --nproc "
+              "(docs/plan.md)",
+              config::positive_or_auto());
   table.field("load_balancer", &Settings::load_balancer,
               "how a sequence is divided: an early and a late chunk for each rank, or contiguous parts",
               balancers);
