@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Compares titan plan with published runs, and writes the table of docs/plan.md.
+"""Compares titan plan with published runs, and writes the tables of docs/plan.md: of time, and of memory.
 
-    scripts/compare_plans.py [--only ID,ID] [--jobs N]     prints the table
-    scripts/compare_plans.py --write                       writes it into docs/plan.md, too
+    scripts/compare_plans.py [--only ID,ID] [--jobs N]     prints the tables
+    scripts/compare_plans.py --memory                      only the table of memory
+    scripts/compare_plans.py --write                       writes them into docs/plan.md, too
 
-The runs, their sources and how each is planned stand in benchmarks/published_runs.json. An adjustment adds to the planned step what a run did
-and the program doesn't do, item by item (ADJUSTMENTS below)."""
+The runs, their sources and how each is planned stand in benchmarks/published_runs.json. An adjustment adds to the planned step, or to the planned
+memory, what a run did or kept and the program doesn't, item by item (ADJUSTMENTS and MEMORY_ADJUSTMENTS below)."""
 
 import argparse
 import concurrent.futures
@@ -18,7 +19,9 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TITAN = ROOT / "build/bin/titan"
-BEGIN, END = "<!-- published runs -->\n", "<!-- end of published runs -->\n"
+GIB = 2**30
+MARKERS = {"time": ("<!-- published runs -->\n", "<!-- end of published runs -->\n"),
+           "memory": ("<!-- published memory -->\n", "<!-- end of published memory -->\n")}
 
 
 def device_of(name):
@@ -70,9 +73,107 @@ def gpt(plan, device, item):
 ADJUSTMENTS = {"no_overlap": no_overlap, "gpt": gpt}
 
 
-def planned(run):
+# ---- memory. Sizes are of one rank; "tensor" and the like are degrees, and "layers" those of a rank.
+
+
+def layers_in_flight(item):
+    """Layers with activations on the first pipeline rank, counted once for each micro-batch."""
+    depth = item["pipeline"]
+    return item["layers"] * (depth + (depth - 1) / item["chunks"] if item["chunks"] > 1 else depth)
+
+
+def megatron_core(role, point, item):
+    """Megatron-Core with Transformer Engine: bf16 parameters, fp32 gradients, and 12 bytes of each parameter's state divided by data parallelism."""
+    tensor, hidden, rank = item["tensor"], item["hidden"], min(role["rank"] * item["pipeline"] // 8, item["pipeline"] - 1)
+    module = point["module"]
+    # The embedding's gradient comes when a micro-batch's layers have been freed.
+    in_flight = item["pipeline"] - rank - (rank == 0 and module == "")
+    layers = item["layers"] * in_flight
+    tokens_bytes = 2 * item["sequence"]
+    matrices = 2 * hidden * hidden + 2 * hidden * item["kv"] + 3 * hidden * item["ffn"]
+    head = item["vocab"] * hidden / tensor
+    is_last = rank == item["pipeline"] - 1
+    items = {
+        # It reduces within the buffer of gradients (param_and_grad_buffer.py); FSDP's shards have gradients of their own.
+        "gradients of shards": -point["categories"]["parameters"] if item["data"] > 1 else 0,
+        # It keeps its part of each norm's output, and gathers again in the backward (layers.py).
+        "gathered inputs": -2 * layers * tokens_bytes * hidden * (1 - 1 / tensor),
+        # It keeps the product; the plan has it only for the layer whose backward runs.
+        "SwiGLU's products": (layers - bool(re.match(r"layers.* backward", module))) * tokens_bytes * item["ffn"] / tensor,
+        # get_dummy_wgrad keeps one bf16 tensor for each shape of a weight whose gradient is summed in place.
+        "dummy gradients": 2 * matrices / tensor + (2 * head if is_last else 0),
+        # The plan's loss head makes a gradient in fp32 (ops/loss.cpp), which lives until FSDP adds it, in a pipeline until the optimizer's step.
+        # Megatron's product adds to the buffer.
+        "the head's fp32 gradient": -4 * head if is_last else 0,
+        # The plan's embedding makes a whole gradient in fp32, Megatron's in bf16.
+        "the embedding's fp32 gradient": -2 * head if rank == 0 and module == "" else 0,
+    }
+    return {name: round(size) for name, size in items.items() if size}
+
+
+def gpt_states(role, point, item):
+    """18 bytes for each of 12 h^2 parameters of a layer."""
+    params, hidden = point["categories"]["parameters"] / 4, item["hidden"]
+    others = 2 * hidden * item["layers"]  # norms
+    if item["pipeline"] == 1:
+        others += 2 * item["vocab"] * hidden / item["tensor"] + hidden
+    larger = 3 * hidden * (item["ffn"] - 8 * hidden / 3) * item["layers"] / item["tensor"]  # the width is rounded to 32
+    items = {"weights in 16 bits": 2 * params, "embedding, output and norms, which it leaves out": -18 * others, "rounded width": -18 * larger}
+    return {name: round(size) for name, size in items.items() if abs(size) >= 0.005 * GIB}
+
+
+def gpt_block(role, point, item):
+    """With sequence parallelism, and what is recomputed left out: 34 s b h / t bytes of a layer."""
+    layers, part = layers_in_flight(item), item["tokens"] * item["hidden"] / item["tensor"]
+    return {"gathered inputs": -2 * layers * 2 * part * (item["tensor"] - 1), "masks of dropout": 2 * layers * part,
+            "GeLU of 4 h, its input and output": layers * (16 * part - 4 * item["tokens"] * item["ffn"] / item["tensor"])}
+
+
+def gpt_scores(role, point, item):
+    """Without either: whole norms, residuals and masks on each rank, and scores."""
+    layers, part = layers_in_flight(item), item["tokens"] * item["hidden"] / item["tensor"]
+    return {"whole norms, residuals and masks": layers * 10 * part * (item["tensor"] - 1),
+            "scores, softmax and its mask": layers * 5 * item["heads"] / item["tensor"] * item["tokens"] * item["sequence"]}
+
+
+MEMORY_ADJUSTMENTS = {"megatron_core": megatron_core, "gpt_states": gpt_states, "gpt_block": gpt_block, "gpt_scores": gpt_scores}
+
+
+def saved_by_layers(role):
+    """Activations at the peak that layers' forwards made, and layers' inputs from the embedding or another stage."""
+    modules = r"layers\.(?!.* backward)|rotary$|tok_embeddings$|action \d+RECV_F"
+    return sum(each["bytes"] for each in role["at_peak_by_module"] if re.match(modules, each["module"]))
+
+
+def planned_memory(plan, entry):
+    """The plan's number, in bytes, and the adjustments to it."""
+    roles = plan["memory"]["by_role"]
+    if entry["number"] == "reserved":
+        return max(role["peak_reserved_bytes"] for role in roles), {}
+    if entry["number"] == "allocated":  # the point with most, after adjustment
+        points = [(role, point) for role in roles for point in [role["at_peak"]] + role["over_time"] if point["step"] == 2]
+        value = lambda role, point: point["bytes"]
+    else:
+        has_middle = len(roles) > 3
+        role = roles[1] if has_middle and entry["number"] == "states" else roles[0]
+        points = [(role, role["at_peak"])]
+        states = ("parameters", "gradients", "optimizer")
+        value = lambda role, point: (sum(point["categories"][name] for name in states) if entry["number"] == "states" else saved_by_layers(role))
+    best = None
+    for role, point in points:
+        items = {}
+        for item in entry.get("adjustments", []):
+            items |= MEMORY_ADJUSTMENTS[item["kind"]](role, point, item)
+        if best is None or value(role, point) + sum(items.values()) > best[0] + sum(best[1].values()):
+            best = value(role, point), items
+    return best
+
+
+def planned(run, memory_only):
+    # Memory doesn't depend on micro-batches beyond those that fill a pipeline.
+    settings = run.get("memory_settings", run["settings"]) if memory_only else run["settings"]
     command = [str(TITAN), "plan", "--world", str(run["world"]), "--device", run["device"], "--kernels", run["kernels"], "--json"]
-    result = subprocess.run(command + run["settings"], cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run(command + settings, cwd=ROOT, capture_output=True, text=True)
     if result.returncode != 0:
         return {"id": run["id"], "error": result.stderr.strip()}
     plan = json.loads(result.stdout)
@@ -84,50 +185,80 @@ def planned(run):
     seconds += sum(items.values())
     value = seconds if run["unit"] == "s" else tokens / seconds
     return {"id": run["id"], "value": value, "items": items, "step_s": plan["step_s"], "time": plan["time"], "peak_gib": plan["memory"]["peak_gib"],
-            "fits": plan["fits"]}
+            "fits": plan["fits"], "memory": [planned_memory(plan, entry) for entry in run.get("memory", [])]}
 
 
 def number(value, unit):
     return f"{value:,.2f} s" if unit == "s" else f"{value:,.0f}" if value > 300 else f"{value:,.1f}"
 
 
+def place(run):
+    return f"{run['source']}: {run['title']} | {run['world']} x {run['device']}"
+
+
+def time_table(runs, plans):
+    lines = ["| run | GPUs | planned | published | error | |", "| --- | --- | --- | --- | --- | --- |"]
+    errors = []
+    for run, plan in zip(runs, plans):
+        measured = run.get("published")
+        error = plan["value"] / measured - 1 if measured else None
+        if measured and not run["fit"]:
+            errors.append(abs(error))
+        notes = ["used to fit"] if run["fit"] else []
+        notes += [f"{name} {1e3 * seconds:+,.0f} ms" for name, seconds in plan["items"].items()]
+        notes += [run["note"]] if "note" in run else []
+        lines.append(f"| {place(run)} | {number(plan['value'], run['unit'])} | "
+                     f"{number(measured, run['unit']) if measured else ''} | {f'{100 * error:+.1f} %' if measured else ''} | {'; '.join(notes)} |")
+    table = "\n".join(lines) + "\n"
+    if errors:
+        table += (f"\nOf the {len(errors)} runs that weren't used to fit, the median error is {100 * statistics.median(errors):.1f} %, "
+                  f"the largest {100 * max(errors):.1f} %.\n")
+    return table
+
+
+def memory_table(runs, plans):
+    lines = ["| run | GPUs | number | plan says | adjusted | published | difference | adjustments, GiB |",
+             "| --- | --- | --- | --- | --- | --- | --- | --- |"]
+    largest = 0
+    for run, plan in zip(runs, plans):
+        for entry, (value, items) in zip(run.get("memory", []), plan["memory"]):
+            adjusted = (value + sum(items.values())) / GIB
+            if items:
+                largest = max(largest, abs(adjusted / entry["published_gib"] - 1))
+            lines.append(f"| {place(run)} | {entry.get('title', entry['number'])} | {value / GIB:.2f} | {f'{adjusted:.2f}' if items else ''} | "
+                         f"{entry['published_gib']:.2f} | {100 * (adjusted / entry['published_gib'] - 1):+.1f} % | "
+                         f"{'; '.join(f'{name} {size / GIB:+.2f}' for name, size in items.items())} |")
+    table = "\n".join(lines) + "\n"
+    return table + f"\nThe largest difference after adjustment is {100 * largest:.1f} %.\n" if largest else table
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--memory", action="store_true")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--runs", default=ROOT / "benchmarks/published_runs.json")
     arguments = parser.parse_args()
     runs = json.loads(pathlib.Path(arguments.runs).read_text())
     if arguments.only:
         runs = [run for run in runs if run["id"] in arguments.only.split(",")]
-    lines = ["| run | GPUs | planned | published | error | |", "| --- | --- | --- | --- | --- | --- |"]
-    errors = []
+    if arguments.memory:
+        runs = [run for run in runs if "memory" in run]
+    plans = []
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
-        for run, plan in zip(runs, pool.map(planned, runs)):
-            if "error" in plan:
-                print(run["id"], run["title"], plan["error"], file=sys.stderr)
-                continue
-            print(run["id"], run["title"], json.dumps(plan), file=sys.stderr)
-            measured = run.get("published")
-            error = plan["value"] / measured - 1 if measured else None
-            if measured and not run["fit"]:
-                errors.append(abs(error))
-            notes = ["used to fit"] if run["fit"] else []
-            notes += [f"{name} {1e3 * seconds:+,.0f} ms" for name, seconds in plan["items"].items()]
-            notes += [run["note"]] if "note" in run else []
-            lines.append(f"| {run['source']}: {run['title']} | {run['world']} x {run['device']} | {number(plan['value'], run['unit'])} | "
-                         f"{number(measured, run['unit']) if measured else ''} | {f'{100 * error:+.1f} %' if measured else ''} | {'; '.join(notes)} |")
-    table = "\n".join(lines) + "\n"
-    if errors:
-        table += (f"\nOf the {len(errors)} runs that weren't used to fit, the median error is {100 * statistics.median(errors):.1f} %, "
-                  f"the largest {100 * max(errors):.1f} %.\n")
-    print(table)
-    if arguments.write:
-        page = ROOT / "docs/plan.md"
-        text = page.read_text()
-        before, rest = text.split(BEGIN)
-        page.write_text(before + BEGIN + "\n" + table + "\n" + END + rest.split(END)[1])
+        for run, plan in zip(runs, pool.map(lambda run: planned(run, arguments.memory), runs)):
+            print(run["id"], run["title"], plan.get("error") or json.dumps(plan), file=sys.stderr)
+            plans.append(plan)
+    answered = [(run, plan) for run, plan in zip(runs, plans) if "error" not in plan]
+    tables = {name: make(*zip(*answered)) for name, make in (("time", time_table), ("memory", memory_table)) if name == "memory" or not arguments.memory}
+    for name, table in tables.items():
+        print(table)
+        if arguments.write:
+            page = ROOT / "docs/plan.md"
+            begin, end = MARKERS[name]
+            before, rest = page.read_text().split(begin)
+            page.write_text(before + begin + "\n" + table + "\n" + end + rest.split(end)[1])
 
 
 if __name__ == "__main__":
