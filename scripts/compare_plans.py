@@ -20,7 +20,8 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TITAN = ROOT / "build/bin/titan"
 GIB = 2**30
-MARKERS = {"time": ("<!-- published runs -->\n", "<!-- end of published runs -->\n"),
+MARKERS = {"ours": ("<!-- published runs with our kernels -->\n", "<!-- end of published runs with our kernels -->\n"),
+           "time": ("<!-- published runs -->\n", "<!-- end of published runs -->\n"),
            "memory": ("<!-- published memory -->\n", "<!-- end of published memory -->\n")}
 
 
@@ -184,7 +185,7 @@ def planned(run, memory_only):
         items |= ADJUSTMENTS[adjustment["kind"]](plan, device_of(run["device"]), adjustment)
     seconds += sum(items.values())
     value = seconds if run["unit"] == "s" else tokens / seconds
-    return {"id": run["id"], "value": value, "items": items, "step_s": plan["step_s"], "time": plan["time"], "peak_gib": plan["memory"]["peak_gib"],
+    return {"id": run["id"], "value": value, "items": items, "step_s": plan["step_s"], "time": plan["time"], "mfu": plan["mfu"], "peak_gib": plan["memory"]["peak_gib"],
             "fits": plan["fits"], "memory": [planned_memory(plan, entry) for entry in run.get("memory", [])]}
 
 
@@ -194,6 +195,15 @@ def number(value, unit):
 
 def place(run):
     return f"{run['source']}: {run['title']} | {run['world']} x {run['device']}"
+
+
+def our_table(runs, plans):
+    lines = ["| run of TorchTitan | GPUs | LibTitan, planned | published | ratio | MFU | exposed communication | bubble |", "| --- | --- | --- | --- | --- | --- | --- | --- |"]
+    for run, plan in zip(runs, plans):
+        share = lambda what: f"{100 * plan['time'][what] / plan['step_s']:.0f} %"
+        lines.append(f"| {run['title'].replace(', eager', ' in eager mode').replace(', compiled', '')} | {run['world']} x {run['device']} | {number(plan['value'], run['unit'])} | "
+                     f"{number(run['published'], run['unit'])} | {plan['value'] / run['published']:.2f} | {100 * plan['mfu']:.0f} % | {share('exposed_communication')} | {share('bubble')} |")
+    return "\n".join(lines) + "\n"
 
 
 def time_table(runs, plans):
@@ -236,7 +246,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--memory", action="store_true", help="only the table of memory, which is quicker")
+    parser.add_argument("--ours", action="store_true", help="only TorchTitan's runs, with LibTitan's kernels")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--runs", default=ROOT / "benchmarks/published_runs.json")
     arguments = parser.parse_args()
@@ -245,13 +256,17 @@ def main():
         runs = [run for run in runs if run["id"] in arguments.only.split(",")]
     if arguments.memory:
         runs = [run for run in runs if "memory" in run]
+    if arguments.ours:
+        runs = [run | {"kernels": "ours"} for run in runs if run["source"].startswith("TorchTitan")]
     plans = []
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
         for run, plan in zip(runs, pool.map(lambda run: planned(run, arguments.memory), runs)):
             print(run["id"], run["title"], plan.get("error") or json.dumps(plan), file=sys.stderr)
             plans.append(plan)
     answered = [(run, plan) for run, plan in zip(runs, plans) if "error" not in plan]
-    tables = {name: make(*zip(*answered)) for name, make in (("time", time_table), ("memory", memory_table)) if name == "memory" or not arguments.memory}
+    wanted = ["ours"] if arguments.ours else ["memory"] if arguments.memory else ["time", "memory"]
+    makers = {"ours": our_table, "time": time_table, "memory": memory_table}
+    tables = {name: makers[name](*zip(*answered)) for name in wanted}
     for name, table in tables.items():
         print(table)
         if arguments.write:
