@@ -24,6 +24,7 @@ STEP_NAMES = {
     "tps": "throughput(tps)",
     "tflops": "tflops",
     "mfu": "mfu(%)",
+    "percent_of_plan": "of_plan(%)",
     "step_s": "time_metrics/end_to_end(s)",
     "data_loading_s": "time_metrics/data_loading(s)",
     "checkpoint_s": "time_metrics/checkpoint(s)",

@@ -13,6 +13,7 @@
 #include "config/document.h"
 #include "core/file.h"
 #include "core/json.h"
+#include "core/units.h"
 #include "titan/config/load.h"
 #include "titan/core/error.h"
 #include "train/policies/interruption.h"
@@ -94,6 +95,29 @@ std::optional<double> median_after_first(Curve curve) {
   std::nth_element(curve.begin(), middle, curve.end(),
                    [](const auto& a, const auto& b) { return a.second < b.second; });
   return middle->second;
+}
+
+RunPlan read_plan(const std::string& text) try {
+  const nlohmann::json plan = nlohmann::json::parse(text);
+  // Rank 0 is always planned, and is the first.
+  const nlohmann::json& memory = plan.at("memory").at("by_role").at(0);
+  const nlohmann::json& time = plan.at("time_by_role").at(0);
+  RunPlan found{.device = plan.at("device"),
+                .world_size = plan.at("world"),
+                .step_s = plan.at("step_s"),
+                .tps = plan.at("tokens_per_s_per_device"),
+                .mfu = 100 * plan.at("mfu").get<double>(),
+                .reserved_gib = memory.at("peak_reserved_bytes").get<double>() / kGiB,
+                .allocated_gib = memory.at("peak_allocated_bytes").get<double>() / kGiB,
+                .compute_s = time.at("compute"),
+                .optimizer_s = time.at("optimizer"),
+                .exposed_communication_s = time.at("exposed_communication"),
+                .bubble_s = time.at("bubble"),
+                .host_s = time.at("host")};
+  TITAN_CHECK(found.step_s > 0 && found.tps > 0 && found.reserved_gib > 0, "a plan's figures are above 0");
+  return found;
+} catch (const nlohmann::json::exception& error) {
+  throw Error(str("this isn't what titan plan --json prints: ", error.what()));
 }
 
 std::string RunFolder::setting(const std::string& key) const {

@@ -1,7 +1,7 @@
 #pragma once
 
-// A run's folder: config.toml, metrics.jsonl, validation.jsonl and the checkpoints as they are now, and its
-// history: what its processes did and how they ended, from the structured logs of its ranks
+// A run's folder: config.toml, metrics.jsonl, validation.jsonl, plan.json and the checkpoints as they are now,
+// and its history: what its processes did and how they ended, from the structured logs of its ranks
 // (observe/structured_log.h). `titan top`, `report`, `sweep` and `compare` read runs through this header.
 
 #include <cstdint>
@@ -81,6 +81,22 @@ RunFolder read_run_folder(const std::filesystem::path& folder, const RowOptions&
 /// RunFolder::folder_of() of a folder that may have no config.toml.
 std::filesystem::path folder_of_setting(const std::filesystem::path& run, const std::string& key,
                                         const std::string& usual);
+
+/// A run's plan: the figures that rank 0 of the run measures, too.
+struct RunPlan {
+  std::string device;
+  int world_size = 0;
+  double step_s = 0;
+  double tps = 0;                              ///< tokens/s, per device
+  double mfu = 0;                              ///< percent
+  double reserved_gib = 0, allocated_gib = 0;  ///< peaks: from the device, and in tensors
+  double compute_s = 0, optimizer_s = 0, exposed_communication_s = 0, bubble_s = 0,
+         host_s = 0;  ///< parts of a step
+};
+/// In the run's folder: what `titan plan --json` printed.
+inline constexpr const char* kPlanFile = "plan.json";
+/// Throws Error if the text is something else.
+RunPlan read_plan(const std::string& text);
 
 struct LoggedEvent {
   enum class Kind { Start, End, Error, Instant };

@@ -103,6 +103,7 @@ std::string figure_line(const MetricRows& steps) {
   if (const auto tps = steps.last("tps"))
     line += str("  tokens/s per device ", short_number(std::round(*tps)));
   add("MFU %", "mfu", "%.1f");
+  add("% of plan", "percent_of_plan", "%.1f");
   return line.empty() ? "no step has been logged yet\n" : line + "\n";
 }
 

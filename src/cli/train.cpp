@@ -5,7 +5,6 @@
 
 #include <malloc.h>
 #include <signal.h>
-#include <spawn.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -17,6 +16,7 @@
 #include <limits>
 #include <thread>
 
+#include "cli/plan_watch.h"
 #include "cli/text.h"
 #include "core/process.h"
 #include "dist/environment.h"
@@ -215,22 +215,7 @@ std::string slurm_job() {
 // Runs `scontrol requeue JOB`.
 void requeue(const std::string& job) {
   const std::string what = "scontrol requeue " + job;
-  std::string program = "scontrol", verb = "requeue", argument = job;
-  char* words[] = {program.data(), verb.data(), argument.data(), nullptr};
-  // The program blocks no signals, unlike this process, whose threads leave signals to the SignalWatch.
-  posix_spawnattr_t plain;
-  sigset_t none, all;
-  ::sigemptyset(&none);
-  ::sigfillset(&all);
-  ::posix_spawnattr_init(&plain);
-  ::posix_spawnattr_setsigmask(&plain, &none);
-  ::posix_spawnattr_setsigdefault(&plain, &all);
-  ::posix_spawnattr_setflags(&plain, POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF);
-  pid_t child = -1;
-  const int error = ::posix_spawnp(&child, "scontrol", nullptr, &plain, words, environ);
-  ::posix_spawnattr_destroy(&plain);
-  TITAN_CHECK(error == 0, what, ": ", errno_text(error));
-  const int status = wait_for_end(child, what);
+  const int status = wait_for_end(start_program({"scontrol", "requeue", job}), what);
   TITAN_CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0, what, " failed (",
               WIFEXITED(status) ? "exit code " : "signal ",
               WIFEXITED(status) ? WEXITSTATUS(status) : WTERMSIG(status),
@@ -353,6 +338,7 @@ int check_only(const TrainArguments& arguments, const LoadedJob& job, const dist
   });
   judge([&] { check_launched_restarts(launch, job.config, job.origins); });
   judge([&] { check_requeue(job.config.fault_tolerance); });
+  judge([&] { check_plan_device(job.config, job.origins); });
   judge([&] { check_peer_states(arguments, job.config.checkpoint, launch); });
   for (const std::string& fact : report.facts) print(fact + (fact.ends_with('\n') ? "" : "\n"));
   if (!report.problems.empty()) throw ConfigError(std::move(report.problems));
@@ -391,6 +377,8 @@ train::RunEnd run_trainer(const train::JobConfig& config, const dist::World& wor
   train::MemoryWitness witness(world.device());
   try {
     train::Trainer trainer = train::build_trainer(config, world, on_terminal(launch), checked, watchdog);
+    if (auto plan = build_plan_watch(config, world, trainer.parts().window))
+      trainer.parts().observers.push_back(std::move(plan));
     witness.know(trainer);
     startup.end();
     return trainer.train();
@@ -497,6 +485,8 @@ int train_command(const Arguments& words) {
                                                                       : launch.size,
                                                        files_to_check(launch));
   check_requeue(job.config.fault_tolerance);
+  // Only rank 0 plans, perhaps with a file that only its host has.
+  if (starts_ranks || launch.rank == 0) check_plan_device(job.config, job.origins);
   check_peer_states(arguments, job.config.checkpoint, launch);
   // Whether a converter can multiply the parts that tensor parallelism makes shows when they are made.
   if (starts_ranks && !job.config.model.converters.empty() &&

@@ -1,5 +1,7 @@
 #include "core/process.h"
 
+#include <signal.h>
+#include <spawn.h>
 #include <sys/resource.h>
 #include <time.h>
 #include <unistd.h>
@@ -78,6 +80,34 @@ double seconds_since_launch() {
 
 void pass_on_launch_time() {
   ::setenv(kLaunchSeconds, std::to_string(seconds_since_process_start()).c_str(), /*overwrite=*/1);
+}
+
+pid_t start_program(const std::vector<std::string>& words, int output, int errors) {
+  std::vector<std::string> texts = words;
+  std::vector<char*> arguments;
+  for (std::string& text : texts) arguments.push_back(text.data());
+  arguments.push_back(nullptr);
+  // This process's threads may leave its signals to one of them, and block them.
+  posix_spawnattr_t plain;
+  sigset_t none, all;
+  ::sigemptyset(&none);
+  ::sigfillset(&all);
+  ::posix_spawnattr_init(&plain);
+  ::posix_spawnattr_setsigmask(&plain, &none);
+  ::posix_spawnattr_setsigdefault(&plain, &all);
+  ::posix_spawnattr_setflags(&plain, POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF);
+  // A connection that stayed open in the child would hide from its other end that this process has ended.
+  posix_spawn_file_actions_t files;
+  ::posix_spawn_file_actions_init(&files);
+  if (output >= 0) ::posix_spawn_file_actions_adddup2(&files, output, STDOUT_FILENO);
+  if (errors >= 0) ::posix_spawn_file_actions_adddup2(&files, errors, STDERR_FILENO);
+  ::posix_spawn_file_actions_addclosefrom_np(&files, STDERR_FILENO + 1);
+  pid_t child = -1;
+  const int error = ::posix_spawnp(&child, arguments[0], &files, &plain, arguments.data(), environ);
+  ::posix_spawn_file_actions_destroy(&files);
+  ::posix_spawnattr_destroy(&plain);
+  TITAN_CHECK(error == 0, words[0], " can't be started: ", errno_text(error));
+  return child;
 }
 
 double peak_resident_gib() {

@@ -2,7 +2,10 @@
 
 // Facts about this process and its machine, from the operating system (Linux, /proc).
 
+#include <sys/types.h>
+
 #include <string>
+#include <vector>
 
 namespace titan {
 
@@ -29,6 +32,11 @@ double seconds_since_process_start();
 double seconds_since_launch();
 /// Passes this process's running time on to the ranks that it starts, for seconds_since_launch().
 void pass_on_launch_time();
+
+/// Starts words[0], which PATH finds, with no signal blocked or ignored. `output` and `errors` are files of this process that it writes to; -1:
+/// where this process does. No other file stays open in it. The caller waits for its end. Throws Error if it can't be started.
+pid_t start_program(const std::vector<std::string>& words, int output = -1, int errors = -1);
+
 /// In GiB (1024^3 bytes).
 double peak_resident_gib();
 double machine_memory_gib();

@@ -51,6 +51,10 @@ std::string mfu_field(const std::optional<double>& mfu) {
   return mfu ? formatted("mfu: %.2f%%", *mfu) : "mfu: N/A";
 }
 
+std::string of_plan_field(const std::optional<double>& percent) {
+  return percent ? formatted("  of plan: %.1f%%", *percent) : "";
+}
+
 // Builds {"a": 1, "b": 2.5}. NaN and infinities, which JSON lacks, become null.
 class JsonObject {
  public:
@@ -83,7 +87,7 @@ std::string console_line(const StepMetrics& m, bool color) {
              c.turquoise, memory_field(m.memory_gib, m.memory_percent), "  ",        //
              c.blue, "tps: ", with_commas(std::round(m.tps), 0), "  ",               //
              c.cyan, "tflops: ", with_commas(m.tflops, 2), "  ",                     //
-             c.magenta, mfu_field(m.mfu), c.reset);
+             c.magenta, mfu_field(m.mfu), of_plan_field(m.percent_of_plan), c.reset);
 }
 
 std::string console_line(const ValidationMetrics& m, bool color) {
@@ -98,6 +102,7 @@ std::string json_line(const StepMetrics& m) {
   JsonObject object;
   object.add("step", m.step).add("loss", m.loss).add("max_loss", m.max_loss).add("grad_norm", m.grad_norm);
   object.add("lr", m.lr).add("tps", m.tps).add("tflops", m.tflops).add("mfu", m.mfu);
+  if (m.percent_of_plan) object.add("percent_of_plan", m.percent_of_plan);
   object.add("memory_gib", m.memory_gib).add("memory_percent", m.memory_percent);
   if (m.allocated_gib) object.add("allocated_gib", *m.allocated_gib);
   if (m.active_gib) object.add("active_gib", m.active_gib).add("active_percent", m.active_percent);
@@ -338,6 +343,7 @@ class TensorBoardSink final : public MetricsSink {
       if (value) scalars.emplace_back(tag, static_cast<double>(*value));
     };
     add_if_known("mfu(%)", m.mfu);
+    add_if_known("of_plan(%)", m.percent_of_plan);
     add_if_known("memory/max_allocated(GiB)", m.allocated_gib);
     add_if_known("memory/max_active(GiB)", m.active_gib);
     add_if_known("memory/max_active(%)", m.active_percent);
@@ -404,6 +410,10 @@ void describe(config::Table<MetricsSettings>& table) {
   table.field("peak_flops", &MetricsSettings::peak_flops,
               "peak FLOP/s of one device, for mfu; unset: by the GPU's name, unknown for CPUs",
               config::at_least(1));
+  table.field("plan_device", &MetricsSettings::plan_device,
+              "the device for which rank 0 plans the run beside it, as plan.json under job.dump_folder: auto "
+              "(on GPUs, by the "
+              "GPU's name), a device of titan plan --device or a .toml file, or none (docs/plan.md)");
   table.field(
       "report_roofline", &MetricsSettings::report_roofline,
       "measure the fourth step: per kind of operation its bytes, FLOPs, time and share of the device's "

@@ -196,6 +196,12 @@ ClusterSpec load_device(const std::string& name) {
   return cluster;
 }
 
+std::optional<std::string> device_called(const std::string& driver_name) {
+  for (const std::string& name : known_names())
+    if (load_device(name).device.name == driver_name) return name;
+  return std::nullopt;
+}
+
 std::string to_toml(const ClusterSpec& cluster) {
   const DeviceSpec& device = cluster.device;
   const auto text_of = [](const config::Value& value) { return config::to_text(value); };

@@ -36,6 +36,7 @@ void MetricsWindow::close(StepMetrics& metrics) {
   metrics.tps = rate_of(local_tokens_, seconds);
   metrics.tflops = rate_.flops_per_token * metrics.tps * 1e-12;
   if (rate_.peak_flops) metrics.mfu = 100 * rate_.flops_per_token * metrics.tps / *rate_.peak_flops;
+  if (planned_tps_) metrics.percent_of_plan = 100 * metrics.tps / *planned_tps_;
   metrics.step_s = seconds / steps;
   metrics.data_loading_s = data_loading_s_ / steps;
   metrics.n_tokens_seen = local_tokens_seen_;

@@ -33,6 +33,8 @@ struct MetricsSettings {
   bool save_for_all_ranks = false;
   /// Peak FLOP/s of one device; unset: by the device's name, unknown for CPUs.
   std::optional<double> peak_flops;
+  /// The device that `titan plan` is asked about for plan.json: "auto", a name of configs/devices or a file, or "none".
+  std::string plan_device = "auto";
   /// Measure the fourth step by kinds of operations and collectives, against the device's limits.
   bool report_roofline = false;
 };

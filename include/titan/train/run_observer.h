@@ -31,6 +31,8 @@ struct StepMetrics {
   double tps = 0;             ///< tokens per second and device
   double tflops = 0;          ///< teraFLOP/s per device
   std::optional<double> mfu;  ///< percent of the device's peak; unset if the peak is unknown
+  /// tps in percent of what titan plan says for this device; unset: the run has no plan, or not yet.
+  std::optional<double> percent_of_plan = {};
   /// Most memory that the allocator has held since the previous logged step, in GiB (1024^3 bytes). On a CPU:
   /// the kernel's count of peak resident memory since the process started.
   double memory_gib = 0;
@@ -146,6 +148,9 @@ class MetricsWindow {
   /// Excludes time spent outside of steps (validation, waiting for a checkpoint).
   void leave_out(double seconds) { left_out_s_ += seconds; }
 
+  /// From the next window on, tps is also given in percent of this one.
+  void set_planned_tps(double tps) { planned_tps_ = tps; }
+
   /// Fills in rates, times and memory, and starts the next window.
   void close(StepMetrics& metrics);
   void fill_memory(double& gib, double& percent) const;
@@ -159,6 +164,7 @@ class MetricsWindow {
   using Clock = std::chrono::steady_clock;
   at::Device device_;
   DeviceRate rate_;
+  std::optional<double> planned_tps_;
   Clock::time_point start_;
   std::optional<double> startup_s_;  // until it has been logged
   int64_t steps_ = 0;

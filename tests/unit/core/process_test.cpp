@@ -1,9 +1,14 @@
 #include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
 #include <chrono>
 #include <cstdlib>
+#include <string>
 #include <thread>
 
 #include "core/process.h"
+#include "titan/core/error.h"
 
 namespace titan {
 namespace {
@@ -28,6 +33,26 @@ TEST(Process, TimeSinceLaunchIncludesTheLauncher) {
   }
   ::unsetenv("TITAN_LAUNCH_SECONDS");
   EXPECT_NEAR(seconds_since_launch(), seconds_since_process_start(), 0.5);
+}
+
+TEST(Process, StartsAProgramThatBlocksNoSignalsAndHasNoOtherFiles) {
+  sigset_t all, before;
+  ::sigfillset(&all);
+  ::pthread_sigmask(SIG_SETMASK, &all, &before);
+  int pipe[2];
+  ASSERT_EQ(::pipe(pipe), 0);
+  const std::string script = "grep SigBlk /proc/self/status; [ -e /proc/$$/fd/" + std::to_string(pipe[0]) +
+                             " ] || echo closed; exit 7";
+  const pid_t child = start_program({"sh", "-c", script}, pipe[1]);
+  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  int status = 0;
+  EXPECT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(WEXITSTATUS(status), 7);
+  char text[100] = {};
+  EXPECT_GT(::read(pipe[0], text, sizeof text - 1), 0);
+  EXPECT_EQ(std::string(text), "SigBlk:\t0000000000000000\nclosed\n");
+  for (const int file : pipe) ::close(file);
+  EXPECT_THROW(start_program({"no such program"}), Error);
 }
 
 TEST(Process, ResidentMemoryIsLessThanTheMachines) {

@@ -42,6 +42,13 @@ TEST(ConsoleLine, ShowsMfuWhenThePeakIsKnown) {
   EXPECT_NE(console_line(metrics, false).find("mfu: 41.27%"), std::string::npos);
 }
 
+TEST(ConsoleLine, ShowsTheShareOfThePlanBesideMfu) {
+  StepMetrics metrics = sample();
+  metrics.mfu = 41.267;
+  metrics.percent_of_plan = 93.04;
+  EXPECT_NE(console_line(metrics, false).find("mfu: 41.27%  of plan: 93.0%"), std::string::npos);
+}
+
 TEST(ConsoleLine, HasColors) {
   std::string line = console_line(sample(), true);
   EXPECT_EQ(line.find("\033[31mstep:"), 0u);
@@ -83,6 +90,13 @@ TEST(JsonLine, HasDeviceFieldsOnlyOnADevice) {
   EXPECT_EQ(nlohmann::json::parse(json_line(ValidationMetrics{.memory_percent = 7}))["memory_percent"], 7);
 }
 
+TEST(JsonLine, HasTheShareOfThePlanOnlyWithAPlan) {
+  StepMetrics metrics = sample();
+  EXPECT_FALSE(nlohmann::json::parse(json_line(metrics)).contains("percent_of_plan"));
+  metrics.percent_of_plan = 93.5;
+  EXPECT_EQ(nlohmann::json::parse(json_line(metrics))["percent_of_plan"], 93.5);
+}
+
 TEST(JsonLine, WritesNullForALossThatIsNaN) {
   StepMetrics metrics = sample();
   metrics.loss = metrics.grad_norm = std::numeric_limits<double>::quiet_NaN();
@@ -110,13 +124,14 @@ TEST(TensorBoard, WritesNoTagForAnUnknownValue) {
   for (const char* tag : {"memory/max_reserved(%)", "validation_metrics/memory/max_reserved(%)"})
     EXPECT_NE(plain.find(tag), std::string::npos) << tag;
   const auto known = {"mfu(%)",
+                      "of_plan(%)",
                       "memory/max_allocated(GiB)",
                       "memory/max_active(GiB)",
                       "memory/max_active(%)",
                       "memory/num_alloc_retries",
                       "memory/num_ooms"};
   for (const char* tag : known) EXPECT_EQ(plain.find(tag), std::string::npos) << tag;
-  metrics.mfu = 40;
+  metrics.mfu = metrics.percent_of_plan = 40;
   metrics.allocated_gib = metrics.active_gib = metrics.active_percent = 1;
   metrics.alloc_retries = metrics.num_ooms = 0;
   const std::string device = tags_of("device", metrics);

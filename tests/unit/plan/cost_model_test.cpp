@@ -126,5 +126,11 @@ TEST(DeviceFile, WhatIsWrongIsNamedWithItsLine) {
   EXPECT_NE(problem_of("[device").find("not TOML"), std::string::npos);
 }
 
+TEST(DeviceFile, IsFoundByTheNameThatTheDriverGives) {
+  EXPECT_EQ(device_called("NVIDIA H100 80GB HBM3"), "h100");
+  EXPECT_EQ(device_called("NVIDIA H200"), "h200");
+  EXPECT_EQ(device_called("NVIDIA H20"), std::nullopt);
+}
+
 }  // namespace
 }  // namespace titan::plan

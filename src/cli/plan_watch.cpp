@@ -1,0 +1,194 @@
+#include "cli/plan_watch.h"
+
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <condition_variable>
+#include <utility>
+
+#include "cli/text.h"
+#include "core/file.h"
+#include "core/process.h"
+#include "dist/device_backend.h"
+#include "job/build.h"
+#include "plan/device_file.h"
+#include "titan/core/error.h"
+#include "titan/core/log.h"
+
+namespace titan::cli {
+
+namespace {
+
+constexpr int64_t kStepsBeforeComparing = 3;  // memory grows until the second step
+constexpr double kMostDifference = 0.05;      // a difference in memory
+// The ranks come first, but a plan of a second doesn't take minutes on a machine where all cores are busy.
+constexpr int kNice = 10;
+
+/// A file in memory that a child writes to.
+class Capture {
+ public:
+  Capture() : file_(::memfd_create("titan plan", MFD_CLOEXEC)) {
+    TITAN_CHECK(file_ >= 0, "no file in memory for the output of titan plan: ", errno_text(errno));
+  }
+  ~Capture() { ::close(file_); }
+  Capture(const Capture&) = delete;
+  Capture& operator=(const Capture&) = delete;
+
+  int file() const { return file_; }
+  std::string text() const {
+    std::string text;
+    char part[1 << 16];
+    ssize_t size = 0;
+    while ((size = ::pread(file_, part, sizeof part, static_cast<off_t>(text.size()))) > 0)
+      text.append(part, static_cast<size_t>(size));
+    return text;
+  }
+
+ private:
+  int file_;
+};
+
+// The status that waitpid gives; nullopt: the child was ended because of `stop`.
+std::optional<int> wait_for(pid_t child, const std::stop_token& stop) {
+  std::mutex mutex;
+  std::condition_variable_any stopped;
+  std::unique_lock lock(mutex);
+  int status = 0;
+  while (true) {
+    const pid_t ended = ::waitpid(child, &status, WNOHANG);
+    if (ended == child) return status;
+    TITAN_CHECK(ended == 0, "waiting for titan plan: ", errno_text(errno));
+    stopped.wait_for(lock, stop, std::chrono::milliseconds(50), [] { return false; });
+    if (!stop.stop_requested()) continue;
+    ::kill(child, SIGKILL);
+    ::waitpid(child, &status, 0);
+    return std::nullopt;
+  }
+}
+
+// The last line of a failed child: "titan: REASON".
+std::string last_line(const std::string& text) {
+  const size_t end = text.find_last_not_of(" \n");
+  if (end == std::string::npos) return "";
+  const size_t before = text.find_last_of('\n', end);
+  std::string line = text.substr(before + 1, end - before);  // npos + 1 is 0
+  line.erase(0, line.find_first_not_of(' '));
+  constexpr std::string_view name = "titan: ";
+  return line.starts_with(name) ? line.substr(name.size()) : line;
+}
+
+std::string reason(int status, const std::string& errors) {
+  const std::string line = last_line(errors);
+  if (WIFSIGNALED(status))
+    return str("titan plan was ended by signal ", WTERMSIG(status), line.empty() ? "" : ": ", line);
+  return line.empty() ? str("titan plan ended with exit code ", WEXITSTATUS(status)) : line;
+}
+
+// The device of `titan plan --device`; "": none.
+std::string device_for(const train::JobConfig& config, const dist::World& world) {
+  const std::string& chosen = config.metrics.plan_device;
+  if (chosen == "none") return "";
+  if (chosen != "auto") return chosen;
+  if (!world.device().is_cuda()) return "";
+  const std::string name = dist::device_backend()->device_name(world.device().index());
+  if (const auto known = plan::device_called(name)) return *known;
+  log::info(str("this run has no plan: no file of configs/devices has the device ", name,
+                "; metrics.plan_device names one, as --device does for titan plan"));
+  return "";
+}
+
+}  // namespace
+
+void check_plan_device(const train::JobConfig& config, const config::Origins& origins) {
+  const std::string& device = config.metrics.plan_device;
+  if (device == "auto" || device == "none") return;
+  try {
+    plan::load_device(device);
+  } catch (const ConfigError& error) {
+    throw ConfigError(origins.problem("metrics.plan_device", error.problems().front()));
+  }
+}
+
+void PlanWatch::begin_after(int64_t step) {
+  if (first_step_) return;  // a rewind
+  first_step_ = step + 1;
+  std::error_code ignored;
+  std::filesystem::remove(options_.file, ignored);
+  if (options_.command.empty()) return;
+  thread_ = std::jthread([this](const std::stop_token& stop) {
+    try {
+      make_plan(stop);
+    } catch (const std::exception& error) {
+      log::warning(str("this run has no plan: ", error.what()));
+    }
+  });
+}
+
+void PlanWatch::make_plan(const std::stop_token& stop) {
+  // On Linux a priority is a thread's, and a child has that of the thread that starts it.
+  ::setpriority(PRIO_PROCESS, static_cast<id_t>(::gettid()), kNice);
+  const Capture output, errors;
+  const auto status = wait_for(start_program(options_.command, output.file(), errors.file()), stop);
+  if (!status) return log::info("this run has no plan: it ended before titan plan did");
+  if (*status != 0) return log::info("this run has no plan: " + reason(*status, errors.text()));
+  const std::string text = output.text();
+  const RunPlan plan = read_plan(text);
+  write_file_atomic(options_.file, text);
+  log::info(str("the plan for ", plan.device, ": a step in ", duration(plan.step_s), ", ",
+                short_number(std::round(plan.tps)), " tokens/s of each device, ",
+                number("%.2f", plan.reserved_gib), " GiB from the device; written to ",
+                options_.file.string()));
+  const std::lock_guard lock(mutex_);
+  plan_ = plan;
+}
+
+void PlanWatch::logged(const train::StepMetrics& metrics) {
+  peak_gib_ = std::max(peak_gib_, metrics.memory_gib);
+  const std::lock_guard lock(mutex_);
+  if (!plan_) return;
+  if (!std::exchange(is_followed_, true)) window_.set_planned_tps(plan_->tps);
+  const bool is_due = first_step_ && metrics.step >= *first_step_ + kStepsBeforeComparing - 1;
+  if (options_.compares_memory && is_due && !std::exchange(compared_, true)) compare_memory(metrics.step);
+}
+
+void PlanWatch::compare_memory(int64_t step) {
+  const double difference = peak_gib_ / plan_->reserved_gib - 1;
+  if (std::abs(difference) <= kMostDifference) return;
+  log::warning_rank0(str("step ", step, ": the allocator has taken up to ", number("%.2f", peak_gib_),
+                         " GiB from the device, ", number("%.1f", 100 * std::abs(difference)), " % ",
+                         difference > 0 ? "more" : "less", " than the ", number("%.2f", plan_->reserved_gib),
+                         " GiB of the plan (docs/plan.md says what a plan can't see)"));
+}
+
+std::unique_ptr<PlanWatch> build_plan_watch(const train::JobConfig& config, const dist::World& world,
+                                            train::MetricsWindow& window) {
+  if (world.rank() != 0) return nullptr;
+  std::string device;
+  try {
+    device = device_for(config, world);
+  } catch (const ConfigError& error) {  // a file that somebody else has put beside the known ones
+    log::info(str("this run has no plan: ", error.problems().front()));
+  }
+  const std::filesystem::path folder = train::record_folder(config);
+  PlanWatch::Options options{
+      .command = {}, .file = folder / kPlanFile, .compares_memory = world.device().is_cuda()};
+  // A plan is for a GPU, also that of a run on a CPU.
+  if (!device.empty())
+    options.command = {"/proc/self/exe",
+                       "plan",
+                       (folder / "config.toml").string(),
+                       "--world",
+                       std::to_string(world.size()),
+                       "--device",
+                       device,
+                       "--json",
+                       "--training.device=auto"};
+  return std::make_unique<PlanWatch>(std::move(options), window);
+}
+
+}  // namespace titan::cli

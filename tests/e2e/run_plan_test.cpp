@@ -1,0 +1,76 @@
+// The plan that titan train makes of its own run, on CPUs. On GPUs: tests/virtual_gpu/run_plan_test.sh.
+
+#include "e2e/small_run.h"
+
+namespace titan::testing {
+namespace {
+
+const Words kTwoRanks = {"--nproc", "2"};
+
+// Long enough for the plan, which the run doesn't wait for. The last steps were logged after it.
+TEST(RunPlan, IsWrittenBesideARunWhoseDeviceIsNamed) {
+  const auto folder = fresh_folder("run");
+  Command run(
+      train_words(small_run(folder) + kTwoRanks +
+                  Words{"--job.dump_folder", folder.string(), "--metrics.plan_device=h100",
+                        "--training.steps=100000", "--validation.enable=false", "--metrics.log_freq=10"}));
+  const auto last_row = [&] {
+    const Lines rows = whole_rows(folder);
+    return rows.empty() ? nlohmann::json::object() : rows.back();
+  };
+  EXPECT_TRUE(wait_until([&] { return last_row().contains("percent_of_plan"); }, 100));
+  run.signal(SIGTERM);
+  const CommandResult result = run.wait(60);
+  EXPECT_THAT(result.err,
+              AllOf(HasSubstr("the plan for NVIDIA H100 80GB HBM3: a step in "), HasSubstr("of plan: ")));
+  EXPECT_THAT(result.err, Not(HasSubstr("GiB of the plan"))) << "memory on a CPU is another kind";
+  std::ifstream file(folder / "plan.json");
+  const nlohmann::json plan = nlohmann::json::parse(file);
+  EXPECT_EQ(plan.at("world"), 2);
+  const nlohmann::json row = last_row();
+  EXPECT_NEAR(row.at("percent_of_plan"),
+              100 * row.at("tps").get<double>() / plan.at("tokens_per_s_per_device").get<double>(), 1e-9);
+
+  EXPECT_EQ(testing::run({titan_program(), "report", folder.string()}).status, 0);
+  std::ifstream page(folder / "report.html");
+  const std::string html((std::istreambuf_iterator<char>(page)), {});
+  EXPECT_THAT(html, AllOf(HasSubstr("Planned for 2 x NVIDIA H100 80GB HBM3"),
+                          HasSubstr("<td>tokens/s of each device</td>")));
+}
+
+TEST(RunPlan, IsLeftOutOnCpusByDefault) {
+  const auto folder = fresh_folder("run");
+  const CommandResult result =
+      try_train(small_run(folder) + kTwoRanks + Words{"--job.dump_folder", folder.string()}, 100);
+  EXPECT_EQ(result.status, 0) << result.err;
+  EXPECT_FALSE(fs::exists(folder / "plan.json"));
+  EXPECT_THAT(result.err, Not(AnyOf(HasSubstr("no plan"), HasSubstr("the plan for"))));
+}
+
+// Attention within documents depends on data, which a plan does not read.
+TEST(RunPlan, FailsWithoutTheRun) {
+  const auto folder = fresh_folder("run");
+  Command run(train_words(small_run(folder) + Words{"--job.dump_folder", folder.string(),
+                                                    "--metrics.plan_device=h100", "--training.steps=100000",
+                                                    "--validation.enable=false",
+                                                    "--model.args.attn_mask_type=block_causal"}));
+  EXPECT_TRUE(run.wait_for_errors("this run has no plan: ", 100));
+  const size_t rows = whole_rows(folder).size();
+  EXPECT_TRUE(wait_until([&] { return whole_rows(folder).size() > rows + 1; })) << "the run continues";
+  run.signal(SIGTERM);
+  const CommandResult result = run.wait(60);
+  EXPECT_THAT(result.err, HasSubstr("attention within documents depends on data, which a plan doesn't read"));
+  EXPECT_FALSE(fs::exists(folder / "plan.json"));
+}
+
+TEST(RunPlan, RefusesAnUnknownDeviceBeforeTheRun) {
+  const auto folder = fresh_folder("run");
+  const CommandResult result =
+      try_train(small_run(folder) + kTwoRanks +
+                Words{"--job.dump_folder", folder.string(), "--metrics.plan_device=h1000"});
+  EXPECT_EQ(result.status, 2);
+  EXPECT_THAT(result.err, AllOf(HasSubstr("metrics.plan_device"), HasSubstr("known: a100, b200, h100")));
+}
+
+}  // namespace
+}  // namespace titan::testing

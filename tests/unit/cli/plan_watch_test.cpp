@@ -1,0 +1,214 @@
+// titan train's own plan: how a run starts the program that plans, and what it does with the answer.
+
+#include "cli/plan_watch.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <fstream>
+#include <sstream>
+#include <thread>
+
+#include "core/file.h"
+#include "unit/cli/logged_run.h"
+
+namespace titan::cli {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+constexpr const char* kPlan =
+    R"({"device": "GPU", "world": 8, "step_s": 0.5, "tokens_per_s_per_device": 1000, "mfu": 0.4,
+"memory": {"by_role": [{"role": "first rank", "rank": 0, "peak_reserved_bytes": 2147483648, "peak_allocated_bytes": 1073741824}]},
+"time_by_role": [{"compute": 0.3, "optimizer": 0.05, "exposed_communication": 0.1, "bubble": 0, "host": 0.05}]})";
+
+TEST(ReadPlan, FindsTheFiguresOfRankZero) {
+  const RunPlan plan = read_plan(kPlan);
+  EXPECT_EQ(plan.device, "GPU");
+  EXPECT_EQ(plan.world_size, 8);
+  EXPECT_EQ(plan.step_s, 0.5);
+  EXPECT_EQ(plan.tps, 1000);
+  EXPECT_EQ(plan.mfu, 40);
+  EXPECT_EQ(plan.reserved_gib, 2);
+  EXPECT_EQ(plan.allocated_gib, 1);
+  EXPECT_DOUBLE_EQ(
+      plan.compute_s + plan.optimizer_s + plan.exposed_communication_s + plan.bubble_s + plan.host_s, 0.5);
+}
+
+TEST(ReadPlan, RefusesOtherTexts) {
+  for (const char* text : {"", "{}", "[1]", "no JSON", R"({"device": "GPU", "world": 8})"})
+    EXPECT_THROW(read_plan(text), Error) << text;
+}
+
+/// A run of which each logged step has this memory.
+class WatchedRun {
+ public:
+  explicit WatchedRun(const std::string& script, bool compares_memory = true)
+      : folder_("plan_watch"),
+        watch_({.command = {"sh", "-c", script}, .file = file(), .compares_memory = compares_memory},
+               window_) {
+    std::ofstream(folder_.folder / "answer") << kPlan;
+    window_.start();
+    watch_.begin_after(0);
+  }
+  fs::path file() const { return folder_.folder / kPlanFile; }
+  /// Until the watch knows it: the steps after that are rated.
+  void wait_for_plan() {
+    for (int i = 0; i < 3000 && !log(1, 0).percent_of_plan; ++i)
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    ASSERT_TRUE(log(1, 0).percent_of_plan);
+  }
+  train::StepMetrics log(int64_t step, double memory_gib) {
+    window_.count_step(100);
+    train::StepMetrics metrics;
+    window_.close(metrics);
+    metrics.step = step;
+    metrics.memory_gib = memory_gib;
+    watch_.logged(metrics);
+    return metrics;
+  }
+  void rewind() { watch_.begin_after(1); }
+
+ private:
+  LoggedRun folder_;
+  train::MetricsWindow window_{at::kCPU, {}};
+  PlanWatch watch_;
+};
+
+std::string answer() {
+  return str("cat ", (fs::path(::testing::TempDir()) / "plan_watch" / "answer").string());
+}
+
+TEST(PlanWatch, WritesThePlanAndRatesTheStepsAfterIt) {
+  WatchedRun run("sleep 0.2; " + answer());
+  EXPECT_FALSE(run.log(1, 2).percent_of_plan) << "the run doesn't wait";
+  run.wait_for_plan();
+  EXPECT_EQ(read_file(run.file()), kPlan);
+  const train::StepMetrics metrics = run.log(3, 2);
+  ASSERT_TRUE(metrics.percent_of_plan);
+  EXPECT_NEAR(*metrics.percent_of_plan, 100 * metrics.tps / 1000, 1e-9);
+}
+
+/// Standard error, in a file while this lives.
+class ErrorLog {
+ public:
+  ErrorLog() : path_(fs::path(::testing::TempDir()) / "plan_watch.log"), before_(::dup(STDERR_FILENO)) {
+    const int file = ::open(path_.c_str(), O_CREAT | O_TRUNC | O_WRONLY | O_APPEND | O_CLOEXEC, 0600);
+    ::dup2(file, STDERR_FILENO);
+    ::close(file);
+  }
+  ~ErrorLog() {
+    ::dup2(before_, STDERR_FILENO);
+    ::close(before_);
+  }
+  ErrorLog(const ErrorLog&) = delete;
+  ErrorLog& operator=(const ErrorLog&) = delete;
+
+  std::string text() const { return read_file(path_); }
+  /// Returns what was logged until then.
+  std::string wait_for(const std::string& part) const {
+    for (int i = 0; i < 3000 && text().find(part) == std::string::npos; ++i)
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    return text();
+  }
+
+ private:
+  fs::path path_;
+  int before_;
+};
+
+TEST(PlanWatch, WarnsOnceWhenMemoryIsFivePercentOff) {
+  const ErrorLog log;
+  WatchedRun run(answer());
+  run.wait_for_plan();
+  run.log(2, 2.5);
+  EXPECT_THAT(log.text(), Not(HasSubstr("of the plan"))) << "memory still grows in the first steps";
+  for (const int64_t step : {3, 4, 5}) run.log(step, 1.5);  // the peak stays
+  const std::string text = log.text();
+  EXPECT_THAT(
+      text,
+      HasSubstr(
+          "step 3: the allocator has taken up to 2.50 GiB from the device, 25.0 % more than the 2.00 GiB "
+          "of the plan"));
+  EXPECT_EQ(text.find("of the plan"), text.rfind("of the plan"));
+}
+
+TEST(PlanWatch, IsSilentAboutMemoryThatIsAsPlannedOrAnotherKindOfIt) {
+  const ErrorLog log;
+  {
+    WatchedRun run(answer());
+    run.wait_for_plan();
+    for (const int64_t step : {3, 4}) run.log(step, 2.09);
+  }
+  {
+    WatchedRun run(answer(), /*compares_memory=*/false);
+    run.wait_for_plan();
+    run.log(3, 30);
+  }
+  EXPECT_THAT(log.text(), Not(HasSubstr("of the plan")));
+}
+
+std::string log_of_failure(const std::string& script) {
+  const ErrorLog log;
+  WatchedRun run(script);
+  const std::string text = log.wait_for("this run has no plan");
+  EXPECT_FALSE(run.log(3, 9).percent_of_plan);
+  EXPECT_FALSE(fs::exists(run.file()));
+  return text;
+}
+
+TEST(PlanWatch, SaysWhyThereIsNoPlan) {
+  EXPECT_THAT(log_of_failure("echo a warning >&2; echo 'titan: this GPU is unknown' >&2; exit 2"),
+              HasSubstr("this run has no plan: this GPU is unknown\n"));
+  EXPECT_THAT(log_of_failure("exit 3"), HasSubstr("this run has no plan: titan plan ended with exit code 3"));
+  EXPECT_THAT(log_of_failure("kill -SEGV $$"),
+              HasSubstr("this run has no plan: titan plan was ended by signal 11"));
+  EXPECT_THAT(log_of_failure("echo nonsense"), HasSubstr("this run has no plan: this isn't what titan plan"));
+}
+
+TEST(PlanWatch, EndsWithoutWaitingForThePlan) {
+  const ErrorLog log;
+  const auto start = std::chrono::steady_clock::now();
+  { const WatchedRun run("exec sleep 60"); }
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(30));
+  EXPECT_THAT(log.text(), HasSubstr("this run has no plan: it ended before titan plan did"));
+}
+
+TEST(PlanWatch, RemovesThePlanOfAnEarlierStartAlsoWithoutANewOne) {
+  const LoggedRun run("plan_watch");
+  std::ofstream(run.folder / kPlanFile) << kPlan;
+  train::MetricsWindow window(at::kCPU, {});
+  PlanWatch watch({.command = {}, .file = run.folder / kPlanFile}, window);
+  watch.begin_after(0);
+  EXPECT_FALSE(fs::exists(run.folder / kPlanFile));
+}
+
+TEST(PlanWatch, PlansOnceThoughTheRunIsRewound) {
+  WatchedRun run("echo >> " + (fs::path(::testing::TempDir()) / "plan_watch" / "starts").string() + "; " +
+                 answer());
+  run.wait_for_plan();
+  run.rewind();
+  EXPECT_TRUE(fs::exists(run.file()));
+  EXPECT_EQ(read_file(run.file().parent_path() / "starts"), "\n");
+}
+
+// A lower priority, and no file of the run's, whose peers would wait for its end.
+TEST(PlanWatch, StartsAProgramThatDoesNotDisturbTheRun) {
+  const fs::path seen = fs::path(::testing::TempDir()) / "plan_watch" / "seen";
+  WatchedRun run(
+      str("nice > ", seen.string(), "; ls /proc/$$/fd | wc -w >> ", seen.string(), "; ", answer()));
+  run.wait_for_plan();
+  std::istringstream text(read_file(seen));
+  int priority = 0, files = 0;
+  text >> priority >> files;
+  EXPECT_EQ(priority, 10);
+  EXPECT_LE(files, 4);  // one is the pipe between the two commands
+}
+
+}  // namespace
+}  // namespace titan::cli

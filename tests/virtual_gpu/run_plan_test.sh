@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# run_plan_test.sh TITAN FOLDER: titan train plans its own run on GPUs, and compares itself with the plan.
+set -euo pipefail
+titan=$1 folder=$2
+source_folder=$(cd "$(dirname "$0")/../.." && pwd)
+export VIRTUAL_GPU_RACES=fatal OMP_NUM_THREADS=1
+rm -rf "$folder"
+mkdir -p "$folder"
+cd "$source_folder"  # paths in the config are relative to the working directory
+failed() {
+  echo "$1"
+  shift
+  tail -n 60 "$@"
+  exit 1
+}
+train=(scripts/virtual_gpus.sh 2 -- "$titan" train configs/llama3_debug.toml --nproc 2 --job.dump_folder="$folder/run" --model.args.n_layers=1
+  --training.local_batch_size=1 --training.seq_len=64 --metrics.log_freq=1)
+
+# A virtual GPU is none of the known devices.
+"${train[@]}" --training.steps=2 >"$folder/log" 2>&1 || failed "the run fails:" "$folder/log"
+grep -q "this run has no plan: no file of configs/devices has the device Virtual H100 80GB; metrics.plan_device names one" "$folder/log" ||
+  failed "the log doesn't say why there is no plan:" "$folder/log"
+test ! -e "$folder/run/plan.json" || failed "there is a plan:" "$folder/log"
+
+# The plan's workspaces of cuBLAS are more than 5 % of this small model's memory.
+"${train[@]}" --training.steps=100000 --metrics.plan_device=h100 --report-roofline >"$folder/log" 2>&1 &
+run=$!
+# It doesn't wait for its plan, so this test does, and for the roofline report of the fourth step.
+until grep -q '"step": [5-9].*"percent_of_plan": \|"step": [0-9]\{2,\}.*"percent_of_plan": ' "$folder/run/metrics.jsonl" 2>"$folder/missing"; do
+  kill -0 $run 2>"$folder/missing" || failed "the run ends:" "$folder/log"
+  sleep 0.2
+done
+kill -TERM $run
+wait $run || failed "the run fails:" "$folder/log"
+for text in "the plan for NVIDIA H100 80GB HBM3: a step in .* GiB from the device; written to " "mfu: .*  of plan: [0-9.]*%" \
+  "GiB from the device, [0-9.]* % less than the [0-9.]* GiB of the plan"; do
+  grep -q -- "$text" "$folder/log" || failed "the log has no '$text':" "$folder/log"
+done
+[ "$(grep -c "GiB of the plan" "$folder/log")" = 1 ] || failed "memory is compared more than once:" "$folder/log"
+"$titan" report "$folder/run" >"$folder/report" || failed "the report fails:" "$folder/report"
+if ! grep -q "Planned for 2 x NVIDIA H100 80GB HBM3" "$folder/run/report.html" || grep -q "not measured" "$folder/run/report.html"; then
+  failed "the report doesn't compare the run with its plan:" "$folder/run/report.html"
+fi
+
+"${train[@]}" --training.steps=2 --metrics.plan_device=none >"$folder/log" 2>&1 || failed "the run fails:" "$folder/log"
+! grep -q "no plan\|the plan for\|of plan" "$folder/log" || failed "a run without a plan speaks of one:" "$folder/log"
+test ! -e "$folder/run/plan.json" || failed "the plan of an earlier start is still there:" "$folder/log"
