@@ -357,6 +357,7 @@ std::string page(const PageInput& input) {
   const std::string sections = to_html({{"overview", "Overview", overview_section(input)},
                                         {"charts", "Curves", charts_section(input)},
                                         {"time", "Time", time_section(input)},
+                                        {"plan", "Plan", plan_section(input)},
                                         {"ranks", "Ranks", ranks_section(input)},
                                         {"validation", "Validation", validation_section(input)},
                                         {"checkpoints", "Checkpoints", checkpoints_section(input)},
@@ -382,8 +383,8 @@ namespace {
 
 constexpr const char* kReportNotes =
     R"(RUN is a run's job.dump_folder. Writes one HTML file that needs no network and no other file: loss, gradient
-norm, throughput, memory, where the time went, ranks, validation, checkpoints, starts, configuration and
-environment. Works while the run is running; call it again for a new page.
+norm, throughput, memory, where the time went, the plan beside what was measured, ranks, validation, checkpoints,
+starts, configuration and environment. Works while the run is running; call it again for a new page.
 )";
 
 }  // namespace
@@ -399,6 +400,8 @@ int report_command(const Arguments& words) {
   input.run = read_history(run);
   input.ranks = newest_of_ranks(run, report::kMostRanks, {.spans = false});
   input.num_ranks = static_cast<int>(newest_files(run, SIZE_MAX / 2).size());
+  input.plan = report::plan_of(run);
+  input.parts = report::measured_parts(run);
   input.now_us = now_us();
   write_file_atomic(output, report::page(input));
   return print(output.string() + "\n");

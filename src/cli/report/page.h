@@ -4,6 +4,8 @@
 // (s0, s1, ...) of the page's style sheet, light and dark. The page includes the data for its script, which
 // shows the values under the pointer.
 
+#include <filesystem>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -26,11 +28,21 @@ std::string to_html(const HtmlTable& table);
 
 std::string paragraph(std::string_view text);
 
+/// Where the time of one step went on rank 0, by its roofline report.
+struct StepParts {
+  int64_t step = 0;
+  double compute_s = 0, optimizer_s = 0;
+  double waits_s = 0;  ///< for other ranks
+  double host_s = 0;   ///< in no operation
+};
+
 struct PageInput {
   RunHistory run;
   /// The instants and errors that each rank's newest process logged, for at most kMostRanks ranks.
   std::vector<ProcessLog> ranks;
   int num_ranks = 0;   ///< ranks that have a log
+  std::optional<RunPlan> plan = {};
+  std::optional<StepParts> parts = {};  ///< unset: the run has no roofline report
   int64_t now_us = 0;  ///< when the page is made
 };
 inline constexpr size_t kMostRanks = 64;
@@ -40,7 +52,12 @@ std::string page(const PageInput& input);
 // Sections of the page, without their headings; "" when there is nothing to show.
 std::string charts_section(const PageInput& input);
 std::string time_section(const PageInput& input);
+std::string plan_section(const PageInput& input);
 std::string validation_section(const PageInput& input);
+
+/// From a run's plan.json and roofline.json; nullopt if the file is missing or something else.
+std::optional<RunPlan> plan_of(const std::filesystem::path& run);
+std::optional<StepParts> measured_parts(const std::filesystem::path& run);
 
 /// Maps values to places on an axis, and chooses the marked values.
 class Scale {

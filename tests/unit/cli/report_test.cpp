@@ -114,6 +114,80 @@ TEST(ReportTime, PartsAddUpToTheSteps) {
   EXPECT_EQ(html.find("<td>saving</td>"), std::string::npos) << html;
 }
 
+RunPlan plan_of_two_gib() {
+  return {.device = "GPU",
+          .world_size = 8,
+          .step_s = 0.5,
+          .tps = 1000,
+          .mfu = 40,
+          .reserved_gib = 2,
+          .allocated_gib = 1,
+          .compute_s = 0.3,
+          .optimizer_s = 0.05,
+          .exposed_communication_s = 0.1,
+          .host_s = 0.05};
+}
+
+std::string row(const char* what, const char* planned, const char* measured, const char* difference) {
+  return str("<td>", what, "</td><td class=\"n\">", planned, "</td><td class=\"n\">", measured,
+             "</td><td class=\"n\">", difference, "</td>");
+}
+
+TEST(ReportPlan, ShowsWhatWasPlannedBesideWhatWasMeasured) {
+  const LoggedRun run("planned");
+  std::ofstream file(run.folder / "metrics.jsonl");
+  for (const int step : {1, 2, 3})
+    file << "{\"step\": " << step << ", \"step_s\": " << (step == 1 ? 9 : 0.625)
+         << ", \"tps\": 800, \"mfu\": 32, \"memory_gib\": " << (step == 2 ? 2.5 : 2)
+         << ", \"allocated_gib\": 1}\n";
+  file.close();
+  PageInput input = page_input(run);
+  EXPECT_EQ(plan_section(input), "") << "without a plan";
+  input.plan = plan_of_two_gib();
+  const std::string html = plan_section(input);
+  const std::string rows[] = {row("step, ms", "500", "625", "+25.0 %"),
+                              row("tokens/s of each device", "1,000", "800", "-20.0 %"),
+                              row("MFU, %", "40.00", "32.00", "-20.0 %"),
+                              row("peak of memory from the device, GiB", "2.00", "2.50", "+25.0 %"),
+                              row("peak of memory in tensors, GiB", "1.00", "1.00", "+0.0 %"),
+                              row("compute, ms", "300", "not measured", "")};
+  for (const std::string& wanted : rows)
+    EXPECT_NE(html.find(wanted), std::string::npos) << wanted << "\n" << html;
+}
+
+TEST(ReportPlan, TakesPartsOfTheStepFromTheRooflineReport) {
+  const LoggedRun run("planned_parts");
+  EXPECT_FALSE(measured_parts(run.folder));
+  std::ofstream(run.folder / "roofline.json")
+      << R"({"step": 4, "step_s": 1, "idle_s": 0.1, "operations": [{"kind": "products", "seconds": 0.55},
+{"kind": "optimizer", "seconds": 0.1}], "collectives": [{"exposed_s": 0.15}, {"exposed_s": 0.05}]})";
+  PageInput input = page_input(run);
+  input.plan = plan_of_two_gib();
+  input.parts = measured_parts(run.folder);
+  ASSERT_TRUE(input.parts);
+  const std::string html = plan_section(input);
+  const std::string rows[] = {row("compute, ms", "300", "600", "+100.0 %"),
+                              row("optimizer, ms", "50", "100", "+100.0 %"),
+                              row("exposed communication, ms", "100", "200", "+100.0 %"),
+                              row("device waits for the host, ms", "50", "100", "+100.0 %"),
+                              row("peak of memory in tensors, GiB", "1.00", "not measured", "")};
+  for (const std::string& wanted : rows)
+    EXPECT_NE(html.find(wanted), std::string::npos) << wanted << "\n" << html;
+  EXPECT_NE(html.find("step 4"), std::string::npos);
+  input.plan->bubble_s = 0.1;
+  EXPECT_NE(plan_section(input).find(row("exposed communication and bubble, ms", "200", "200", "+0.0 %")),
+            std::string::npos);
+}
+
+TEST(ReportPlan, IgnoresFilesThatAreSomethingElse) {
+  const LoggedRun run("no_plan");
+  EXPECT_FALSE(plan_of(run.folder));
+  std::ofstream(run.folder / kPlanFile) << "{\"fits\": true}";
+  std::ofstream(run.folder / "roofline.json") << "[]";
+  EXPECT_FALSE(plan_of(run.folder));
+  EXPECT_FALSE(measured_parts(run.folder));
+}
+
 TEST(ReportValidation, ShowsEachRowsOwnNumbers) {
   const LoggedRun run("validations");
   std::ofstream(run.folder / "validation.jsonl")
