@@ -191,8 +191,7 @@ std::string name_of_gpu() {
 std::string device_here(const train::JobConfig& config) {
   if (config.training.device == "cpu" || !dist::gpu_visible()) return "cpu";
   const std::string name = name_of_gpu();
-  for (const char* known : {"a100", "h100", "h200", "b200"})
-    if (plan::load_device(known).device.name == name) return known;
+  if (const auto known = plan::device_called(name)) return *known;
   log::warning(str("the degrees are planned for an H100: there is no device file for ",
                    name.empty() ? "this GPU" : name));
   return "h100";
