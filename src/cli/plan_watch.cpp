@@ -131,7 +131,7 @@ void PlanWatch::begin_after(int64_t step) {
 
 void PlanWatch::make_plan(const std::stop_token& stop) {
   // On Linux a priority is a thread's, and a child has that of the thread that starts it.
-  ::setpriority(PRIO_PROCESS, static_cast<id_t>(::gettid()), kNice);
+  ::setpriority(PRIO_PROCESS, static_cast<id_t>(::gettid()), std::max(kNice, ::getpriority(PRIO_PROCESS, 0)));
   const Capture output, errors;
   const auto status = wait_for(start_program(options_.command, output.file(), errors.file()), stop);
   if (!status) return log::info("this run has no plan: it ended before titan plan did");
