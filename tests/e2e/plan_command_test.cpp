@@ -253,7 +253,8 @@ TEST(PlanCommand, NamesTheKeyOfAWrongDeviceFile) {
 
 CommandResult train_debug_model(const Words& words) {
   return run(Words{titan_program(), "train", std::string(TITAN_SOURCE_DIR) + "/configs/llama3_debug.toml",
-                   "--job.dump_folder", (fresh_folder("plan") / "run").string(), "--training.steps", "2"} +
+                   "--job.dump_folder", (fresh_folder("plan") / "run").string(), "--model.hf_assets_path",
+                   std::string(TITAN_SOURCE_DIR) + "/assets/tokenizer", "--training.steps", "2"} +
                  words,
              {}, 120);
 }

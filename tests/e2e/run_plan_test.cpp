@@ -69,7 +69,7 @@ TEST(RunPlan, RefusesAnUnknownDeviceBeforeTheRun) {
       try_train(small_run(folder) + kTwoRanks +
                 Words{"--job.dump_folder", folder.string(), "--metrics.plan_device=h1000"});
   EXPECT_EQ(result.status, 2);
-  EXPECT_THAT(result.err, AllOf(HasSubstr("metrics.plan_device"), HasSubstr("known: a100, b200, h100")));
+  EXPECT_THAT(result.err, AllOf(HasSubstr("metrics.plan_device"), HasSubstr("known: a100, b200, cpu, h100")));
 }
 
 }  // namespace
