@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Ranks of layouts on this machine's CPU: titan plan's order beside the measured one.
 
-    scripts/compare_layouts.py [--steps N] [--repeats N]
+    scripts/compare_layouts.py [--steps N] [--device FILE]
 
 Measures the machine (titan plan --calibrate), plans each layout of four ranks for two sizes of model, trains each for a few steps, and prints both
 with Spearman's correlation of their orders, and of two measurements. Run it on a machine that does nothing else."""

@@ -263,6 +263,8 @@ def main():
         for run, plan in zip(runs, pool.map(lambda run: planned(run, arguments.memory), runs)):
             print(run["id"], run["title"], plan.get("error") or json.dumps(plan), file=sys.stderr)
             plans.append(plan)
+    if arguments.write and arguments.only:
+        sys.exit("--write writes whole tables: leave out --only")
     answered = [(run, plan) for run, plan in zip(runs, plans) if "error" not in plan]
     wanted = ["ours"] if arguments.ours else ["memory"] if arguments.memory else ["time", "memory"]
     makers = {"ours": our_table, "time": time_table, "memory": memory_table}
@@ -274,6 +276,10 @@ def main():
             begin, end = MARKERS[name]
             before, rest = page.read_text().split(begin)
             page.write_text(before + begin + "\n" + table + "\n" + end + rest.split(end)[1])
+
+
+    if any("error" in plan for plan in plans):
+        sys.exit("some runs can't be planned")
 
 
 if __name__ == "__main__":

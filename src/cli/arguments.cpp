@@ -269,10 +269,22 @@ PlanArguments parse_plan_arguments(const Arguments& words) {
   arguments.config = job.config;
   arguments.overrides = job.overrides;
   if (!arguments.calibrate.empty()) {
+    if (!job.config.empty() || !job.overrides.empty() || arguments.search || arguments.json)
+      parser.refuse("--calibrate plans nothing: it takes no config, settings, --search or --json");
     arguments.world_size = std::max(arguments.world_size, 1);
     return arguments;
   }
   if (arguments.world_size == 0) parser.refuse("--world is missing");
+  const bool has_limits = arguments.sequences > 0 || arguments.max_tensor > 0 || arguments.max_context > 0 ||
+                          arguments.max_pipeline > 0 || keep_precision || arguments.least_memory ||
+                          !arguments.output.empty();
+  if (has_limits && !arguments.search)
+    parser.refuse(
+        "--sequences, --max-tp, --max-cp, --max-pp, --keep-precision, --least-memory and --output need "
+        "--search");
+  if (arguments.search && !(arguments.timeline.empty() && arguments.svg.empty()))
+    parser.refuse(
+        "--timeline and --svg show one job, and --search plans many; plan the config of its --output");
   if (arguments.config.empty() && arguments.overrides.empty())
     parser.refuse("a config file or settings are missing");
   arguments.search_float8 = !keep_precision;

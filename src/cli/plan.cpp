@@ -265,8 +265,8 @@ std::vector<Change> changes_that_fit(const Plan& plan, plan::PlannedGpu& gpu) {
       train::JobPlan changed = train::plan_job(config, arguments.world_size, plan.job.cluster, gpu,
                                                {.kernels = kernels_of(arguments.kernels)});
       if (changed.fits()) changes.push_back({std::move(words), std::move(changed)});
-    } catch (const ConfigError&) {
-      // The program refuses it: not a way.
+    } catch (const Error&) {
+      // The program refuses it, or can't plan it: not a way.
     }
   }
   std::ranges::stable_sort(changes, std::greater<>(),

@@ -22,7 +22,7 @@ train::JobConfig load_for_search(const PlanArguments& arguments);
 int64_t sequences_of(const train::JobConfig& config, int world_size);
 
 /// For `titan train`: settings with the degrees that are "auto", and what goes with them, of the layout that the plan finds fastest for the
-/// ranks of this machine. The other degrees stay. Logs the choice and its reasons.
+/// ranks of this machine. The other degrees stay; the batch of a step does, too. Logs the choice and its reasons.
 std::vector<std::string> choose_degrees(const TrainArguments& arguments, const train::JobConfig& config);
 
 /// titan plan --search

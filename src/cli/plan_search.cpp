@@ -86,7 +86,11 @@ json to_json(const FoundLayout& found, int world) {
 }
 
 /// "Its step is 120 ms longer: exposed_communication +150 ms, compute -30 ms."
-std::string why_it_loses(const FoundLayout& best, const FoundLayout& second) {
+std::string why_it_loses(const FoundLayout& best, const FoundLayout& second, bool by_memory) {
+  if (by_memory)
+    return str("The second one (", second.layout.text(), ") takes ",
+               number("%.2f", static_cast<double>(second.plan.peak_bytes - best.plan.peak_bytes) / kGiB),
+               " GiB more.\n");
   struct Part {
     std::string name;
     double seconds;
@@ -106,7 +110,7 @@ std::string why_it_loses(const FoundLayout& best, const FoundLayout& second) {
              text.empty() ? "" : ": ", text, ".\n");
 }
 
-std::string to_text(const train::SearchResult& result, int world) {
+std::string to_text(const train::SearchResult& result, int world, bool by_memory) {
   TextTable table{{{"", "layout", "tokens/s/device", "MFU %", "step", "GiB", "compute", "exposed", "bubble"}},
                   {true, false, true, true, true, true, true, true, true}};
   const auto percent = [](const PlanAnswer& plan, plan::Activity activity) {
@@ -121,7 +125,7 @@ std::string to_text(const train::SearchResult& result, int world) {
          percent(plan, plan::Activity::ExposedCommunication), percent(plan, plan::Activity::Bubble)});
   }
   std::string text = to_string(table);
-  if (result.best.size() > 1) text += "\n" + why_it_loses(result.best[0], result.best[1]);
+  if (result.best.size() > 1) text += "\n" + why_it_loses(result.best[0], result.best[1], by_memory);
   return text;
 }
 
@@ -163,6 +167,8 @@ Search search(const PlanArguments& arguments, const plan::ClusterSpec& cluster,
                    .may_use_float8 = arguments.search_float8 && cluster.device.tflops.contains("float8"),
                    .least_memory = arguments.least_memory,
                    .num_at_once = static_cast<size_t>(num_workers)};
+  // A job that multiplies in 8 bits already keeps its own way.
+  if (!found.base.model.converters.empty()) found.options.may_use_float8 = false;
   narrow(found.options, found.base);
   found.result = train::search_layouts(
       found.base, found.options,
@@ -183,7 +189,9 @@ std::string name_of_gpu() {
   for (const auto& entry : std::filesystem::directory_iterator("/proc/driver/nvidia/gpus", ignored)) {
     std::istringstream lines(read_file(entry.path() / "information"));
     for (std::string line; std::getline(lines, line);)
-      if (line.starts_with("Model:")) return line.substr(line.find_first_not_of(" \t", 6));
+      if (const size_t at = line.find_first_not_of(" \t", 6);
+          line.starts_with("Model:") && at != std::string::npos)
+        return line.substr(at);
   }
   return "";
 }
@@ -222,11 +230,11 @@ std::vector<std::string> choose_degrees(const TrainArguments& arguments, const t
       },
       [](const std::string&) {});
   const FoundLayout& best = found.result.best[0];
-  log::info(
-      str("degrees by titan plan for ", arguments.num_ranks, " x ", cluster.device.name, ": ",
-          best.layout.text(), "; a step of ", found.options.sequences, " sequences takes ",
-          duration(best.plan.step_s), " by the plan. ",
-          found.result.best.size() > 1 ? why_it_loses(best, found.result.best[1]) : "No other layout fits."));
+  log::info(str("degrees by titan plan for ", arguments.num_ranks, " x ", cluster.device.name, ": ",
+                best.layout.text(), "; a step of ", found.options.sequences, " sequences takes ",
+                duration(best.plan.step_s), " by the plan. ",
+                found.result.best.size() > 1 ? why_it_loses(best, found.result.best[1], false)
+                                             : "No other layout fits."));
   std::vector<std::string> words;
   for (const Layout::Setting& setting :
        best.layout.settings(arguments.num_ranks, found.options.sequences,
@@ -250,7 +258,7 @@ int search_command(const PlanArguments& arguments) {
     return print(str(base.model_title(), " on ", arguments.world_size, " x ", cluster.device.name, ", ",
                      options.sequences, " sequences a step: ", result.num_layouts, " layouts estimated, ",
                      result.num_planned, " planned, ", result.num_too_large, " of these don't fit\n\n",
-                     to_text(result, arguments.world_size), written));
+                     to_text(result, arguments.world_size, arguments.least_memory), written));
   }
   json best = json::array();
   for (const FoundLayout& found : result.best) best.push_back(to_json(found, arguments.world_size));

@@ -90,7 +90,7 @@ PlanAnswer answer_of(const json& message) {
 }  // namespace
 
 PlanWorkers::PlanWorkers(int count, const std::function<Answer()>& open) {
-  std::signal(SIGPIPE, SIG_IGN);
+  previous_ = std::signal(SIGPIPE, SIG_IGN);
   for (int i = 0; i < count; ++i) {
     int requests[2], answers[2];
     TITAN_CHECK(::pipe2(requests, O_CLOEXEC) == 0 && ::pipe2(answers, O_CLOEXEC) == 0,
@@ -118,6 +118,7 @@ PlanWorkers::~PlanWorkers() {
     ::close(worker.answers);
   }
   for (const Worker& worker : workers_) ::waitpid(worker.process, nullptr, 0);
+  std::signal(SIGPIPE, previous_);
 }
 
 std::vector<PlanAnswer> PlanWorkers::plan(const std::vector<PlanRequest>& requests) {

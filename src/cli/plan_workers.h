@@ -31,6 +31,7 @@ class PlanWorkers {
     int requests = -1, answers = -1;  // pipes
   };
   std::vector<Worker> workers_;
+  void (*previous_)(int) = nullptr;  // the action for SIGPIPE
 };
 
 }  // namespace titan::cli

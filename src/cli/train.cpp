@@ -472,6 +472,10 @@ int train_command(const Arguments& words) {
     throw ConfigError(str("--nproc starts ranks, but this process is itself a rank started by ", launch.by));
   check_train_restarts(arguments, job);
   const int fake_ranks = job.config.comm.mode == "fake_backend" ? std::max(arguments.num_ranks, 1) : 0;
+  if (fake_ranks > 0 && (arguments.num_ranks == 0 || is_rank_of_a_job(launch)))
+    throw ConfigError(
+        "titan train: comm.mode = \"fake_backend\" is for one process, with --nproc N as the number of ranks "
+        "to pretend");
   if (fake_ranks > 0 && arguments.restarts.max_restarts > 0)
     throw ConfigError("titan train: --max-restarts has nothing to restart with comm.mode = \"fake_backend\"");
   const bool starts_ranks =

@@ -35,13 +35,15 @@ class Layouts {
 
   std::vector<Layout> all() {
     const auto differs = [](int64_t fixed, int64_t degree) { return fixed > 0 && fixed != degree; };
-    for (const int64_t tensor :
-         divisors_up_to(options_.world, std::min(options_.max_tensor, sizes_.kv_heads))) {
+    for (const int64_t tensor : divisors_up_to(
+             options_.world, std::min(options_.max_tensor, std::max<int64_t>(sizes_.kv_heads, 1)))) {
       if (sizes_.heads % tensor != 0 || sizes_.kv_heads % tensor != 0) continue;
       if (differs(options_.tensor, tensor)) continue;
       for (const int64_t context : divisors_up_to(options_.world / tensor, options_.max_context)) {
         // Ring attention cuts a sequence into two parts for each rank.
-        if (sizes_.sequence % (2 * context * tensor) != 0 || differs(options_.context, context)) continue;
+        if (sizes_.sequence % ((context > 1 ? 2 * context : 1) * tensor) != 0 ||
+            differs(options_.context, context))
+          continue;
         for (const int64_t pipeline : divisors_up_to(options_.world / tensor / context,
                                                      std::min(options_.max_pipeline, sizes_.layers)))
           if (!differs(options_.pipeline, pipeline))
@@ -194,7 +196,6 @@ std::vector<Layout::Setting> Layout::settings(int world, int64_t sequences, int6
   const int64_t replicas = world / (tensor * context * pipeline);
   const bool has_pipeline = pipeline > 1;
   std::vector<Setting> settings = {
-      {"parallelism", "data_parallel_replicate_degree", "1"},
       {"parallelism", "data_parallel_shard_degree", "-1"},
       {"parallelism", "tensor_parallel_degree", str(tensor)},
       {"parallelism", "context_parallel_degree", str(context)},
@@ -213,12 +214,14 @@ std::vector<Layout::Setting> Layout::settings(int world, int64_t sequences, int6
     settings.push_back({"parallelism", "pipeline_parallel_last_stage_less_layers", str(less)});
   }
   if (only_degrees) return settings;
-  settings.insert(settings.end(), {{"parallelism", "enable_async_tensor_parallel", truth(asynchronous)},
+  settings.insert(settings.end(), {{"parallelism", "data_parallel_replicate_degree", "1"},
+                                   {"parallelism", "enable_async_tensor_parallel", truth(asynchronous)},
                                    {"parallelism", "fsdp_reshard_after_forward",
                                     quoted(keeps_gathered ? "never" : "default")},
                                    {"parallelism", "fsdp_reduce_every_micro_batch", truth(!keeps_gathered)},
-                                   {"activation_checkpoint", "mode", quoted(recompute)},
-                                   {"model", "converters", float8 ? "[\"quantize.linear.float8\"]" : "[]"}});
+                                   {"activation_checkpoint", "mode", quoted(recompute)}});
+  // Otherwise the base's precision stays.
+  if (float8) settings.push_back({"model", "converters", "[\"quantize.linear.float8\"]"});
   return settings;
 }
 

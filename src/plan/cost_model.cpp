@@ -22,7 +22,7 @@ constexpr double kNetworkShare = 0.94;
 // NVLink's switches add up by themselves: 476 GB/s of 450 in an all_reduce on 8 H100 (the same issue).
 constexpr double kSwitchSumShare = 1.06;
 constexpr double kSwitchSumLatencyUs = 25;
-// A collective's kernels take some of the multiprocessors and of the memory's speed. Fitted (docs/plan.md).
+// A collective's kernels take some of the multiprocessors and of the memory's speed. An assumption.
 constexpr double kContention = 0.10;
 // How many times the bytes of our casts to Float8 those that Inductor makes of torchao's move. Fitted.
 constexpr double kCompiledCasts = 2.1;

@@ -88,7 +88,7 @@ class Keys {
 };
 
 constexpr double kMost = 1e9;  // the largest speed or time
-constexpr int64_t kLongest = int64_t{1} << 40;
+constexpr int64_t kLongest = int64_t{1} << 24;
 const std::vector<std::string> kDtypes = {"bfloat16", "float8", "float32"};
 
 void read_device(Keys& keys, DeviceSpec& device) {
@@ -144,8 +144,11 @@ ClusterSpec read_cluster(const config::Document& document, const std::string& fi
   keys.number("network.gb_per_s", cluster.network.gb_per_s, 1e-6, kMost);
   keys.number("network.latency_us", cluster.network.latency_us, 0.0, kMost);
   // Their rows are read one by one.
-  keys.has("device.efficiency");
-  keys.has("device.attention");
+  for (const char* key : {"device.efficiency", "device.attention"})
+    if (keys.has(key) && std::ranges::find(document.rows, key, &config::Row::name) == document.rows.end())
+      problems.push_back(str(file, ": ", key, " must be tables: [[", key, "]]"));
+  if (!cluster.device.tflops.contains("bfloat16"))
+    problems.push_back(str(file, ": device.tflops.bfloat16 is missing; MFU is against it"));
   keys.check_unknown();
   cluster.device.efficiency =
       read_points<DeviceSpec::ProductPoint>(document, "device.efficiency", file, problems);

@@ -317,7 +317,7 @@ class Simulation {
       for (Stream& stream : rank.streams)
         if (is_working(stream)) {
           stream.remaining -= done;
-          if (stream.remaining < kRounding) stream.remaining = 0;
+          if (stream.remaining < rounding()) stream.remaining = 0;
         }
       rank.updated = now_;
     }
@@ -511,7 +511,7 @@ class Simulation {
   void end_transfers() {
     bool any = false;
     for (Transfer& transfer : transfers_) {
-      if (transfer.end() > now_ + kRounding) continue;
+      if (transfer.end() > now_ + rounding()) continue;
       any = true;
       transfer.speed = 0;  // marks it
       for (const Transfer::End& end : transfer.ends) {
@@ -606,7 +606,8 @@ class Simulation {
     return text;
   }
 
-  static constexpr double kRounding = 1e-12;
+  // Below it, a remainder of time is an error of arithmetic, which grows with the time that has passed.
+  double rounding() const { return 1e-12 + 8 * std::numeric_limits<double>::epsilon() * now_; }
 
   const CostModel& costs_;
   int ranks_of_stage_;

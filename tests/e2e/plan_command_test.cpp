@@ -231,6 +231,10 @@ TEST(PlanCommand, NamesTheKeyOfAWrongValue) {
   expect_refused(plan("llama3_8b", 8, {"--compile.enable"}), "compile.enable");
   expect_refused(plan("llama3_8b", 8, {"--model.args.attn_mask_type=block_causal"}),
                  "model.args.attn_mask_type");
+  expect_refused(plan("llama3_8b", 8, {"--max-tp", "2"}), "need --search");
+  expect_refused(plan("llama3_8b", 8, {"--search", "--svg", "a.svg"}), "--search plans many");
+  expect_refused(plan("llama3_8b", 8, {"--search", "--sequences", "7"}),
+                 "no layout divides 8 ranks and 7 sequences");
   expect_refused(plan("llama3_8b", 8, {"--kernels", "fast"}),
                  "--kernels fast must be one of ours, compiled, eager");
   expect_refused(plan("llama3_8b", 8, {"--device", "a100", "--model.converters=quantize.linear.float8"}),

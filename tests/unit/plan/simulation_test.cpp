@@ -178,6 +178,18 @@ TEST(Simulation, NamesCallsThatNobodyAnswers) {
   }
 }
 
+// Doubles are coarse after days.
+TEST(Simulation, EndsAlsoAfterALongTime) {
+  Program program;
+  for (int i = 0; i < 1000; ++i) {
+    program.kernel(3e4 / 7, 0);
+    program.kernel(1e4 / 3, 1);
+  }
+  program.wait(0, program.record(1));
+  const double seconds = 1000 * (3e4 / 7 + 1e4 / 3);
+  EXPECT_NEAR(simulate_one(program).seconds, seconds, 1e-6 * seconds);
+}
+
 TEST(Simulation, SpansAreOfTheSecondStep) {
   Program program;
   program.kernel(1);
