@@ -233,7 +233,8 @@ TEST(PlanCommand, NamesTheKeyOfAWrongValue) {
                  "model.args.attn_mask_type");
   expect_refused(plan("llama3_8b", 8, {"--max-tp", "2"}), "need --search");
   expect_refused(plan("llama3_8b", 8, {"--search", "--svg", "a.svg"}), "--search plans many");
-  expect_refused(plan("llama3_8b", 8, {"--search", "--sequences", "7"}),
+  expect_refused(plan("llama3_8b", 8,
+                      {"--search", "--sequences", "7", "--max-tp", "1", "--max-cp", "1", "--max-pp", "1"}),
                  "no layout divides 8 ranks and 7 sequences");
   expect_refused(plan("llama3_8b", 8, {"--kernels", "fast"}),
                  "--kernels fast must be one of ours, compiled, eager");
