@@ -12,6 +12,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/scaled_dot_product_attention.h>
 
 #include "core/units.h"
 #include "dist/device_backend.h"
@@ -99,6 +100,28 @@ void measure_products(const Measurement& measure, bool is_cpu, DeviceSpec& devic
   }
 }
 
+// Causal attention of 16 heads, forward; its backward is taken to reach the same share.
+void measure_attention(const Measurement& measure, bool is_cpu, DeviceSpec& device,
+                       const std::function<void(const std::string&)>& progress) {
+  device.attention.clear();
+  constexpr int64_t heads = 16;
+  const int64_t size = is_cpu ? 64 : 128;
+  const std::vector<int64_t> lengths =
+      is_cpu ? std::vector<int64_t>{64, 256, 1024} : std::vector<int64_t>{512, 2048, 8192};
+  for (const int64_t length : lengths) {
+    const at::Tensor q = measure.tensor({1, heads, length, size}, at::kBFloat16);
+    const double seconds = measure.seconds_of(
+        [&] { return at::scaled_dot_product_attention(q, q, q, {}, 0.0, /*is_causal=*/true); });
+    const double flops = 2.0 * static_cast<double>(heads * length * length * size);
+    const double share = std::clamp(flops / seconds / device.peak_flops(at::kBFloat16), 1e-3, 1.0);
+    device.attention.push_back({.sequence = length,
+                                .forward = std::round(1e3 * share) / 1e3,
+                                .backward = std::round(1e3 * share) / 1e3,
+                                .kernel = ""});
+    progress(str("attention over ", length, " tokens: ", device.attention.back().forward, " of the peak"));
+  }
+}
+
 }  // namespace
 
 // The cost model takes shares of data sheets' figures, so what is measured is written larger.
@@ -112,6 +135,7 @@ ClusterSpec calibrate(const ClusterSpec& base, int num_ranks,
   const Measurement measure(is_cpu ? at::Device(at::kCPU) : at::Device(at::kCUDA, 0));
 
   measure_products(measure, is_cpu, device, progress);
+  measure_attention(measure, is_cpu, device, progress);
   const at::Tensor from = measure.tensor({int64_t{1} << 26}, at::kFloat), to = at::empty_like(from);
   const double copied =
       2 * static_cast<double>(from.nbytes()) / measure.seconds_of([&] { return to.copy_(from); });
@@ -135,7 +159,6 @@ ClusterSpec calibrate(const ClusterSpec& base, int num_ranks,
   device.memory_gib = static_cast<double>(machine.totalram) * machine.mem_unit / kGiB / ranks;
   device.compute_capability = 80;  // for the branches that a plan takes: a CPU has none
   device.multiprocessors = 1;      // no tiles: products go by the measured points alone
-  device.attention = {{.sequence = 1, .forward = 0.4, .backward = 0.4, .kernel = ""}};
   for (auto& [dtype, tflops] : device.tflops) tflops /= ranks;
   device.memory_gb_per_s /= ranks;
   // A rank has its share of the cores as threads, at least one.
