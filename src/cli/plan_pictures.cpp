@@ -9,6 +9,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "cli/report/page.h"
 #include "cli/text.h"
 #include "core/units.h"
 #include "titan/core/error.h"
@@ -88,13 +89,6 @@ size_t kind_of(const Span& span) {
   return span.module.find("backward") != std::string::npos ? 1 : 0;
 }
 
-std::string escaped(const std::string& text) {
-  std::string result;
-  for (const char c : text)
-    result += c == '<' ? "&lt;" : c == '>' ? "&gt;" : c == '&' ? "&amp;" : std::string(1, c);
-  return result;
-}
-
 std::string box(double x, double y, double width, double height, const char* fill) {
   return str("<rect x=\"", number("%.2f", x), "\" y=\"", number("%.1f", y), "\" width=\"",
              number("%.2f", width), "\" height=\"", number("%.1f", height), "\" fill=\"", fill, "\"/>\n");
@@ -102,7 +96,7 @@ std::string box(double x, double y, double width, double height, const char* fil
 
 std::string label(double x, double y, const std::string& text, const char* anchor = "start") {
   return str("<text x=\"", number("%.1f", x), "\" y=\"", number("%.1f", y), "\" text-anchor=\"", anchor,
-             "\">", escaped(text), "</text>\n");
+             "\">", report::escaped(text), "</text>\n");
 }
 
 class Image {

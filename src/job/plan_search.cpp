@@ -7,13 +7,13 @@
 #include <tuple>
 
 #include "core/units.h"
+#include "titan/config/table.h"
 #include "titan/core/error.h"
 
 namespace titan::train {
 
 namespace {
 
-std::string quoted(const std::string& text) { return "\"" + text + "\""; }
 std::string truth(bool value) { return value ? "true" : "false"; }
 
 // ---- the layouts
@@ -203,7 +203,7 @@ std::vector<Layout::Setting> Layout::settings(int world, int64_t sequences, int6
       {"training", "local_batch_size", str(has_pipeline ? sequences / replicas : micro_batch)},
       {"training", "global_batch_size", str(sequences)}};
   if (has_pipeline) {
-    settings.push_back({"parallelism", "pipeline_parallel_schedule", quoted(schedule)});
+    settings.push_back({"parallelism", "pipeline_parallel_schedule", config::quoted(schedule)});
     settings.push_back({"parallelism", "pipeline_parallel_microbatch_size", str(micro_batch)});
     // The embedding and the output count as a layer each, unless the layers divide without that.
     const int64_t stages = pipeline * stages_of_rank;
@@ -217,9 +217,9 @@ std::vector<Layout::Setting> Layout::settings(int world, int64_t sequences, int6
   settings.insert(settings.end(), {{"parallelism", "data_parallel_replicate_degree", "1"},
                                    {"parallelism", "enable_async_tensor_parallel", truth(asynchronous)},
                                    {"parallelism", "fsdp_reshard_after_forward",
-                                    quoted(keeps_gathered ? "never" : "default")},
+                                    config::quoted(keeps_gathered ? "never" : "default")},
                                    {"parallelism", "fsdp_reduce_every_micro_batch", truth(!keeps_gathered)},
-                                   {"activation_checkpoint", "mode", quoted(recompute)}});
+                                   {"activation_checkpoint", "mode", config::quoted(recompute)}});
   // Otherwise the base's precision stays.
   if (float8) settings.push_back({"model", "converters", "[\"quantize.linear.float8\"]"});
   return settings;
