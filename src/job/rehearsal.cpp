@@ -20,7 +20,7 @@ Rehearsal::Rehearsal(const JobConfig& config, const dist::World& world)
   const TrainingSettings& settings = config.training;
   const auto zeros = [&] {
     return at::zeros({settings.local_batch_size, settings.seq_len},
-                     at::TensorOptions(at::kLong).pinned_memory(true));
+                     at::TensorOptions(at::kLong).pinned_memory(world.device().is_cuda()));
   };
   const at::Tensor input = zeros(), labels = zeros();  // all batches are alike
   for (int64_t i = 0; i < settings.batches_per_step(meshes_.dp_degree()); ++i)

@@ -40,6 +40,8 @@ struct DeviceSpec {
   };
   std::vector<AttentionPoint> attention;
 
+  /// A CPU as titan plan --calibrate describes it, in one piece.
+  bool is_cpu() const { return multiprocessors == 1; }
   /// Without what a CUDA context takes.
   int64_t usable_bytes() const;
   /// FLOP/s at the peak; throws Error for a dtype that the device's file doesn't have.

@@ -32,26 +32,10 @@ using torch::jit::Stack;
 
 // ---- results
 
-// The tensor that a result's shape stands for: an argument, a view of an argument, or a new one.
 at::Tensor result_for(const at::Tensor& shape, const StandIns& arguments) {
-  if (!shape.defined() || !shape.is_meta()) return shape;
-  for (const auto& [mine, other] : arguments.pairs())
-    if (other.is_same(shape)) return mine;
-  for (const auto& [mine, other] : arguments.pairs()) {
-    if (!shape.has_storage() ||
-        shape.storage().unsafeGetStorageImpl() != other.storage().unsafeGetStorageImpl())
-      continue;
-    auto view = at::detail::make_tensor<at::TensorImpl>(c10::Storage(mine.storage()),
-                                                        DispatchKeySet(DispatchKey::CUDA), shape.dtype());
-    view.unsafeGetTensorImpl()->set_sizes_and_strides(shape.sizes(), shape.strides(), shape.storage_offset());
-    return view;
-  }
-  at::Tensor fresh =
-      shape.is_non_overlapping_and_dense()
-          ? at::empty_strided(shape.sizes(), shape.strides(), shape.options().device(at::kCUDA, 0))
-          : at::empty(shape.sizes(), shape.options().device(at::kCUDA, 0));
-  if (shape.unsafeGetTensorImpl()->is_wrapped_number()) fresh.unsafeGetTensorImpl()->set_wrapped_number(true);
-  return fresh;
+  bool is_new = false;
+  return shape.defined() && shape.is_meta() ? result_for(shape, arguments, c10::Device(at::kCUDA, 0), is_new)
+                                            : shape;
 }
 
 IValue result_for(const IValue& value, const StandIns& arguments) {

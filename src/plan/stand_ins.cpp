@@ -1,6 +1,8 @@
 #include "plan/stand_ins.h"
 
 #include <ATen/ops/clone.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <c10/core/CPUAllocator.h>
 
 namespace titan::plan {
@@ -53,6 +55,30 @@ c10::IValue StandIns::stand_in(const c10::IValue& value) {
   if (value.isDevice() && value.toDevice().is_cuda())
     return c10::Device(kind_ == Kind::meta ? at::kMeta : at::kCPU);
   return value;
+}
+
+at::Tensor result_for(const at::Tensor& result, const StandIns& arguments, c10::Device device, bool& is_new) {
+  is_new = false;
+  if (!result.defined()) return result;
+  for (const auto& [cuda, other] : arguments.pairs())
+    if (other.is_same(result)) return cuda;
+  for (const auto& [cuda, other] : arguments.pairs()) {
+    if (!result.has_storage() ||
+        result.storage().unsafeGetStorageImpl() != other.storage().unsafeGetStorageImpl())
+      continue;
+    auto view = at::detail::make_tensor<at::TensorImpl>(
+        c10::Storage(cuda.storage()), c10::DispatchKeySet(c10::DispatchKey::CUDA), result.dtype());
+    view.unsafeGetTensorImpl()->set_sizes_and_strides(result.sizes(), result.strides(),
+                                                      result.storage_offset());
+    return view;
+  }
+  is_new = true;
+  const auto options = result.options().device(device);
+  at::Tensor made = result.is_non_overlapping_and_dense()
+                        ? at::empty_strided(result.sizes(), result.strides(), options)
+                        : at::empty(result.sizes(), options);
+  if (result.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return made;
 }
 
 }  // namespace titan::plan

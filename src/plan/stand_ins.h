@@ -37,6 +37,9 @@ class StandIns {
   std::vector<Pair> pairs_;
 };
 
+/// The tensor that a result stands for: an argument, a view of an argument, or a new one on `device`, which `is_new` tells.
+at::Tensor result_for(const at::Tensor& result, const StandIns& arguments, c10::Device device, bool& is_new);
+
 /// Calls `visit` for each tensor in the value: a tensor, a list of tensors, or a list of optional ones.
 template <class Visit>
 void for_each_tensor(const c10::IValue& value, Visit visit) {

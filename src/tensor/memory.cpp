@@ -82,9 +82,15 @@ constexpr bool kMapped = false;  // AddressSanitizer checks only malloc's blocks
 constexpr bool kMapped = true;
 #endif
 
+// LibTorch's memory profilers see these tensors, too.
+void report(const Pages& pages, int64_t bytes) {
+  c10::reportMemoryUsageToProfiler(pages.begin, bytes, 0, 0, at::kCPU);
+}
+
 void unmap(void* context) {
   auto* pages = static_cast<Pages*>(context);
   if (MemoryHistory* history = memory_history()) history->freed(pages->begin);
+  report(*pages, -static_cast<int64_t>(pages->bytes));
   unmap_pages(*pages);
   delete pages;
 }
@@ -92,6 +98,7 @@ void unmap(void* context) {
 at::DataPtr mapped_memory(size_t bytes) {
   const Pages pages = map_pages(bytes);
   if (MemoryHistory* history = memory_history()) history->allocated(pages.begin, bytes);
+  report(pages, static_cast<int64_t>(pages.bytes));
   return {pages.begin, new Pages(pages), &unmap, at::kCPU};
 }
 

@@ -130,7 +130,9 @@ bool fits(const LlamaCase& llama, const Variant& variant) {
   std::vector<train::KeyedProblem> problems;
   train::check_divisibility(variant.dims, sizes, llama.seq_len, problems);
   const int rows = variant.dims.batch_degree() * variant.micro_batches;
-  if (has_documents(llama) && variant.dims.row_degree() > 1) return false;  // refused
+  const int64_t row_parts = variant.dims.row_degree();
+  // Refused: documents, and sequences that the load balancer can't cut into two chunks for each rank.
+  if (row_parts > 1 && (has_documents(llama) || llama.seq_len % (2 * row_parts) != 0)) return false;
   return problems.empty() && llama.rows % rows == 0;
 }
 

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include <ATen/cuda/CUDAContextLight.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
@@ -19,6 +20,7 @@
 #include "dist/flight_record.h"
 #include "job/rehearsal.h"
 #include "nn/trace_labels.h"
+#include "plan_of.h"
 #include "titan/core/error.h"
 #include "unit/job/load_preset.h"
 
@@ -233,32 +235,15 @@ struct Recipe {
   int world_size;
   double peak_gib;  ///< in tensors, on the rank with most
   int num_stages = 1;
+  const char* variant = "";  ///< a name for what the words change
+  Words words = {};
 };
-void PrintTo(const Recipe& recipe, std::ostream* out) { *out << recipe.name; }
+void PrintTo(const Recipe& recipe, std::ostream* out) { *out << recipe.name << recipe.variant; }
 
 // ---- the plan of the same ranks
 
 using nlohmann::json;
-
-/// The output of `titan plan --json` in a process without virtual GPUs.
-json plan_of(const Recipe& recipe) {
-  const std::string command = str("env -u LD_PRELOAD ", TITAN_PROGRAM, " plan ", TITAN_SOURCE_DIR,
-                                  "/configs/", recipe.name, ".toml --world ", recipe.world_size, " --json");
-  std::unique_ptr<std::FILE, int (*)(std::FILE*)> pipe(::popen(command.c_str(), "r"), ::pclose);
-  std::string text;
-  char buffer[65536];
-  while (const size_t count = std::fread(buffer, 1, sizeof buffer, pipe.get())) text.append(buffer, count);
-  if (const int status = ::pclose(pipe.release()); status != 0) throw Error(str(command, " failed"));
-  return json::parse(text);
-}
-
-/// The entry of the list for this rank, or for the rank whose role it shares.
-const json& entry_of(const json& list, int rank) {
-  const json* found = &list.back();
-  for (const json& entry : list)
-    if (entry.at("rank") == rank) found = &entry;
-  return *found;
-}
+using testing::plan_of, testing::planned_memory;
 
 using Counts = std::map<std::string, int64_t>;
 
@@ -268,11 +253,16 @@ bool is_compared(const std::string& operation) {
          !operation.starts_with("cudaMem");
 }
 
+// LibTorch's own product of Float8 matrices runs on virtual GPUs, too, so what is counted is what it calls.
+std::string name_of_launch(const std::string& operation) {
+  return operation == "aten::_scaled_mm" ? "cublasLtMatmul" : operation;
+}
+
 Counts planned_launches(const json& plan, const std::string& role) {
   Counts counts;
   for (const json& row : plan.at("operations"))
     if (row.at("role") == role && is_compared(row.at("operation")))
-      counts[row.at("operation")] = row.at("launches");
+      counts[name_of_launch(row.at("operation"))] = row.at("launches");
   return counts;
 }
 
@@ -321,11 +311,11 @@ class Recipes : public ::testing::TestWithParam<Recipe> {};
 
 void expect_as_planned(const json& plan, int rank, const dist::DeviceMemory& memory,
                        const Counts& collectives) {
-  const json& planned = entry_of(plan.at("memory").at("by_role"), rank);
+  const json& planned = planned_memory(plan, rank);
   const auto near = [](const char* what, int64_t measured, double planned) {
     std::printf("  %s: %.3f GiB, planned %.3f (%+.2f %%)\n", what, static_cast<double>(measured) / (1 << 30),
                 planned / (1 << 30), 100 * (planned / static_cast<double>(measured) - 1));
-    EXPECT_NEAR(planned, static_cast<double>(measured), 0.015 * static_cast<double>(measured)) << what;
+    EXPECT_NEAR(planned, static_cast<double>(measured), 5e-4 * static_cast<double>(measured)) << what;
   };
   near("in tensors", memory.peak_allocated_bytes, planned.at("peak_allocated_bytes"));
   near("from the device", memory.peak_reserved_bytes, planned.at("peak_reserved_bytes"));
@@ -337,12 +327,12 @@ void expect_as_planned(const json& plan, int rank, const dist::DeviceMemory& mem
 TEST_P(Recipes, FitTheirGpu) {
   if (!in_memory_only_mode()) GTEST_SKIP() << "runs on virtual GPUs in memory-only mode";
   const Recipe& recipe = GetParam();
-  const JobConfig config = load_preset(recipe.name, recipe.world_size);
+  const JobConfig config = load_preset(recipe.name, recipe.world_size, recipe.words);
   // One rank of each role: the first, the last, and one of the middle stage.
   std::vector<int> ranks{0, recipe.world_size - 1};
   if (recipe.num_stages > 1) ranks.insert(ranks.begin() + 1, recipe.world_size / 2);
   double largest = 0;
-  const json plan = plan_of(recipe);
+  const json plan = plan_of(recipe.name, recipe.world_size, recipe.words);
   for (const int rank : ranks) {
     const dist::World world = dist::init({.backend = "fake",
                                           .device = "cuda",
@@ -350,6 +340,7 @@ TEST_P(Recipes, FitTheirGpu) {
                                           .fake_rank = rank,
                                           .fake_world_size = recipe.world_size});
     dist::DeviceBackend& gpu = *dist::device_backend();
+    at::cuda::clearCublasWorkspaces();  // a rank makes its own where it needs them
     at::getDeviceAllocator(at::kCUDA)->emptyCache();
     gpu.reset_peak_memory(0);
     Rehearsal training(config, world);
@@ -367,19 +358,51 @@ TEST_P(Recipes, FitTheirGpu) {
     EXPECT_EQ(memory.allocation_retries, 0);
     largest = std::max(largest, static_cast<double>(memory.peak_allocated_bytes) / gib);
   }
-  EXPECT_NEAR(largest, recipe.peak_gib, 0.02 * recipe.peak_gib) << "docs/virtual_gpu.md has a table of these";
+  EXPECT_NEAR(largest, recipe.peak_gib, 0.005 * recipe.peak_gib) << "docs/plan.md has a table of these";
 }
 
 INSTANTIATE_TEST_SUITE_P(
     All, Recipes,
-    ::testing::Values(Recipe{"llama3_8b", 8, 33.53}, Recipe{"llama3_8b_2d", 8, 33.77},
-                      Recipe{"llama3_8b_3d", 8, 20.70}, Recipe{"llama3_8b_long", 8, 25.28},
-                      Recipe{"llama3_70b", 256, 22.63}, Recipe{"llama3_70b_2d", 256, 22.63},
-                      Recipe{"llama3_70b_3d", 256, 35.06}, Recipe{"llama3_405b", 512, 27.62},
-                      Recipe{"llama3_405b_2d", 512, 27.62}, Recipe{"llama3_405b_3d", 512, 21.63},
-                      Recipe{"llama3_405b_pp", 512, 33.81, 16},
-                      Recipe{"llama3_405b_pp_interleaved", 512, 35.35, 16}),
+    ::testing::Values(Recipe{"llama3_8b", 8, 33.56}, Recipe{"llama3_8b_2d", 8, 33.80},
+                      Recipe{"llama3_8b_3d", 8, 20.73}, Recipe{"llama3_8b_long", 8, 25.31},
+                      Recipe{"llama3_70b", 256, 22.66}, Recipe{"llama3_70b_2d", 256, 22.66},
+                      Recipe{"llama3_70b_3d", 256, 35.09}, Recipe{"llama3_405b", 512, 27.65},
+                      Recipe{"llama3_405b_2d", 512, 27.65}, Recipe{"llama3_405b_3d", 512, 21.66},
+                      Recipe{"llama3_405b_pp", 512, 33.85, 16},
+                      Recipe{"llama3_405b_pp_interleaved", 512, 35.38, 16}),
     [](const auto& info) { return std::string(info.param.name); });
+
+Recipe with(const char* variant, Words words, Recipe recipe) {
+  recipe.variant = variant;
+  recipe.words = std::move(words);
+  return recipe;
+}
+
+const std::string kFloat8 = "--model.converters=quantize.linear.float8";
+const std::string kSettings = "--quantize.linear.float8.";
+
+INSTANTIATE_TEST_SUITE_P(
+    Variants, Recipes,
+    ::testing::Values(
+        with("_float8", {kFloat8}, {"llama3_8b", 8, 33.70}),
+        with("_float8_gathered", {kFloat8, kSettings + "enable_fsdp_float8_all_gather"},
+             {"llama3_8b", 8, 33.30}),
+        with("_float8_rowwise", {kFloat8, kSettings + "recipe_name=rowwise"}, {"llama3_8b", 8, 33.72}),
+        with("_float8_delayed",
+             {kFloat8, kSettings + "scaling_type_input=delayed", kSettings + "scaling_type_weight=delayed",
+              kSettings + "scaling_type_grad_output=delayed"},
+             {"llama3_8b", 8, 33.76}),
+        with("_float8", {kFloat8}, {"llama3_8b_2d", 8, 34.13}),
+        with("_float8", {kFloat8}, {"llama3_405b_pp", 512, 31.49, 16}),
+        with("_bfloat16_states", {"--optimizer.state_dtype=bfloat16"}, {"llama3_8b", 8, 29.82}),
+        with("_bfloat16", {"--training.dtype=bfloat16", "--optimizer.stochastic_rounding"},
+             {"llama3_8b", 8, 26.33}),
+        with("_hsdp", {"--parallelism.data_parallel_replicate_degree=2"}, {"llama3_8b", 16, 33.80}),
+        with("_ddp",
+             {"--parallelism.data_parallel_replicate_degree=8", "--parallelism.data_parallel_shard_degree=1",
+              "--model.args.n_layers=8"},
+             {"llama3_8b", 8, 47.45})),
+    [](const auto& info) { return str(info.param.name, info.param.variant); });
 
 }  // namespace
 }  // namespace titan::train

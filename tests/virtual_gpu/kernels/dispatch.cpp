@@ -42,42 +42,21 @@ struct Results {
   std::vector<at::Tensor> fresh;  // undefined where a result is an argument, or no tensor
 };
 
-// Gives every tensor of `shapes` its CUDA tensor: the argument it is, a view of the argument it shares memory with, or a new one.
-at::Tensor result_for(const at::Tensor& shape, const StandIns& arguments, c10::Device device,
-                      at::Tensor& fresh) {
-  if (!shape.defined()) return shape;
-  for (const auto& [cuda, other] : arguments.pairs())
-    if (other.is_same(shape)) return cuda;
-  for (const auto& [cuda, other] : arguments.pairs()) {
-    if (!shape.has_storage() ||
-        shape.storage().unsafeGetStorageImpl() != other.storage().unsafeGetStorageImpl())
-      continue;
-    auto view = at::detail::make_tensor<at::TensorImpl>(c10::Storage(cuda.storage()),
-                                                        DispatchKeySet(DispatchKey::CUDA), shape.dtype());
-    view.unsafeGetTensorImpl()->set_sizes_and_strides(shape.sizes(), shape.strides(), shape.storage_offset());
-    return view;
-  }
-  fresh = shape.is_non_overlapping_and_dense()
-              ? at::empty_strided(shape.sizes(), shape.strides(), shape.options().device(device))
-              : at::empty(shape.sizes(), shape.options().device(device));
-  if (shape.unsafeGetTensorImpl()->is_wrapped_number()) fresh.unsafeGetTensorImpl()->set_wrapped_number(true);
-  return fresh;
-}
-
+// Gives every tensor of `shapes` its CUDA tensor.
 Results results_for(const Stack& shapes, const StandIns& arguments, c10::Device device) {
   Results results;
+  const auto result = [&](const at::Tensor& shape) {
+    bool is_new = false;
+    at::Tensor tensor = result_for(shape, arguments, device, is_new);
+    results.fresh.push_back(is_new ? tensor : at::Tensor());
+    return tensor;
+  };
   for (const IValue& value : shapes) {
     if (value.isTensor()) {
-      at::Tensor fresh;
-      results.values.emplace_back(result_for(value.toTensor(), arguments, device, fresh));
-      results.fresh.push_back(fresh);
+      results.values.emplace_back(result(value.toTensor()));
     } else if (value.isTensorList()) {
       c10::List<at::Tensor> list;
-      for (const at::Tensor& t : value.toTensorVector()) {
-        at::Tensor fresh;
-        list.push_back(result_for(t, arguments, device, fresh));
-        results.fresh.push_back(fresh);
-      }
+      for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(result(tensor));
       results.values.emplace_back(std::move(list));
     } else {
       results.values.push_back(value);

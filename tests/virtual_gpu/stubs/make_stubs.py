@@ -26,7 +26,6 @@ LIBRARIES = [
 HEADER = """#include <stdio.h>
 #include <stdlib.h>
 #define STUB extern "C" __attribute__((weak))
-[[maybe_unused]] static int handle;
 """
 
 
@@ -47,7 +46,8 @@ def aborting(name):
 def body(name, library):
     """Handles can be made and set; work ends the program."""
     if re.search(r"Create(_v2)?$", name) and "Desc" not in name:
-        return f"STUB int {name}(void** h) {{ *h = &handle; return 0; }}\n"
+        # LibTorch gives each handle of cuBLAS a workspace of its own.
+        return f"STUB int {name}(void** h) {{ *h = malloc(1); return 0; }}\n"
     if re.match(r"(cublas|cusparse|cudnn)(Set|Destroy)", name):
         return f"STUB int {name}() {{ return 0; }}\n"
     if name in ("cublasGetMathMode", "cublasGetPointerMode_v2"):

@@ -1,0 +1,90 @@
+// What `titan plan --device cpu` says of a job's memory, beside the tensors of the same job.
+
+#include <cmath>
+#include <cstdio>
+
+#include <gtest/gtest.h>
+
+#include "distributed/world.h"
+#include "job/rehearsal.h"
+#include "memory_meter.h"
+#include "plan_of.h"
+#include "titan/nn/layers.h"
+#include "unit/job/load_preset.h"
+
+namespace titan::train {
+namespace {
+
+using namespace titan::testing;  // NOLINT: the test's own names
+using nlohmann::json;
+
+// Large enough that a plan's blocks of whole 512 bytes don't matter.
+const Words kModel = {"--model.args.dim=512", "--training.seq_len=512"};
+const Words kTwoRows = {"--training.local_batch_size=2"};
+const Words kPipeline = {"--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=8"};
+
+struct Layout {
+  const char* name;
+  int world_size;
+  Words words;
+  /// Of buffers that a call over gloo owns until it is done, and that a GPU's stream uses again: those of a block's
+  /// gather take 7 MiB, those of the embedding's and the head's 4.
+  double owned_by_calls_mib = 0;
+};
+void PrintTo(const Layout& layout, std::ostream* out) { *out << layout.name; }
+
+class PlanMemory : public ::testing::TestWithParam<Layout> {};
+
+TEST_P(PlanMemory, IsThatOfARun) {
+  const Layout& layout = GetParam();
+  if (world().size() != layout.world_size) GTEST_SKIP() << "runs on " << layout.world_size << " ranks";
+  const Words words = kModel + layout.words;
+  const std::string text =
+      world().rank() == 0 ? plan_of("llama3_debug", world().size(), words + Words{"--device", "cpu"}).dump()
+                          : "";
+  const json plan = json::parse(world().everyone()->all_gather_text(text, {.phase = "test::plan"})[0]);
+
+  const JobConfig config =
+      load_preset("llama3_debug", world().size(), words + Words{"--training.device=cpu"});
+  const MemoryMeter meter;
+  Rehearsal training(config, world());
+  for (int step = 0; step < 2; ++step) training.step();
+
+  constexpr double mib = 1 << 20;
+  const double measured = static_cast<double>(meter.peak()) / mib,
+               planned = planned_memory(plan, world().rank()).at("peak_allocated_bytes").get<double>() / mib;
+  std::printf("rank %d, %s: %.1f MiB, planned %.1f (%+.2f %%)\n", world().rank(), layout.name, measured,
+              planned, 100 * (planned / measured - 1));
+  EXPECT_LE(planned, 1.015 * measured);
+  EXPECT_GE(planned, measured / 1.015 - layout.owned_by_calls_mib);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, PlanMemory,
+    ::testing::Values(
+        Layout{"OneRank", 1, kTwoRows},
+        Layout{"Fp32", 1, kTwoRows + Words{"--training.mixed_precision_param=float32"}},
+        Layout{"SelectiveRecompute", 1, kTwoRows + Words{"--activation_checkpoint.mode=selective"}},
+        Layout{"FullRecompute", 1, kTwoRows + Words{"--activation_checkpoint.mode=full"}},
+        Layout{"Accumulates", 1, kTwoRows + Words{"--training.global_batch_size=8"}},
+        Layout{"Fsdp", 2, kTwoRows, 7},
+        Layout{"FsdpNeverResharded", 2, kTwoRows + Words{"--parallelism.fsdp_reshard_after_forward=never"},
+               11},
+        Layout{"Ddp", 2,
+               kTwoRows + Words{"--parallelism.data_parallel_replicate_degree=2",
+                                "--parallelism.data_parallel_shard_degree=1"}},
+        Layout{"Tensor", 2, kTwoRows + Words{"--parallelism.tensor_parallel_degree=2"}},
+        Layout{"AsyncTensor", 2,
+               kTwoRows + Words{"--parallelism.tensor_parallel_degree=2",
+                                "--parallelism.enable_async_tensor_parallel"}},
+        Layout{"Context", 2, kTwoRows + Words{"--parallelism.context_parallel_degree=2"}, 7},
+        Layout{"Pipeline", 2, kPipeline, 7}, Layout{"FsdpOf4", 4, kTwoRows, 7},
+        Layout{"Hsdp", 4, kTwoRows + Words{"--parallelism.data_parallel_replicate_degree=2"}, 7},
+        Layout{"FsdpTensor", 4, kTwoRows + Words{"--parallelism.tensor_parallel_degree=2"}, 7},
+        Layout{"FsdpContext", 4, kTwoRows + Words{"--parallelism.context_parallel_degree=2"}, 7},
+        Layout{"FsdpPipeline", 4, kPipeline, 14},
+        Layout{"TensorPipeline", 4, kPipeline + Words{"--parallelism.tensor_parallel_degree=2"}, 7}),
+    [](const auto& info) { return std::string(info.param.name); });
+
+}  // namespace
+}  // namespace titan::train
