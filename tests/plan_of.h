@@ -1,6 +1,6 @@
 #pragma once
 
-// What `titan plan --json` says of a job, from a process of its own, which a planned GPU needs.
+// The answer of `titan plan --json` for a job, from a process of its own, which a planned GPU needs.
 
 #include <cstdio>
 #include <memory>

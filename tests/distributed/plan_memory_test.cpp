@@ -1,4 +1,4 @@
-// What `titan plan --device cpu` says of a job's memory, beside the tensors of the same job.
+// The memory that `titan plan --device cpu` tells, beside the tensors of the same job.
 
 #include <cmath>
 #include <cstdio>
@@ -27,7 +27,7 @@ struct Layout {
   const char* name;
   int world_size;
   Words words;
-  /// Of buffers that a call over gloo owns until it is done, and that a GPU's stream uses again: those of a block's
+  /// Buffers that a call over gloo owns until it is done, and that a GPU's stream uses again: those of a block's
   /// gather take 7 MiB, those of the embedding's and the head's 4.
   double owned_by_calls_mib = 0;
 };
