@@ -19,7 +19,7 @@ def block_plan() -> dict:
     """TorchTitan's plan for a transformer block."""
     return {
         "attention_norm": SequenceParallel(),
-        "attention": PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)),
+        "attention": PrepareModuleInput(input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)),
         "attention.wq": ColwiseParallel(),
         "attention.wk": ColwiseParallel(),
         "attention.wv": ColwiseParallel(),
@@ -52,9 +52,10 @@ def build_model(args: ModelArgs, mesh: DeviceMesh) -> Llama3:
     with torch.device("meta"):
         model = Llama3(args)
     parallelize(model, mesh)
-    model.to_empty(device="cpu")
+    model.to_empty(device=mesh.device_type)
     model.init_weights()
     model.set_rope()
+    model.rope = model.rope.to(mesh.device_type)
     return model
 
 
