@@ -17,7 +17,9 @@ import tempfile
 import time
 
 
-def convert_to(recipe: str, emulate: bool, compiles: bool, counts: dict):
+def convert_to(recipe: str, compiles: bool, counts: dict, **settings):
+    """A function that converts a model. `settings`: fields of torchao's Float8LinearConfig that differ from the recipe's."""
+
     def convert(model) -> None:
         import dataclasses
 
@@ -26,7 +28,7 @@ def convert_to(recipe: str, emulate: bool, compiles: bool, counts: dict):
         from torchao.float8.float8_linear import Float8Linear
 
         if recipe != "bf16":
-            config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
+            config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), **settings)
             fits = lambda module, name: isinstance(module, torch.nn.Linear) and name != "output" and not any(n % 16 for n in module.weight.shape)  # noqa: E731
             convert_to_float8_training(model, config=config, module_filter_fn=fits)
             counts["linears"] = sum(isinstance(module, Float8Linear) for module in model.modules())
@@ -60,7 +62,7 @@ def main() -> None:
     on_gpu = options.device == "cuda"
     with tempfile.TemporaryDirectory() as folder:
         mesh = init_ranks(0, 1, os.path.join(folder, "store"), options.device)
-        trainer = Trainer(build_model(args, mesh, "bf16", convert_to(options.recipe, not on_gpu, options.compile, counts)))
+        trainer = Trainer(build_model(args, mesh, "bf16", convert_to(options.recipe, options.compile, counts, emulate=not on_gpu)))
         shape = (options.local_batch_size, options.seq_len + 1)
         generator = torch.Generator().manual_seed(0)
         step_s, losses = [], []

@@ -48,7 +48,7 @@ bool in_memory_only_mode() {
 /// Counts of this rank in a steady step.
 struct StepCounts {
   int64_t launches = 0;
-  int64_t operations = 0;  ///< launches without collectives
+  int64_t operations = 0;  ///< launches that aren't NCCL's
   int64_t memory_bound_bytes =
       0;  ///< read and written by all but products, attention, collectives and the optimizer
 };
@@ -57,26 +57,32 @@ StepCounts count_now() {
   StepCounts counts;
   counts.launches = counts.operations = count("launches", nullptr);
   counts.memory_bound_bytes = count("bytes_read", nullptr) + count("bytes_written", nullptr);
-  for (const char* name : {"ncclAllGather", "ncclReduceScatter", "ncclAllReduce"})
-    counts.operations -= count("launches", nullptr, name);
-  for (const char* name :
-       {"ncclAllGather", "ncclReduceScatter", "ncclAllReduce", "aten::mm", "aten::mm.dtype", "aten::addmm_",
-        "aten::addmm.dtype", "aten::_scaled_dot_product_cudnn_attention",
-        "aten::_scaled_dot_product_cudnn_attention_backward", "aten::_foreach_norm", "aten::_fused_adamw_"})
+  const auto leave_out = [&counts](const char* name) {
     counts.memory_bound_bytes -= count("bytes_read", nullptr, name) + count("bytes_written", nullptr, name);
+  };
+  for (const char* name : {"ncclAllGather", "ncclReduceScatter", "ncclAllReduce", "ncclSend and ncclRecv"}) {
+    counts.operations -= count("launches", nullptr, name);
+    leave_out(name);
+  }
+  for (const char* name :
+       {"aten::mm", "aten::mm.dtype", "aten::addmm_", "aten::addmm.dtype",
+        "aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_cudnn_attention_backward",
+        "aten::_foreach_norm", "aten::_fused_adamw_"})
+    leave_out(name);
   return counts;
 }
 
 enum class Kernels { Launched, Run };
 
-/// A step of an 8B model with so many blocks. The allocator needs a few steps until it has all its memory. The bytes of LibTitan's kernels
-/// are counted only if they run.
-StepCounts count_step(const dist::World& world, int64_t num_layers, int64_t seq_len, Words words,
+/// A step of an 8B model with so many blocks and tokens a rank. The allocator needs a few steps until it has all its memory. The bytes of
+/// LibTitan's kernels are counted only if they run.
+StepCounts count_step(const dist::World& world, int64_t num_layers, int64_t tokens, Words words,
                       Kernels kernels = Kernels::Launched, int64_t vocabulary = 1024) {
   words.insert(words.end(),
                {str("--model.args.n_layers=", num_layers), str("--model.args.vocab_size=", vocabulary),
-                str("--training.seq_len=", seq_len)});
-  const JobConfig config = load_preset("llama3_8b", world.size(), words);
+                str("--training.seq_len=", tokens)});
+  JobConfig config = load_preset("llama3_8b", world.size(), words);
+  config.training.seq_len *= resolve_parallel_dims(config.parallelism, world.size()).row_degree();
   Rehearsal training(config, world);
   const nn::TraceLabels labels(training.built().models[0]->root());
   for (int step = 0; step < 8; ++step) {
@@ -101,21 +107,21 @@ StepCounts count_step(const dist::World& world, int64_t num_layers, int64_t seq_
 }
 
 /// The counts that one more block adds to a step.
-StepCounts count_block(const dist::World& world, int64_t seq_len, const Words& words,
+StepCounts count_block(const dist::World& world, int64_t tokens, const Words& words,
                        Kernels kernels = Kernels::Launched) {
-  const StepCounts two = count_step(world, 2, seq_len, words, kernels),
-                   three = count_step(world, 3, seq_len, words, kernels);
+  const StepCounts two = count_step(world, 2, tokens, words, kernels),
+                   three = count_step(world, 3, tokens, words, kernels);
   return {three.launches - two.launches, three.operations - two.operations,
           three.memory_bound_bytes - two.memory_bound_bytes};
 }
 
 /// The same for 8,192 tokens a rank, with the bytes of LibTitan's kernels: each byte belongs to a token or to a parameter.
 StepCounts count_block_with_bytes(const dist::World& world, const Words& words) {
-  constexpr int64_t seq_len = 8192, few = 128;
-  StepCounts counts = count_block(world, seq_len, words);
+  constexpr int64_t tokens = 8192, few = 128;
+  StepCounts counts = count_block(world, tokens, words);
   const int64_t once = count_block(world, few, words, Kernels::Run).memory_bound_bytes,
                 twice = count_block(world, 2 * few, words, Kernels::Run).memory_bound_bytes;
-  counts.memory_bound_bytes = once + (twice - once) * (seq_len - few) / few;
+  counts.memory_bound_bytes = once + (twice - once) * (tokens - few) / few;
   return counts;
 }
 
@@ -205,10 +211,15 @@ INSTANTIATE_TEST_SUITE_P(
                8,
                {"--activation_checkpoint.mode=none", "--parallelism.tensor_parallel_degree=8"},
                {54, 45, 1'100'000'000}},
+        Layout{"TensorParallelInBfloat16",
+               8,
+               {"--activation_checkpoint.mode=none", "--parallelism.tensor_parallel_degree=8",
+                "--training.dtype=bfloat16"},
+               {53, 44, 900'000'000}},
         Layout{"ContextParallel",
                2,
                {"--activation_checkpoint.mode=none", "--parallelism.context_parallel_degree=2"},
-               {70, 65, 5'400'000'000}},
+               {70, 63, 8'800'000'000}},
         Layout{"Float8Tensorwise",
                2,
                {"--activation_checkpoint.mode=none", "--model.converters=quantize.linear.float8"},

@@ -160,6 +160,9 @@ void virtual_gpu_start_counting() {
   counters()->clear();
 }
 
+// For benchmarks: writes the file of VIRTUAL_GPU_COUNTERS before the program's end.
+void virtual_gpu_write_counts() { write_counts(); }
+
 // For tests: the sum of a field of Count over modules whose names begin so, and over names; null stands for all of them.
 uint64_t virtual_gpu_count(const char* field, const char* module, const char* name) {
   Lock lock(state().mutex);
