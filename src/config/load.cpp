@@ -228,7 +228,7 @@ Converted convert(const FieldInfo& field, const Raw& raw) {
     return field.optional ? Converted{} : Converted{{}, "must be " + with_article(field.kind) + ", not null"};
   auto value = as_kind(field.kind, raw);
   const std::string& zero = field.constraint.zero;
-  if (!value && !zero.empty() && as<std::string>(raw) == zero) value = Value(int64_t{0});
+  if (!value && !zero.empty() && as<std::string>(raw) == zero) return {Value(int64_t{0})};
   if (!value) return {{}, type_problem(field, raw)};
   if (field.constraint.accepts && !field.constraint.accepts(*value))
     return {{}, constraint_problem(field, *value)};

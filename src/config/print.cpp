@@ -46,6 +46,8 @@ Node tree_of(const Schema& schema, JobRef job) {
                    Node& node = descendant(root, name);
                    node.field = &field;
                    node.value = field.get(settings);
+                   if (!field.constraint.zero.empty() && node.value == Value(int64_t{0}))
+                     node.value = field.constraint.zero;
                  });
   return root;
 }

@@ -136,7 +136,7 @@ Constraint positive_or_minus_one() {
 }
 
 Constraint positive_or_auto() {
-  Constraint constraint = numeric("positive, or \"auto\"", [](double value) { return value >= 0; });
+  Constraint constraint = numeric("positive, or \"auto\"", [](double value) { return value >= 1; });
   constraint.zero = "auto";
   return constraint;
 }

@@ -73,6 +73,21 @@ TEST_F(JobConfigTest, UnknownNamesListTheKnown) {
   EXPECT_NE(model[0].find("did you mean 'bigram'"), std::string::npos) << model[0];
 }
 
+TEST_F(JobConfigTest, ZeroIsNoDegreeAndAutoIsPrintedAsAuto) {
+  for (const std::string key : {"tensor", "context", "pipeline"}) {
+    const std::string name = "parallelism." + key + "_parallel_degree";
+    EXPECT_EQ(problems_of({"--" + name, "0"}), Words{"--" + name + " = 0: must be positive, or \"auto\""});
+    JobConfig config;
+    config::load(job_schema(),
+                 {"", {"--model.name", "bigram", "--model.flavor", "small", "--" + name, "auto"}}, config);
+    EXPECT_TRUE(config.parallelism.has_auto_degree());
+    EXPECT_NE(config::print_toml(job_schema(), config).find(key + "_parallel_degree = \"auto\"\n"),
+              std::string::npos);
+    EXPECT_NE(config::print_json(job_schema(), config).find(key + "_parallel_degree\": \"auto\""),
+              std::string::npos);
+  }
+}
+
 TEST_F(JobConfigTest, SaysWhatToUseInsteadOfTorchTitansNames) {
   const auto refusal = [&](const std::string& key, const std::string& value) {
     const auto problems = problems_of({"--model.name", "bigram", key, value}, 1, JobFiles::Check);
