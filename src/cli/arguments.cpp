@@ -243,6 +243,10 @@ PlanArguments parse_plan_arguments(const Arguments& words) {
   parser.value("--timeline", arguments.timeline, "FILE",
                "write what each stream does in a step: a trace for https://ui.perfetto.dev");
   parser.value("--svg", arguments.svg, "FILE", "write a picture of streams and memory over a step");
+  parser.number("--for-run", arguments.for_run, CLI::PositiveNumber,
+                "the plan is for the run of this process, which has started the plan: end when it ends, and "
+                "don't look for changes that would make the job fit",
+                "PID");
   parser.flag("--search", arguments.search,
               "find the fastest layout of the job that fits, and show the best ten");
   parser.number("--sequences", arguments.sequences, CLI::Range(1, 100'000'000),

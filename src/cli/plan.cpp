@@ -1,7 +1,10 @@
 // titan plan: what a job takes on any number of GPUs, from a rehearsal of one rank of each role.
 
+#include <sys/prctl.h>
+#include <unistd.h>
 #include <algorithm>
 #include <cmath>
+#include <csignal>
 #include <iostream>
 #include <utility>
 
@@ -350,8 +353,21 @@ int64_t sequences_of(const train::JobConfig& config, int world_size) {
   return training.local_batch_size * std::max<int64_t>(1, world_size / ranks_of_replica);
 }
 
+namespace {
+
+// Otherwise it would outlive a run that was killed by minutes.
+void end_with(pid_t parent) {
+  ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (::getppid() != parent)
+    throw ConfigError(
+        str("titan plan: process ", parent, " of --for-run didn't start this one, or has ended"));
+}
+
+}  // namespace
+
 int plan_command(const Arguments& words) {
   const PlanArguments arguments = parse_plan_arguments(words);
+  if (arguments.for_run > 0) end_with(arguments.for_run);
   log::Settings settings = log::settings();
   settings.level = log::Level::Warning;
   log::configure(settings);
@@ -372,12 +388,12 @@ int plan_command(const Arguments& words) {
   const Plan plan{config, arguments, train::plan_job(config, arguments.world_size, cluster, gpu, options)};
   if (!arguments.timeline.empty()) write_file_atomic(arguments.timeline, timeline_json(plan.job));
   if (!arguments.svg.empty()) write_file_atomic(arguments.svg, step_svg(plan.job, headline(plan)));
-  if (plan.job.fits()) return print(arguments.json ? to_json(plan).dump(1) + "\n" : to_text(plan));
-  const std::vector<Change> changes = changes_that_fit(plan, gpu);
-  if (!arguments.json) return print(to_text(plan) + "\n" + changes_text(changes));
+  const bool wants_changes = !plan.job.fits() && arguments.for_run == 0;
+  const std::vector<Change> changes = wants_changes ? changes_that_fit(plan, gpu) : std::vector<Change>();
+  if (!arguments.json) return print(to_text(plan) + (wants_changes ? "\n" + changes_text(changes) : ""));
   json object = to_json(plan);
-  object["missing_gib"] = gib(plan.job.peak_bytes() - cluster.device.usable_bytes());
-  object["changes_that_fit"] = changes_json(changes);
+  if (!plan.job.fits()) object["missing_gib"] = gib(plan.job.peak_bytes() - cluster.device.usable_bytes());
+  if (wants_changes) object["changes_that_fit"] = changes_json(changes);
   return print(object.dump(1) + "\n");
 }
 

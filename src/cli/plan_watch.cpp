@@ -187,6 +187,8 @@ std::unique_ptr<PlanWatch> build_plan_watch(const train::JobConfig& config, cons
                        "--device",
                        device,
                        "--json",
+                       "--for-run",
+                       std::to_string(::getpid()),
                        "--training.device=auto"};
   return std::make_unique<PlanWatch>(std::move(options), window);
 }

@@ -9,6 +9,7 @@
 #include <csignal>
 #include <cstring>
 #include <optional>
+#include <utility>
 
 #include <nlohmann/json.hpp>
 
@@ -21,6 +22,8 @@ namespace {
 using nlohmann::json;
 using train::PlanAnswer;
 using train::PlanRequest;
+
+constexpr const char* kNoWorker = "a process that plans can't be started: ";
 
 // ---- a message is a line of JSON
 
@@ -75,8 +78,25 @@ PlanAnswer answer_of(const json& message) {
           .seconds = message["seconds"]};
 }
 
-[[noreturn]] void serve(int requests, int answers, const std::function<PlanWorkers::Answer()>& open) {
-  ::prctl(PR_SET_PDEATHSIG, SIGKILL);  // a search that is interrupted leaves nobody behind
+/// Its ends are closed with it, unless somebody keeps them.
+struct LinePipe {
+  LinePipe() { TITAN_CHECK(::pipe2(ends, O_CLOEXEC) == 0, kNoWorker, std::strerror(errno)); }
+  ~LinePipe() {
+    for (const int end : ends)
+      if (end >= 0) ::close(end);
+  }
+  LinePipe(const LinePipe&) = delete;
+  LinePipe& operator=(const LinePipe&) = delete;
+
+  int keep(int end) { return std::exchange(ends[end], -1); }
+
+  int ends[2] = {-1, -1};  // to read from, to write to
+};
+
+[[noreturn]] void serve(int requests, int answers, pid_t parent,
+                        const std::function<PlanWorkers::Answer()>& open) {
+  ::prctl(PR_SET_PDEATHSIG, SIGKILL);     // a search that is interrupted leaves nobody behind
+  if (::getppid() != parent) ::_exit(1);  // it was before the line above
   try {
     const PlanWorkers::Answer answer = open();
     while (const auto message = read_line(requests))
@@ -89,26 +109,25 @@ PlanAnswer answer_of(const json& message) {
 
 }  // namespace
 
-PlanWorkers::PlanWorkers(int count, const std::function<Answer()>& open) {
-  previous_ = std::signal(SIGPIPE, SIG_IGN);
+PlanWorkers::PlanWorkers() : previous_(std::signal(SIGPIPE, SIG_IGN)) {}
+
+// Delegates, so that the destructor ends the first workers if a later one can't be started.
+PlanWorkers::PlanWorkers(int count, const std::function<Answer()>& open) : PlanWorkers() {
+  const pid_t parent = ::getpid();
   for (int i = 0; i < count; ++i) {
-    int requests[2], answers[2];
-    TITAN_CHECK(::pipe2(requests, O_CLOEXEC) == 0 && ::pipe2(answers, O_CLOEXEC) == 0,
-                "a process that plans can't be started: ", std::strerror(errno));
+    LinePipe requests, answers;
     const pid_t process = ::fork();
-    TITAN_CHECK(process >= 0, "a process that plans can't be started: ", std::strerror(errno));
+    TITAN_CHECK(process >= 0, kNoWorker, std::strerror(errno));
     if (process == 0) {
       for (const Worker& other : workers_) {
         ::close(other.requests);
         ::close(other.answers);
       }
-      ::close(requests[1]);
-      ::close(answers[0]);
-      serve(requests[0], answers[1], open);
+      ::close(requests.ends[1]);
+      ::close(answers.ends[0]);
+      serve(requests.ends[0], answers.ends[1], parent, open);
     }
-    ::close(requests[0]);
-    ::close(answers[1]);
-    workers_.push_back({process, requests[1], answers[0]});
+    workers_.push_back({process, requests.keep(1), answers.keep(0)});
   }
 }
 

@@ -16,7 +16,7 @@ class PlanWorkers {
  public:
   using Answer = std::function<train::PlanAnswer(const train::PlanRequest&)>;
 
-  /// `open` is called once in each of `count` children, and returns what answers a request there.
+  /// `open` is called once in each of `count` children, and returns what answers a request there. Throws Error if one can't be started.
   PlanWorkers(int count, const std::function<Answer()>& open);
   ~PlanWorkers();
   PlanWorkers(const PlanWorkers&) = delete;
@@ -26,6 +26,8 @@ class PlanWorkers {
   std::vector<train::PlanAnswer> plan(const std::vector<train::PlanRequest>& requests);
 
  private:
+  PlanWorkers();
+
   struct Worker {
     pid_t process = 0;
     int requests = -1, answers = -1;  // pipes

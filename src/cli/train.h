@@ -48,6 +48,7 @@ struct PlanArguments {
   std::string device = "h100";
   std::string kernels = "ours";  ///< or "compiled", "eager"
   bool json = false;
+  int for_run = 0;                      ///< the process of the run that asks for its plan; 0: a user asks
   std::filesystem::path timeline, svg;  ///< files to write, if any
 
   bool search = false;

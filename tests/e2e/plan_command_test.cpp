@@ -3,9 +3,11 @@
 #include <sys/resource.h>
 
 #include <fstream>
+#include <thread>
 
 #include <gtest/gtest.h>
 
+#include "e2e/live_run.h"
 #include "e2e/training.h"
 
 namespace titan::testing {
@@ -109,6 +111,36 @@ TEST(PlanCommand, SaysWhatWouldMakeAJobFit) {
   const json fitting = plan_json("llama3_8b", 8, changed);
   EXPECT_EQ(fitting.at("fits"), true);
   EXPECT_EQ(fitting.at("memory").at("peak_gib"), changes[0].at("peak_gib"));
+}
+
+// This pipeline takes half a minute and more.
+TEST(PlanCommand, EndsWithTheRunThatItIsFor) {
+  const std::string words = std::string(" plan ") + TITAN_SOURCE_DIR +
+                            "/configs/llama3_405b_pp.toml --world 512 --json --for-run $$";
+  Command run({"sh", "-c", titan_program() + words + " & wait"});
+  int child = 0;
+  ASSERT_TRUE(wait_until([&] {
+    const std::vector<int> children = children_of(run.pid());
+    if (!children.empty()) child = children[0];
+    return child > 0;
+  }));
+  std::this_thread::sleep_for(std::chrono::seconds(1));  // it has become titan plan
+  EXPECT_TRUE(is_running(child));
+  run.signal(SIGKILL);
+  EXPECT_TRUE(wait_until([&] { return !is_running(child); }, 10));
+}
+
+// A run has no use for other jobs than its own.
+TEST(PlanCommand, LooksForNoChangesForARun) {
+  const std::string words = std::string(" plan ") + TITAN_SOURCE_DIR +
+                            "/configs/llama3_8b.toml --world 8 --training.local_batch_size=8"
+                            " --activation_checkpoint.mode=none --json --for-run $$";
+  const CommandResult result = run({"sh", "-c", titan_program() + words + "; exit $?"}, {}, 300);
+  ASSERT_EQ(result.status, 0) << result.err;
+  const json found = json::parse(result.out);
+  EXPECT_EQ(found.at("fits"), false);
+  EXPECT_GT(found.at("missing_gib"), 0);
+  EXPECT_FALSE(found.contains("changes_that_fit"));
 }
 
 double seconds_of(const json& time, const char* activity) { return time.at(activity).get<double>(); }
@@ -231,6 +263,7 @@ TEST(PlanCommand, NamesTheKeyOfAWrongValue) {
   expect_refused(plan("llama3_8b", 8, {"--compile.enable"}), "compile.enable");
   expect_refused(plan("llama3_8b", 8, {"--model.args.attn_mask_type=block_causal"}),
                  "model.args.attn_mask_type");
+  expect_refused(plan("llama3_8b", 8, {"--for-run", "1"}), "process 1 of --for-run didn't start this one");
   expect_refused(plan("llama3_8b", 8, {"--max-tp", "2"}), "need --search");
   expect_refused(plan("llama3_8b", 8, {"--search", "--svg", "a.svg"}), "--search plans many");
   expect_refused(plan("llama3_8b", 8,
