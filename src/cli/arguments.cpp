@@ -257,6 +257,8 @@ PlanArguments parse_plan_arguments(const Arguments& words) {
                 "with --search: the largest context-parallel degree (default: the devices of a host)", "N");
   parser.number("--max-pp", arguments.max_pipeline, CLI::Range(1, kMostRanks),
                 "with --search: the largest pipeline-parallel degree (default: the layers)", "N");
+  parser.number("--seconds", arguments.search_seconds, CLI::Range(1, 1'000'000),
+                "with --search: no layout is planned after this time (default 200)", "S");
   bool keep_precision = false;
   parser.flag("--keep-precision", keep_precision, "with --search: no layouts in Float8");
   parser.flag("--least-memory", arguments.least_memory, "with --search: the layouts that take least memory");
@@ -281,11 +283,12 @@ PlanArguments parse_plan_arguments(const Arguments& words) {
   if (arguments.world_size == 0) parser.refuse("--world is missing");
   const bool has_limits = arguments.sequences > 0 || arguments.max_tensor > 0 || arguments.max_context > 0 ||
                           arguments.max_pipeline > 0 || keep_precision || arguments.least_memory ||
-                          !arguments.output.empty();
+                          !arguments.output.empty() ||
+                          arguments.search_seconds != PlanArguments().search_seconds;
   if (has_limits && !arguments.search)
     parser.refuse(
-        "--sequences, --max-tp, --max-cp, --max-pp, --keep-precision, --least-memory and --output need "
-        "--search");
+        "--sequences, --max-tp, --max-cp, --max-pp, --seconds, --keep-precision, --least-memory and --output "
+        "need --search");
   if (arguments.search && !(arguments.timeline.empty() && arguments.svg.empty()))
     parser.refuse(
         "--timeline and --svg show one job, and --search plans many; plan the config of its --output");

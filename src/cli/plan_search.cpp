@@ -57,6 +57,7 @@ PlanAnswer answer(const PlanArguments& base, const plan::ClusterSpec& cluster,
             .step_s = plan.step.seconds,
             .tokens = plan.tokens,
             .mfu = plan.mfu(),
+            .parameters = static_cast<double>(config.spec().sizes(config.args()).num_params),
             .peak_bytes = plan.peak_bytes(),
             .seconds = plan.busiest().seconds};
   } catch (const std::exception& error) {
@@ -77,6 +78,7 @@ json to_json(const FoundLayout& found, int world) {
           {"tensor_parallel_degree", found.layout.tensor},
           {"context_parallel_degree", found.layout.context},
           {"pipeline_parallel_degree", found.layout.pipeline},
+          {"data_parallel_replicate_degree", found.layout.replicate},
           {"micro_batch", found.layout.micro_batch},
           {"step_s", plan.step_s},
           {"tokens_per_s_per_device", tokens_per_s(plan, world)},
@@ -129,6 +131,12 @@ std::string to_text(const train::SearchResult& result, int world, bool by_memory
   return text;
 }
 
+std::string time_limit_text(const train::SearchResult& result, const train::SearchOptions& options) {
+  if (!result.time_is_up) return "";
+  return str("The limit of ", options.seconds, " s ended the search; ", result.num_left,
+             " layouts that may be among the best were not planned (--seconds allows more time).\n");
+}
+
 void write_config(const PlanArguments& arguments, const Layout& layout, int64_t sequences, int64_t layers) {
   const PlanArguments chosen =
       with_settings(arguments, layout.settings(arguments.world_size, sequences, layers));
@@ -161,12 +169,14 @@ Search search(const PlanArguments& arguments, const plan::ClusterSpec& cluster,
   found.options = {.world = arguments.world_size,
                    .sequences = limit(arguments.sequences, sequences_of(found.base, arguments.world_size)),
                    .usable_bytes = cluster.device.usable_bytes(),
+                   .host_devices = cluster.host.devices,
                    .max_tensor = limit(arguments.max_tensor, cluster.host.devices),
                    .max_context = limit(arguments.max_context, cluster.host.devices),
                    .max_pipeline = limit(arguments.max_pipeline, num_layers),
                    .may_use_float8 = arguments.search_float8 && cluster.device.tflops.contains("float8"),
                    .least_memory = arguments.least_memory,
-                   .num_at_once = static_cast<size_t>(num_workers)};
+                   .num_at_once = static_cast<size_t>(num_workers),
+                   .seconds = static_cast<double>(arguments.search_seconds)};
   // A job that multiplies in 8 bits already keeps its own way.
   if (!found.base.model.converters.empty()) found.options.may_use_float8 = false;
   narrow(found.options, found.base);
@@ -174,6 +184,10 @@ Search search(const PlanArguments& arguments, const plan::ClusterSpec& cluster,
       found.base, found.options,
       [&](const std::vector<train::PlanRequest>& requests) { return workers.plan(requests); }, progress);
   const train::SearchResult& result = found.result;
+  if (result.best.empty() && result.time_is_up)
+    throw ConfigError(
+        str("the limit of ", found.options.seconds, " s ended the search when ", result.num_planned,
+            " layouts were planned, of which none fits; --seconds of titan plan allows more time"));
   if (result.best.empty())
     throw ConfigError(str("none of the ", result.num_planned, " layouts that promised most fits into ",
                           number("%.1f", static_cast<double>(found.options.usable_bytes) / kGiB), " GiB",
@@ -225,6 +239,7 @@ std::vector<std::string> choose_degrees(const TrainArguments& arguments, const t
         options.tensor = base.parallelism.tensor_parallel_degree;
         options.context = base.parallelism.context.degree;
         options.pipeline = base.parallelism.pipeline_parallel_degree;
+        options.replicate = base.parallelism.data_parallel_replicate_degree;
         options.num_best = 4;
         options.seconds = 60;
       },
@@ -256,8 +271,9 @@ int search_command(const PlanArguments& arguments) {
     const std::string written =
         arguments.output.empty() ? "" : str("The best one's config is in ", arguments.output.string(), ".\n");
     return print(str(base.model_title(), " on ", arguments.world_size, " x ", cluster.device.name, ", ",
-                     options.sequences, " sequences a step: ", result.num_layouts, " layouts estimated, ",
-                     result.num_planned, " planned, ", result.num_too_large, " of these don't fit\n\n",
+                     options.sequences, " sequences a step: ", result.num_layouts, " layouts, ",
+                     result.num_estimated, " estimated, ", result.num_planned, " planned, ",
+                     result.num_too_large, " of these don't fit\n", time_limit_text(result, options), "\n",
                      to_text(result, arguments.world_size, arguments.least_memory), written));
   }
   json best = json::array();
@@ -266,7 +282,11 @@ int search_command(const PlanArguments& arguments) {
                     {"device", cluster.device.name},
                     {"sequences", options.sequences},
                     {"layouts", result.num_layouts},
+                    {"estimated", result.num_estimated},
                     {"planned", result.num_planned},
+                    {"too_large", result.num_too_large},
+                    {"time_is_up", result.time_is_up},
+                    {"left", result.num_left},
                     {"best", best}}
                    .dump(1) +
                "\n");

@@ -54,6 +54,7 @@ struct PlanArguments {
   bool search = false;
   int64_t sequences = 0;                                      ///< in a step; 0: as the config says
   int64_t max_tensor = 0, max_context = 0, max_pipeline = 0;  ///< 0: no limit of the user's
+  int64_t search_seconds = 200;
   bool search_float8 = true, least_memory = false;
   std::filesystem::path output;     ///< for the config of the best layout
   std::filesystem::path calibrate;  ///< for what this machine's own device reaches; nothing is planned

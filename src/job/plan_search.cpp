@@ -3,83 +3,111 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <iterator>
+#include <limits>
 #include <map>
-#include <tuple>
+#include <set>
+#include <utility>
 
 #include "core/units.h"
+#include "job/layout_estimates.h"
 #include "titan/config/table.h"
 #include "titan/core/error.h"
+#include "titan/parallel/pipeline_schedule.h"
 
 namespace titan::train {
 
 namespace {
+
+constexpr std::array<const char*, 3> kRecompute = {"none", "selective", "full"};  // least first
+/// Estimates of memory are rough: what they find this many times too large doesn't fit, and so many times too small does.
+constexpr double kMemoryMargin = 1.3;
+/// If all larger micro-batches together can save no more than this share of a sequence's time, they aren't tried.
+constexpr double kLeastGain = 0.005;
 
 std::string truth(bool value) { return value ? "true" : "false"; }
 
 // ---- the layouts
 
 std::vector<int64_t> divisors_up_to(int64_t number, int64_t most) {
-  std::vector<int64_t> result;
-  for (int64_t degree = 1; degree <= std::min(number, most); ++degree)
-    if (number % degree == 0) result.push_back(degree);
-  return result;
+  std::set<int64_t> all;
+  for (int64_t divisor = 1; divisor * divisor <= number; ++divisor)
+    if (number % divisor == 0) all.insert({divisor, number / divisor});
+  return {all.begin(), all.upper_bound(most)};
 }
-
-struct Sizes {
-  int64_t layers = 0, heads = 0, kv_heads = 0, sequence = 0;
-};
 
 class Layouts {
  public:
-  Layouts(const Sizes& sizes, const SearchOptions& options) : sizes_(sizes), options_(options) {}
+  Layouts(const JobConfig& base, const SearchOptions& options)
+      : sizes_(base.spec().sizes(base.args())), sequence_(base.training.seq_len), options_(options) {}
 
   std::vector<Layout> all() {
-    const auto differs = [](int64_t fixed, int64_t degree) { return fixed > 0 && fixed != degree; };
-    for (const int64_t tensor : divisors_up_to(
-             options_.world, std::min(options_.max_tensor, std::max<int64_t>(sizes_.kv_heads, 1)))) {
-      if (sizes_.heads % tensor != 0 || sizes_.kv_heads % tensor != 0) continue;
-      if (differs(options_.tensor, tensor)) continue;
-      for (const int64_t context : divisors_up_to(options_.world / tensor, options_.max_context)) {
+    for (const int64_t tensor :
+         degrees(options_.world, std::min(options_.max_tensor, std::max<int64_t>(sizes_.num_kv_heads, 1)),
+                 options_.tensor)) {
+      if (sizes_.num_heads % tensor != 0 || sizes_.num_kv_heads % tensor != 0) continue;
+      for (const int64_t context : degrees(options_.world / tensor, options_.max_context, options_.context)) {
         // Ring attention cuts a sequence into two parts for each rank.
-        if (sizes_.sequence % ((context > 1 ? 2 * context : 1) * tensor) != 0 ||
-            differs(options_.context, context))
-          continue;
-        for (const int64_t pipeline : divisors_up_to(options_.world / tensor / context,
-                                                     std::min(options_.max_pipeline, sizes_.layers)))
-          if (!differs(options_.pipeline, pipeline))
-            add({.tensor = tensor, .context = context, .pipeline = pipeline, .schedule = ""});
+        if (sequence_ % ((context > 1 ? 2 * context : 1) * tensor) != 0) continue;
+        for (const int64_t pipeline :
+             degrees(options_.world / tensor / context, std::min(options_.max_pipeline, sizes_.num_layers),
+                     options_.pipeline))
+          add_replicas({.tensor = tensor, .context = context, .pipeline = pipeline, .schedule = ""});
       }
     }
     return std::move(layouts_);
   }
 
  private:
-  void add(Layout layout) {
-    const int64_t replicas = options_.world / (layout.tensor * layout.context * layout.pipeline);
-    if (options_.sequences % replicas != 0) return;
-    const int64_t of_replica = options_.sequences / replicas;
-    for (int64_t micro_batch = 1; micro_batch <= std::min<int64_t>(of_replica, 8); micro_batch *= 2) {
-      if (of_replica % micro_batch != 0) continue;
+  static std::vector<int64_t> degrees(int64_t number, int64_t most, int64_t given) {
+    if (given == 0) return divisors_up_to(number, most);
+    return number % given == 0 ? std::vector{given} : std::vector<int64_t>();
+  }
+
+  void add_replicas(Layout layout) {
+    const int64_t ranks = layout.tensor * layout.context;
+    const int64_t batches = options_.world / (ranks * layout.pipeline);
+    if (options_.sequences % batches != 0) return;
+    for (const int64_t replicate : degrees(batches, batches, options_.replicate)) {
+      const int64_t group = batches / replicate * ranks;
+      const bool is_of_hosts = group % options_.host_devices == 0 || options_.host_devices % group == 0;
+      if (options_.replicate == 0 && replicate > 1 && !is_of_hosts) continue;
+      layout.replicate = replicate;
+      add(layout, options_.sequences / batches);
+    }
+  }
+
+  void add(Layout layout, int64_t sequences) {
+    for (const int64_t micro_batch : divisors_up_to(sequences, sequences)) {
       layout.micro_batch = micro_batch;
-      add_schedules(layout, of_replica / micro_batch);
+      add_schedules(layout, sequences / micro_batch);
     }
   }
 
   void add_schedules(Layout layout, int64_t micro_batches) {
     if (layout.pipeline == 1) return add_policies(layout, micro_batches);
-    layout.schedule = "1F1B";
-    add_policies(layout, micro_batches);
-    for (const int64_t stages : {2, 4}) {
-      if (layout.pipeline * stages > sizes_.layers || micro_batches % layout.pipeline != 0) continue;
-      layout.schedule = "Interleaved1F1B";
-      layout.stages_of_rank = stages;
-      add_policies(layout, micro_batches);
+    for (const pipeline::ScheduleTraits& traits : pipeline::all_schedule_traits())
+      for (const int64_t stages : stages_of_rank(traits, layout.pipeline, micro_batches)) {
+        layout.schedule = traits.name;
+        layout.stages_of_rank = stages;
+        add_policies(layout, micro_batches);
+      }
+  }
+
+  std::vector<int64_t> stages_of_rank(const pipeline::ScheduleTraits& traits, int64_t depth,
+                                      int64_t micro_batches) const {
+    const auto ranks = static_cast<int>(depth);
+    const int64_t first = pipeline::default_num_stages(traits, ranks) / depth;
+    std::vector<int64_t> result;
+    for (int64_t stages = first; stages * depth <= sizes_.num_layers; ++stages) {
+      if (stages > first && !divides_evenly(sizes_.num_layers, stages * depth)) continue;
+      if (!pipeline::counts_problem(traits, ranks, static_cast<int>(stages * depth),
+                                    static_cast<int>(micro_batches)))
+        result.push_back(stages);
+      const bool has_small_bubble = 100 * (depth - 1) < stages * micro_batches;
+      if (traits.stages_per_rank != pipeline::StagesPerRank::Several || has_small_bubble) break;
     }
-    if (layout.pipeline * 2 <= sizes_.layers && micro_batches >= 2 * layout.pipeline) {
-      layout.schedule = "ZBVZeroBubble";
-      layout.stages_of_rank = 2;
-      add_policies(layout, micro_batches);
-    }
+    return result;
   }
 
   void add_policies(Layout layout, int64_t micro_batches) {
@@ -87,7 +115,7 @@ class Layouts {
       layout.only_degrees = true;
       return layouts_.push_back(layout);
     }
-    for (const char* recompute : {"none", "selective", "full"}) {
+    for (const char* recompute : kRecompute) {
       layout.recompute = recompute;
       for (const bool float8 : {false, true}) {
         if (float8 && !options_.may_use_float8) continue;
@@ -106,89 +134,328 @@ class Layouts {
     }
   }
 
-  Sizes sizes_;
+  ModelSizes sizes_;
+  int64_t sequence_;
   const SearchOptions& options_;
   std::vector<Layout> layouts_;
 };
 
-// ---- estimates
+// ---- the search
 
-/// The properties that a block's time depends on.
-using Cell = std::tuple<int64_t, int64_t, int64_t, std::string, bool, bool, bool>;
-Cell cell_of(const Layout& layout) {
-  return {layout.tensor, layout.context,      layout.micro_batch,   layout.recompute,
-          layout.float8, layout.asynchronous, layout.keeps_gathered};
-}
-
-constexpr int64_t kFewLayers = 1, kMoreLayers = 3;
-
-struct Pieces {
-  double of_layer = 0, computing_of_layer = 0,
-         rest = 0;  // seconds of a micro-batch; the rest: embedding, loss, optimizer
-  double bytes_of_layer = 0, other_bytes = 0;  // a micro-batch's activations and the layer's states
-  bool is_known = false;
+struct Ranked {
+  Layout layout;
+  LayoutEstimate estimate;
 };
 
-double computing(const PlanAnswer& answer) {
-  return answer.seconds[static_cast<size_t>(plan::Activity::Compute)];
-}
-
-Pieces pieces_of(const PlanAnswer& few, const PlanAnswer& more) {
-  if (!few.error.empty() || !more.error.empty()) return {};
-  constexpr double layers = kMoreLayers - kFewLayers;
-  Pieces pieces{.of_layer = (more.step_s - few.step_s) / layers,
-                .computing_of_layer = (computing(more) - computing(few)) / layers,
-                .bytes_of_layer = static_cast<double>(more.peak_bytes - few.peak_bytes) / layers,
-                .is_known = true};
-  pieces.rest = few.step_s - kFewLayers * pieces.of_layer;
-  pieces.other_bytes = static_cast<double>(few.peak_bytes) - kFewLayers * pieces.bytes_of_layer;
-  return pieces;
-}
-
-struct Estimate {
-  double step_s = 0;
-  double bytes = 0;
-};
-
-class Estimator {
+class Search {
  public:
-  Estimator(const Sizes& sizes, const SearchOptions& options) : sizes_(sizes), options_(options) {}
+  Search(const JobConfig& base, const SearchOptions& options, const Planner& planner,
+         const std::function<void(const std::string&)>& progress)
+      : options_(options),
+        planner_(planner),
+        progress_(progress),
+        num_layers_(base.spec().sizes(base.args()).num_layers),
+        layouts_(Layouts(base, options).all()),
+        estimator_(base, options) {}
 
-  Estimate of(const Layout& layout, const Pieces& pieces, double state_bytes_of_layer) const {
-    const auto layers = static_cast<double>(sizes_.layers), depth = static_cast<double>(layout.pipeline),
-               stages = static_cast<double>(layout.stages_of_rank);
-    const double replicas = static_cast<double>(options_.world) /
-                            static_cast<double>(layout.tensor * layout.context * layout.pipeline);
-    const double micro_batches =
-        static_cast<double>(options_.sequences) / replicas / static_cast<double>(layout.micro_batch);
-    const double activations = std::max(0.0, pieces.bytes_of_layer - state_bytes_of_layer);
-    if (layout.pipeline == 1)
-      return {micro_batches * (layers * pieces.of_layer + pieces.rest),
-              pieces.other_bytes + layers * pieces.bytes_of_layer};
-    // Parameters are gathered once a step, so only exchanges of a layer's own stay.
-    const double of_layer = layout.tensor * layout.context > 1 ? pieces.of_layer : pieces.computing_of_layer;
-    const double of_rank = layers / depth * of_layer + pieces.rest / 2;
-    const double bubble = layout.schedule == "ZBVZeroBubble" ? 0.25 * (depth - 1) : (depth - 1) / stages;
-    const double in_flight = std::min(
-        micro_batches, layout.schedule == "1F1B" ? depth : depth * (1 + (depth - 1) / (depth * stages)));
-    // Each rank has states of so many times more of each layer, and the layers' gathered parameters and whole gradients.
-    const double states = state_bytes_of_layer * depth * (1 + 6 * replicas / 16);
-    return {(micro_batches + bubble) * of_rank,
-            pieces.other_bytes + layers / depth * (states + activations * in_flight)};
+  SearchResult run() {
+    if (layouts_.empty())
+      throw ConfigError(
+          str("no layout divides ", options_.world, " ranks and ", options_.sequences,
+              " sequences a step: set training.global_batch_size to a multiple of more of them"));
+    result_.num_layouts = layouts_.size();
+    progress_(str(layouts_.size(), " layouts"));
+    estimate_all();
+    result_.num_estimated = ranked_.size();
+    std::erase_if(ranked_, [&](const Ranked& each) { return is_too_large(each.estimate); });
+    if (ranked_.empty() && !result_.last_error.empty())
+      throw ConfigError(str("no layout can be planned; the last one: ", result_.last_error));
+    std::ranges::stable_sort(ranked_, {}, [&](const Ranked& each) {
+      const auto& [step_s, bytes] = each.estimate;
+      return options_.least_memory ? std::pair(bytes, step_s) : std::pair(step_s, bytes);
+    });
+    plan_while_promising(ranked_);
+    if (!result_.best.empty()) plan_while_promising(replicas_of(result_.best[0].layout));
+    if (result_.best.size() > options_.num_best) result_.best.resize(options_.num_best);
+    return std::move(result_);
   }
 
  private:
-  Sizes sizes_;
-  const SearchOptions& options_;
-};
+  double usable() const { return static_cast<double>(options_.usable_bytes); }
+  bool is_too_large(const LayoutEstimate& estimate) const {
+    return estimate.bytes > kMemoryMargin * usable();
+  }
+  double value_of(const LayoutEstimate& estimate) const {
+    return options_.least_memory ? estimate.bytes : estimate.step_s;
+  }
+  double value_of(const PlanAnswer& plan) const {
+    return options_.least_memory ? static_cast<double>(plan.peak_bytes) : plan.step_s;
+  }
+  bool is_time_up(double share) const { return seconds_since(start_) > share * options_.seconds; }
 
-Sizes sizes_of(const JobConfig& base) {
-  const ModelSizes sizes = base.spec().sizes(base.args());
-  return {.layers = sizes.num_layers,
-          .heads = sizes.num_heads,
-          .kv_heads = sizes.num_kv_heads,
-          .sequence = base.training.seq_len};
-}
+  // ---- the first round
+
+  void estimate_all() {
+    std::vector<Layout> sharded, copied;
+    for (const Layout& layout : layouts_) {
+      const bool has_copies = layout.keeps_gathered || (layout.replicate > 1 && options_.replicate == 0);
+      if (!has_copies)
+        sharded.push_back(layout);
+      else if (layout.pipeline == 1 && !options_.least_memory)
+        copied.push_back(layout);
+    }
+    estimate_in_steps(sharded);
+    const double limit = last_of_the_best();
+    std::erase_if(copied, [&](const Layout& layout) { return !copies_may_help(layout, limit); });
+    estimate_in_steps(copied);
+  }
+
+  static size_t place_of_recompute(const Layout& layout) {
+    return static_cast<size_t>(std::ranges::find(kRecompute, layout.recompute) - kRecompute.begin());
+  }
+
+  // Smaller micro-batches and less recomputation first: they show what isn't needed.
+  void estimate_in_steps(const std::vector<Layout>& all) {
+    std::map<std::pair<int64_t, size_t>, std::vector<Layout>> steps;
+    for (const Layout& layout : all)
+      steps[{layout.micro_batch, place_of_recompute(layout)}].push_back(layout);
+    for (auto& [step, layouts] : steps) {
+      if (options_.least_memory && step.first > 1) break;  // it takes no less
+      const double limit = last_of_the_best();
+      std::erase_if(layouts, [&](const Layout& layout) {
+        return too_large_.contains(without_micro_batch(layout)) ||
+               fits_easily_.contains(without_recompute(layout)) || is_too_slow(layout, limit);
+      });
+      estimate(layouts);
+    }
+  }
+
+  const BlockCosts* block_of(const Layout& layout) const {
+    const auto found = blocks_.find(block_kind(layout));
+    return found == blocks_.end() || !found->second.error.empty() ? nullptr : &found->second;
+  }
+
+  // A lower bound: the ranks never wait for those of other replicas. 0 if nothing is known.
+  double least_seconds(const Layout& layout) const {
+    const auto layers = static_cast<double>(num_layers_);
+    const double micro_batches =
+        static_cast<double>(estimator_.micro_batches(layout)) / static_cast<double>(layout.pipeline);
+    Layout alone = layout;
+    alone.pipeline = 2;
+    if (const BlockCosts* block = block_of(alone)) return micro_batches * block->seconds.of(layers);
+    constexpr double kContention = 1.1;  // with collectives, of which there may be none
+    const BlockCosts* block = block_of(layout);
+    return block ? micro_batches * block->computing.of(layers) / kContention : 0;
+  }
+
+  // By what is known of the same layout with less recomputation, and with smaller micro-batches.
+  bool is_too_slow(const Layout& layout, double limit) const {
+    if (options_.least_memory) return false;
+    Layout other = layout;
+    for (size_t place = place_of_recompute(layout); place-- > 0;) {
+      other.recompute = kRecompute[place];
+      if (least_seconds(other) > limit) return true;
+    }
+    const auto tried = tried_.find(without_micro_batch(block_kind(layout)));
+    if (tried == tried_.end() || tried->second.size() < 2) return false;
+    const auto with_micro_batch = [&](int64_t sequences) {
+      Layout same = layout;
+      same.micro_batch = sequences;
+      return same;
+    };
+    const auto seconds = [&](int64_t sequences) {
+      return block_of(with_micro_batch(sequences))->seconds.of(static_cast<double>(num_layers_)) /
+             static_cast<double>(sequences);
+    };
+    const auto larger = tried->second.rbegin(), smaller = std::next(larger);
+    // A sequence takes a + b / micro_batch, of which larger ones can save what is left of b.
+    const double left = (1 - seconds(*larger) / seconds(*smaller)) /
+                        (static_cast<double>(*larger) / static_cast<double>(*smaller) - 1);
+    return left < kLeastGain || least_seconds(with_micro_batch(*larger)) * (1 - left) > limit;
+  }
+
+  static Layout without_micro_batch(Layout layout) {
+    layout.micro_batch = 0;
+    return layout;
+  }
+  static Layout without_recompute(Layout layout) {
+    layout.recompute.clear();
+    return layout;
+  }
+
+  void estimate(const std::vector<Layout>& layouts) {
+    plan_kinds(layouts);
+    for (const Layout& layout : layouts) {
+      const auto found = blocks_.find(block_kind(layout));
+      if (found == blocks_.end()) {
+        ++result_.num_left;
+        continue;
+      }
+      if (!found->second.error.empty()) {
+        result_.last_error = found->second.error;
+        continue;
+      }
+      const LayoutEstimate estimate = estimator_.of(layout, found->second);
+      ranked_.push_back({layout, estimate});
+      if (is_too_large(estimate)) too_large_.insert(without_micro_batch(layout));
+      if (kMemoryMargin * estimate.bytes < usable() && !options_.least_memory)
+        fits_easily_.insert(without_recompute(layout));
+    }
+  }
+
+  void plan_kinds(const std::vector<Layout>& layouts) {
+    std::set<Layout> kinds;
+    for (const Layout& layout : layouts)
+      if (Layout kind = block_kind(layout); !blocks_.contains(kind)) kinds.insert(std::move(kind));
+    if (!kinds.empty()) progress_(str("planning ", kinds.size(), " kinds of blocks"));
+    while (!kinds.empty()) {
+      if (!blocks_.empty() && is_time_up(0.5)) {
+        result_.time_is_up = true;
+        return;
+      }
+      // As many as take some seconds.
+      std::vector<std::pair<Layout, size_t>> some;  // with the end of their requests
+      std::vector<PlanRequest> requests;
+      while (!kinds.empty() && some.size() < 16 * options_.num_at_once) {
+        Layout kind = std::move(kinds.extract(kinds.begin()).value());
+        std::ranges::move(block_requests(kind, options_.world), std::back_inserter(requests));
+        some.emplace_back(std::move(kind), requests.size());
+      }
+      const std::vector<PlanAnswer> answers = planner_(requests);
+      size_t begin = 0;
+      for (const auto& [kind, end] : some) {
+        blocks_.emplace(kind, block_costs({answers.begin() + static_cast<std::ptrdiff_t>(begin),
+                                           answers.begin() + static_cast<std::ptrdiff_t>(end)}));
+        if (blocks_.at(kind).error.empty()) tried_[without_micro_batch(kind)].insert(kind.micro_batch);
+        begin = end;
+      }
+    }
+  }
+
+  // The estimate that a layout must beat.
+  double last_of_the_best() const {
+    std::vector<double> values;
+    for (const Ranked& each : ranked_)
+      if (each.estimate.bytes <= usable()) values.push_back(value_of(each.estimate));
+    if (values.size() < options_.num_best) return std::numeric_limits<double>::infinity();
+    std::ranges::sort(values);
+    return values[options_.num_best - 1];
+  }
+
+  // By what is known of the same layout without copies. If that one was left out because it fits with less recomputation, that one computes
+  // less, and takes no less memory.
+  bool copies_may_help(const Layout& layout, double limit) {
+    Layout sharded = layout;
+    sharded.replicate = 1;
+    sharded.keeps_gathered = false;
+    for (size_t place = place_of_recompute(layout) + 1; place-- > 0;) {
+      sharded.recompute = kRecompute[place];
+      const BlockCosts* block = block_of(sharded);
+      if (!block) continue;
+      LayoutEstimate estimate{.bytes = estimator_.bytes_of_copies(layout, *block)};
+      if (sharded.recompute == layout.recompute) estimate.bytes += estimator_.of(sharded, *block).bytes;
+      return !is_too_large(estimate) && least_seconds(sharded) <= limit;
+    }
+    return false;
+  }
+
+  // ---- the second round
+
+  // The candidates are in order of their estimates.
+  void plan_while_promising(const std::vector<Ranked>& candidates) {
+    const auto may_be_among_the_best = [&](const Ranked& each) {
+      return result_.best.size() < options_.num_best ||
+             value_of(each.estimate) * most_pessimistic_ < value_of(result_.best[options_.num_best - 1].plan);
+    };
+    auto next = candidates.begin();
+    while (true) {
+      std::vector<Ranked> batch;
+      for (; next != candidates.end() && may_be_among_the_best(*next) && batch.size() < options_.num_at_once;
+           ++next) {
+        if (has_time_for(next->layout)) {
+          batch.push_back(*next);
+        } else {
+          result_.time_is_up = true;
+          ++result_.num_left;
+        }
+      }
+      if (batch.empty()) return;
+      plan(batch);
+    }
+  }
+
+  // A plan takes as long as its layers' micro-batches. The first ones are planned in any case.
+  double work_of(const Layout& layout) const {
+    return static_cast<double>(num_layers_ * estimator_.micro_batches(layout));
+  }
+  bool has_time_for(const Layout& layout) const {
+    const double end = seconds_since(start_) + seconds_of_work_ * work_of(layout);
+    return seconds_of_work_ == 0 || end < options_.seconds;
+  }
+
+  // Adds what fits to the best.
+  void plan(const std::vector<Ranked>& batch) {
+    std::vector<PlanRequest> requests;
+    for (const Ranked& each : batch)
+      requests.push_back(
+          {each.layout.settings(options_.world, options_.sequences, num_layers_), options_.world});
+    const auto begin = std::chrono::steady_clock::now();
+    const std::vector<PlanAnswer> plans = planner_(requests);
+    double most_work = 0;
+    for (const Ranked& each : batch) most_work = std::max(most_work, work_of(each.layout));
+    seconds_of_work_ = std::max(seconds_of_work_, seconds_since(begin) / most_work);
+    for (size_t i = 0; i < batch.size(); ++i) {
+      const auto& [layout, estimate] = batch[i];
+      const PlanAnswer& plan = plans[i];
+      if (!plan.error.empty()) {
+        result_.last_error = plan.error;
+        continue;
+      }
+      ++result_.num_planned;
+      most_pessimistic_ = std::min(most_pessimistic_, value_of(plan) / value_of(estimate));
+      const bool fits = plan.peak_bytes <= options_.usable_bytes;
+      progress_(str(layout.text(), ": ", std::lround(1e3 * plan.step_s), " ms (estimate ",
+                    std::lround(1e3 * estimate.step_s), " ms), ",
+                    std::lround(static_cast<double>(plan.peak_bytes) / kGiB), " GiB (estimate ",
+                    std::lround(estimate.bytes / kGiB), " GiB)", fits ? "" : ", doesn't fit"));
+      if (fits)
+        result_.best.push_back({layout, plan});
+      else
+        ++result_.num_too_large;
+    }
+    std::ranges::stable_sort(result_.best, {},
+                             [&](const FoundLayout& found) { return value_of(found.plan); });
+  }
+
+  std::vector<Ranked> replicas_of(const Layout& best) {
+    std::vector<Ranked> replicas;
+    if (best.pipeline == 1 || options_.least_memory) return replicas;
+    for (const Layout& layout : layouts_) {
+      Layout same = layout;
+      same.replicate = best.replicate;
+      if (layout == best || same != best) continue;
+      const LayoutEstimate estimate = estimator_.of(layout, blocks_.at(block_kind(layout)));
+      if (!is_too_large(estimate)) replicas.push_back({layout, estimate});
+    }
+    return replicas;
+  }
+
+  const SearchOptions& options_;
+  const Planner& planner_;
+  const std::function<void(const std::string&)>& progress_;
+  const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+  int64_t num_layers_;
+  std::vector<Layout> layouts_;
+  LayoutEstimator estimator_;
+  std::map<Layout, BlockCosts> blocks_;        // by kind
+  std::map<Layout, std::set<int64_t>> tried_;  // micro-batches, by kind without them
+  std::set<Layout> too_large_;                 // whatever larger micro-batch they have
+  std::set<Layout> fits_easily_;               // whatever less recomputation they have
+  std::vector<Ranked> ranked_;
+  double seconds_of_work_ = 0;   // the longest that the plan of a layer's micro-batch has taken
+  double most_pessimistic_ = 1;  // the smallest quotient of a plan's value and its estimate
+  SearchResult result_;
+};
 
 }  // namespace
 
@@ -196,6 +463,7 @@ std::vector<Layout::Setting> Layout::settings(int world, int64_t sequences, int6
   const int64_t replicas = world / (tensor * context * pipeline);
   const bool has_pipeline = pipeline > 1;
   std::vector<Setting> settings = {
+      {"parallelism", "data_parallel_replicate_degree", str(replicate)},
       {"parallelism", "data_parallel_shard_degree", "-1"},
       {"parallelism", "tensor_parallel_degree", str(tensor)},
       {"parallelism", "context_parallel_degree", str(context)},
@@ -205,18 +473,17 @@ std::vector<Layout::Setting> Layout::settings(int world, int64_t sequences, int6
   if (has_pipeline) {
     settings.push_back({"parallelism", "pipeline_parallel_schedule", config::quoted(schedule)});
     settings.push_back({"parallelism", "pipeline_parallel_microbatch_size", str(micro_batch)});
-    // The embedding and the output count as a layer each, unless the layers divide without that.
-    const int64_t stages = pipeline * stages_of_rank;
-    const int64_t less = layers % stages == 0 ? 0 : 1;
-    const int64_t of_stage = (layers + 2 * less + stages - 1) / stages;
-    settings.push_back({"parallelism", "pipeline_parallel_layers_per_stage", str(of_stage)});
+    // Without a number of layers, each rank has the schedule's usual number of stages, and they may differ by a layer.
+    const int64_t stages = pipeline * stages_of_rank, less = layers_of_an_end(layers, stages);
+    const std::string of_stage = divides_evenly(layers, stages) ? str((layers + 2 * less) / stages) : "none";
+    settings.push_back({"parallelism", "pipeline_parallel_layers_per_stage", of_stage});
     settings.push_back({"parallelism", "pipeline_parallel_first_stage_less_layers", str(less)});
     settings.push_back({"parallelism", "pipeline_parallel_last_stage_less_layers", str(less)});
   }
+  if (tensor == 1 || !only_degrees)
+    settings.push_back({"parallelism", "enable_async_tensor_parallel", truth(asynchronous)});
   if (only_degrees) return settings;
-  settings.insert(settings.end(), {{"parallelism", "data_parallel_replicate_degree", "1"},
-                                   {"parallelism", "enable_async_tensor_parallel", truth(asynchronous)},
-                                   {"parallelism", "fsdp_reshard_after_forward",
+  settings.insert(settings.end(), {{"parallelism", "fsdp_reshard_after_forward",
                                     config::quoted(keeps_gathered ? "never" : "default")},
                                    {"parallelism", "fsdp_reduce_every_micro_batch", truth(!keeps_gathered)},
                                    {"activation_checkpoint", "mode", config::quoted(recompute)}});
@@ -233,6 +500,7 @@ std::string Layout::text() const {
   if (pipeline > 1)
     add(str("PP ", pipeline, " (", schedule, stages_of_rank > 1 ? str(", ", stages_of_rank, " stages") : "",
             ")"));
+  if (replicate > 1) add(str("HSDP ", replicate));
   add(str("micro-batch ", micro_batch));
   if (only_degrees) return text;
   add("recompute " + recompute);
@@ -243,95 +511,7 @@ std::string Layout::text() const {
 
 SearchResult search_layouts(const JobConfig& base, const SearchOptions& options, const Planner& planner,
                             const std::function<void(const std::string&)>& progress) {
-  const auto start = std::chrono::steady_clock::now();
-  const Sizes sizes = sizes_of(base);
-  const std::vector<Layout> layouts = Layouts(sizes, options).all();
-  if (layouts.empty())
-    throw ConfigError(str("no layout divides ", options.world, " ranks and ", options.sequences,
-                          " sequences a step: set training.global_batch_size to a multiple of more of them"));
-  SearchResult result;
-  result.num_layouts = layouts.size();
-
-  // The first round.
-  std::map<Cell, size_t> places;
-  std::vector<PlanRequest> requests;
-  for (const Layout& layout : layouts) {
-    if (!places.try_emplace(cell_of(layout), requests.size()).second) continue;
-    Layout block = layout;
-    block.pipeline = 1;
-    block.stages_of_rank = 1;
-    const auto ranks = static_cast<int>(options.world / layout.pipeline);
-    const int64_t replicas = ranks / (block.tensor * block.context);
-    for (const int64_t layers : {kFewLayers, kMoreLayers}) {
-      PlanRequest request{block.settings(ranks, replicas * block.micro_batch, layers), ranks};
-      request.settings.push_back({"model.args", "n_layers", str(layers)});
-      requests.push_back(std::move(request));
-    }
-  }
-  progress(str(layouts.size(), " layouts; planning ", requests.size() / 2, " kinds of blocks"));
-  const std::vector<PlanAnswer> answers = planner(requests);
-
-  // A layer's states, at the least sharding: what a rank has of them grows with the pipeline's depth.
-  struct Ranked {
-    Layout layout;
-    Estimate estimate;
-  };
-  std::vector<Ranked> ranked;
-  const Estimator estimator(sizes, options);
-  const double parameters =
-      static_cast<double>(base.spec().sizes(base.args()).num_params) / static_cast<double>(sizes.layers);
-  constexpr double kStateBytes = 16;  // parameter, gradient, two moments in fp32
-  for (const Layout& layout : layouts) {
-    const size_t place = places.at(cell_of(layout));
-    const Pieces pieces = pieces_of(answers[place], answers[place + 1]);
-    if (!pieces.is_known) {
-      result.last_error = answers[place].error.empty() ? answers[place + 1].error : answers[place].error;
-      continue;
-    }
-    const double states = kStateBytes * parameters / options.world;
-    const Estimate estimate = estimator.of(layout, pieces, states);
-    // Estimates of memory are rough.
-    if (estimate.bytes < 1.3 * static_cast<double>(options.usable_bytes))
-      ranked.push_back({layout, estimate});
-  }
-  if (ranked.empty() && !result.last_error.empty())
-    throw ConfigError(str("no layout can be planned; the last one: ", result.last_error));
-  std::ranges::stable_sort(ranked, {}, [&](const Ranked& each) {
-    return options.least_memory ? each.estimate.bytes : each.estimate.step_s;
-  });
-
-  // The second round.
-  const size_t most = 6 * options.num_best, at_once = options.num_at_once;
-  for (size_t next = 0; next < std::min(ranked.size(), most) && result.best.size() < options.num_best &&
-                        (next == 0 || seconds_since(start) < options.seconds);
-       next += at_once) {
-    std::vector<PlanRequest> batch;
-    const size_t end = std::min(next + at_once, ranked.size());
-    for (size_t i = next; i < end; ++i)
-      batch.push_back(
-          {ranked[i].layout.settings(options.world, options.sequences, sizes.layers), options.world});
-    const std::vector<PlanAnswer> planned = planner(batch);
-    for (size_t i = 0; i < planned.size(); ++i) {
-      const Layout& layout = ranked[next + i].layout;
-      if (!planned[i].error.empty()) {
-        result.last_error = planned[i].error;
-        continue;
-      }
-      ++result.num_planned;
-      const bool fits = planned[i].peak_bytes <= options.usable_bytes;
-      progress(str(layout.text(), ": ", fits ? "" : "doesn't fit, ", std::lround(1e3 * planned[i].step_s),
-                   " ms (estimate ", std::lround(1e3 * ranked[next + i].estimate.step_s), " ms)"));
-      if (fits)
-        result.best.push_back({layout, planned[i]});
-      else
-        ++result.num_too_large;
-    }
-  }
-  std::ranges::stable_sort(result.best, {}, [&](const FoundLayout& found) {
-    return options.least_memory ? static_cast<double>(found.plan.peak_bytes) : found.plan.step_s;
-  });
-  if (result.best.size() > options.num_best) result.best.resize(options.num_best);
-  return result;
+  return Search(base, options, planner, progress).run();
 }
 
 }  // namespace titan::train

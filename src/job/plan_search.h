@@ -3,11 +3,25 @@
 // [Note: search for a layout]
 // Which degrees, schedule, micro-batch, recomputation, resharding and precision train a job fastest on a cluster. All layouts that the program
 // could run are too many to plan each, so a search goes in two rounds:
-// 1. each combination of what a block's time depends on is planned with one layer and with three, without a pipeline. Their difference is a
-//    layer's time and memory; sums of these, and the bubble of the schedule, estimate every layout;
-// 2. the best estimates are planned as they are, until enough of them fit, and ranked by that.
+// 1. Each kind of block, which is a combination of what a block's time depends on, is planned with one layer and with three. Their difference
+//    is a layer's time and memory; sums of these, and for pipelines a simulation of the schedule's actions, estimate every layout. Without a
+//    pipeline, the blocks are planned on all ranks. A pipeline gathers and reduces parameters only once a step, so its blocks are planned on
+//    the ranks of one replica, and the states' bytes are counted by the ranks that share them.
+// 2. The best estimates are planned as they are, and ranked by that, until no estimate that is left can be among the best, even if it is as
+//    pessimistic as the most pessimistic one so far.
+//
+// The kinds of blocks that can't be of use aren't planned:
+// - what doesn't fit, by far, doesn't fit with a larger micro-batch either;
+// - what fits easily needs no more recomputation, which computes more, and neither does what computes too long without it;
+// - larger micro-batches, once they can save no more than half a percent, or not enough to be among the best;
+// - parameters that stay gathered, and replicas of them (HSDP; DDP if each rank has all), only save communication between replicas: they must
+//   be fast enough without any. They take more memory, so they are never the layouts that take least. A group that shares parameters is a
+//   part of a host, or whole hosts.
+// In a pipeline, replicas save no more than some latency once a step, which no estimate shows: they are tried for the best layout only, at the
+// end. Stages of a rank are multiplied only while they divide the layers evenly and the bubble is above 1 % of a step.
 
 #include <array>
+#include <compare>
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -20,7 +34,8 @@ namespace titan::train {
 
 struct Layout {
   int64_t tensor = 1, context = 1, pipeline = 1;
-  std::string schedule;  ///< with a pipeline
+  int64_t replicate = 1;  ///< groups of ranks that share parameters
+  std::string schedule;   ///< with a pipeline
   int64_t stages_of_rank = 1;
   int64_t micro_batch = 1;         ///< sequences
   bool only_degrees = false;       ///< the policies below are the base's own
@@ -28,8 +43,10 @@ struct Layout {
   bool keeps_gathered = false;     ///< parameters stay gathered from a micro-batch to the next
   bool float8 = false, asynchronous = false;
 
+  auto operator<=>(const Layout&) const = default;
+
   struct Setting {
-    std::string section, key, value;  ///< as TOML writes it
+    std::string section, key, value;  ///< as TOML writes it, or "none", as the command line unsets it
   };
   /// For a job of `world` ranks and `sequences` a step.
   std::vector<Setting> settings(int world, int64_t sequences, int64_t layers) const;
@@ -46,6 +63,7 @@ struct PlanRequest {
 struct PlanAnswer {
   std::string error;  ///< if it can't be planned
   double step_s = 0, tokens = 0, mfu = 0;
+  double parameters = 0;  ///< the model's
   int64_t peak_bytes = 0;
   std::array<double, plan::kNumActivities> seconds{};  ///< the busiest rank's
 };
@@ -55,17 +73,17 @@ using Planner = std::function<std::vector<PlanAnswer>(const std::vector<PlanRequ
 
 struct SearchOptions {
   int world = 0;
-  int64_t sequences = 0;                          ///< all ranks' in a step
-  int64_t usable_bytes = 0;                       ///< a device's
-  int64_t tensor = 0, context = 0, pipeline = 0;  ///< degrees that are given; 0: all are tried
-  int64_t max_tensor = 0, max_context = 0,
-          max_pipeline = 0;  ///< 0: as many as the device's host has, or as the model allows
+  int64_t sequences = 0;     ///< all ranks' in a step
+  int64_t usable_bytes = 0;  ///< a device's
+  int64_t host_devices = 8;
+  int64_t tensor = 0, context = 0, pipeline = 0, replicate = 0;  ///< degrees that are given; 0: all are tried
+  int64_t max_tensor = 0, max_context = 0, max_pipeline = 0;     ///< limits of the degrees that are tried
   bool may_use_float8 = false;
   bool only_degrees = false;  ///< recomputation, precision and the rest stay as the base has them
   bool least_memory = false;  ///< rank what fits by memory instead of tokens/s
   size_t num_best = 10;
   size_t num_at_once = 2;  ///< jobs that are planned at the same time
-  double seconds = 200;    ///< after which no more layouts are planned
+  double seconds = 200;    ///< after which no more layouts are planned; the first round may take half of it
 };
 
 struct FoundLayout {
@@ -75,9 +93,12 @@ struct FoundLayout {
 
 struct SearchResult {
   std::vector<FoundLayout> best;  ///< best first; all fit
-  size_t num_layouts = 0;         ///< that were estimated
+  size_t num_layouts = 0;         ///< that the search chooses from
+  size_t num_estimated = 0;       ///< the others can't be among the best, or time was up
   size_t num_planned = 0;
   size_t num_too_large = 0;  ///< planned, but they don't fit
+  bool time_is_up = false;   ///< before the search was through
+  size_t num_left = 0;       ///< that could still be among the best; 0 unless time is up
   std::string last_error;    ///< why the program refused a layout
 };
 

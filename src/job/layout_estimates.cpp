@@ -1,0 +1,164 @@
+#include "job/layout_estimates.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "titan/core/error.h"
+#include "titan/parallel/pipeline_schedule.h"
+
+namespace titan::train {
+
+int64_t layers_of_an_end(int64_t layers, int64_t stages) { return layers % stages == 0 ? 0 : 1; }
+
+bool divides_evenly(int64_t layers, int64_t stages) {
+  return (layers + 2 * layers_of_an_end(layers, stages)) % stages == 0;
+}
+
+Layout block_kind(Layout layout) {
+  if (layout.pipeline > 1) {
+    layout.replicate = 0;
+    // Context-parallel ranks share parameters, which the pipeline doesn't gather for each micro-batch.
+    layout.keeps_gathered = layout.context > 1 && !layout.only_degrees;
+  }
+  layout.pipeline = layout.stages_of_rank = 1;
+  layout.schedule.clear();
+  return layout;
+}
+
+namespace {
+
+constexpr int64_t kFewLayers = 1, kMoreLayers = 3;
+constexpr double kGatheredBytes = 2, kWholeGradientBytes = 4;  // a parameter's
+
+// Then a step of two micro-batches shows what each of them takes.
+bool exchanges_once_a_step(const Layout& kind) {
+  return kind.keeps_gathered || kind.replicate > 1 || kind.only_degrees;
+}
+
+// Parameter, gradient and two moments.
+double state_bytes(const JobConfig& config) {
+  const double parameter = config.training.dtype == "bfloat16" ? 2 : 4;
+  return 2 * parameter + 2 * (config.optimizer.state_dtype == "bfloat16" ? 2 : parameter);
+}
+
+}  // namespace
+
+std::vector<PlanRequest> block_requests(const Layout& kind, int world) {
+  const int64_t of_replica = kind.tensor * kind.context;
+  const int ranks = kind.replicate == 0 ? static_cast<int>(of_replica) : world;
+  Layout block = kind;
+  block.replicate = std::max<int64_t>(kind.replicate, 1);
+  std::vector<PlanRequest> requests;
+  for (int64_t micro_batches = 1; micro_batches <= (exchanges_once_a_step(kind) ? 2 : 1); ++micro_batches)
+    for (const int64_t layers : {kFewLayers, kMoreLayers}) {
+      const int64_t sequences = ranks / of_replica * micro_batches * kind.micro_batch;
+      requests.push_back({block.settings(ranks, sequences, layers), ranks});
+      requests.back().settings.push_back({"model.args", "n_layers", str(layers)});
+    }
+  return requests;
+}
+
+BlockCosts block_costs(const std::vector<PlanAnswer>& answers) {
+  for (const PlanAnswer& answer : answers)
+    if (!answer.error.empty()) return {.error = answer.error};
+  const auto amount = [&](size_t first, const auto& value) {
+    const double few = value(answers[first]), more = value(answers[first + 1]);
+    const double of_layer = (more - few) / (kMoreLayers - kFewLayers);
+    return BlockCosts::Amount{of_layer, few - kFewLayers * of_layer};
+  };
+  const auto seconds = [](const PlanAnswer& answer) { return answer.step_s; };
+  const auto during = [](plan::Activity activity) {
+    return [activity](const PlanAnswer& answer) { return answer.seconds[static_cast<size_t>(activity)]; };
+  };
+  const auto bytes = [](const PlanAnswer& answer) { return static_cast<double>(answer.peak_bytes); };
+  const auto parameters = [](const PlanAnswer& answer) { return answer.parameters; };
+  const size_t last = answers.size() - 2;
+  const BlockCosts::Amount step = amount(0, seconds);
+  const BlockCosts::Amount once =
+      last == 0 ? amount(0, during(plan::Activity::Optimizer)) : step - (amount(last, seconds) - step);
+  return {.seconds = step - once,
+          .once = once,
+          .computing = amount(0, during(plan::Activity::Compute)),
+          .bytes = amount(last, bytes),
+          .parameters = amount(0, parameters),
+          .error = {}};
+}
+
+LayoutEstimator::LayoutEstimator(const JobConfig& base, const SearchOptions& options)
+    : options_(options),
+      layers_(base.spec().sizes(base.args()).num_layers),
+      state_bytes_(state_bytes(base)) {}
+
+LayoutEstimate LayoutEstimator::of(const Layout& layout, const BlockCosts& block) {
+  const auto layers = static_cast<double>(layers_), batches = static_cast<double>(micro_batches(layout));
+  if (layout.pipeline == 1)
+    return {batches * block.seconds.of(layers) + block.once.of(layers), block.bytes.of(layers)};
+  const auto [schedule_time, live] = schedule_figures(layout);
+  const auto depth = static_cast<double>(layout.pipeline),
+             stages = static_cast<double>(layout.stages_of_rank);
+  const auto less = static_cast<double>(layers_of_an_end(layers_, layout.pipeline * layout.stages_of_rank));
+  const double of_stage = std::ceil((layers + 2 * less) / (depth * stages));
+  const auto of_replica = static_cast<double>(layout.tensor * layout.context);
+  const double sharing =
+      static_cast<double>(options_.world) / (depth * static_cast<double>(layout.replicate));
+
+  // The output may take longer than the layers that it counts for.
+  const double of_output = std::max(0.0, block.seconds.rest - less * block.seconds.of_layer);
+  const double once = block.once.of(of_stage * stages) * of_replica / sharing;
+  const double step_s = schedule_time * of_stage * block.seconds.of_layer + batches * of_output + once;
+
+  // An end that counts for a layer has its parameters in place of that layer's.
+  const double parameters =
+      of_stage * stages * block.parameters.of_layer + (less > 0 ? 0 : block.parameters.rest / 2);
+  const double stages_gathered = std::min(1.0, 3 / stages);
+  const double whole = parameters / static_cast<double>(layout.tensor) *
+                       (kWholeGradientBytes + kGatheredBytes * stages_gathered);
+  const double of_parameter = state_bytes_ / of_replica + (block_kind(layout).keeps_gathered
+                                                               ? (kWholeGradientBytes + kGatheredBytes) /
+                                                                     static_cast<double>(layout.tensor)
+                                                               : 0);
+  const double activations = std::max(0.0, block.bytes.of_layer - of_parameter * block.parameters.of_layer);
+  const double others = std::max(0.0, block.bytes.rest - of_parameter * block.parameters.rest);
+  return {step_s, state_bytes_ * parameters / sharing + whole + live * of_stage * activations + others};
+}
+
+double LayoutEstimator::bytes_of_copies(const Layout& layout, const BlockCosts& block) const {
+  const double parameters = block.parameters.of(static_cast<double>(layers_));
+  const double of_replicas =
+      state_bytes_ * static_cast<double>(layout.replicate - 1) / static_cast<double>(options_.world);
+  const double gathered =
+      layout.keeps_gathered ? (kGatheredBytes + kWholeGradientBytes) / static_cast<double>(layout.tensor) : 0;
+  return parameters * (of_replicas + gathered);
+}
+
+int64_t LayoutEstimator::micro_batches(const Layout& layout) const {
+  return options_.sequences * layout.tensor * layout.context * layout.pipeline / options_.world /
+         layout.micro_batch;
+}
+
+// After two rounds through all stages, each further micro-batch takes as long as the one before it.
+LayoutEstimator::ScheduleFigures LayoutEstimator::schedule_figures(const Layout& layout) {
+  const pipeline::ScheduleTraits& traits = pipeline::schedule_traits(layout.schedule);
+  const auto depth = static_cast<int>(layout.pipeline), stages = static_cast<int>(layout.stages_of_rank),
+             all = static_cast<int>(micro_batches(layout));
+  const bool may_be_cut =
+      traits.micro_batch_rule != pipeline::MicroBatchRule::WholeRounds || all % depth == 0;
+  const int simulated = may_be_cut ? std::min(all, 2 * depth * stages) : all;
+  // Full recomputation is a forward before a backward, which only matters where a backward is cut.
+  const bool recomputes = traits.splits_backward && layout.recompute == "full";
+  const auto [found, is_new] = figures_.try_emplace({layout.schedule, depth, stages, simulated, recomputes});
+  ScheduleFigures& figures = found->second;
+  if (is_new) {
+    const double forward = recomputes ? 1 / 4.0 : 1 / 3.0;
+    const pipeline::Simulation simulation =
+        pipeline::simulate(pipeline::make_schedule(layout.schedule, depth, depth * stages, simulated),
+                           {.forward = {forward}, .input = {1 - 2 * forward}, .weight = {forward}});
+    figures.time = simulation.makespan;
+    for (const pipeline::RankFigures& rank : simulation.ranks)
+      figures.live = std::max<double>(figures.live, rank.peak_live);
+  }
+  const double more = static_cast<double>(all - simulated) * stages;
+  return {figures.time + more, figures.live + (traits.memory_grows ? more : 0)};
+}
+
+}  // namespace titan::train

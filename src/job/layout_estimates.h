@@ -1,0 +1,79 @@
+#pragma once
+
+// The time and memory of layouts, estimated from plans of few layers: the first round of a search ([Note: search for a layout]).
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "job/job_config.h"
+#include "job/plan_search.h"
+
+namespace titan::train {
+
+/// The layers that embedding and output count for each: one, unless the layers divide without that.
+int64_t layers_of_an_end(int64_t layers, int64_t stages);
+/// With the ends counted so.
+bool divides_evenly(int64_t layers, int64_t stages);
+
+/// A layout of all that a block's time depends on. `replicate` is 0 for a pipeline's, which are planned on the ranks of one replica.
+Layout block_kind(Layout layout);
+
+/// The plans that show what a kind of block takes, on `world` ranks.
+std::vector<PlanRequest> block_requests(const Layout& kind, int world);
+
+/// The time and memory that a kind of block takes.
+struct BlockCosts {
+  /// An amount that grows with the layers.
+  struct Amount {
+    double of_layer = 0, rest = 0;
+
+    double of(double layers) const { return layers * of_layer + rest; }
+    Amount operator-(const Amount& other) const { return {of_layer - other.of_layer, rest - other.rest}; }
+  };
+
+  Amount seconds{};    ///< a micro-batch's
+  Amount once{};       ///< seconds of a step, whatever its micro-batches
+  Amount computing{};  ///< seconds of a micro-batch, without any waiting
+  Amount bytes{}, parameters{};
+  std::string error;  ///< if it can't be planned
+};
+
+/// From the answers to block_requests().
+BlockCosts block_costs(const std::vector<PlanAnswer>& answers);
+
+struct LayoutEstimate {
+  double step_s = 0;
+  double bytes = 0;
+};
+
+class LayoutEstimator {
+ public:
+  /// The options outlive it.
+  LayoutEstimator(const JobConfig& base, const SearchOptions& options);
+
+  LayoutEstimate of(const Layout& layout, const BlockCosts& block);
+
+  /// A replica's, in a step.
+  int64_t micro_batches(const Layout& layout) const;
+
+  /// The memory that replicas of parameters, and parameters that stay gathered, take in addition to sharded ones.
+  double bytes_of_copies(const Layout& layout, const BlockCosts& block) const;
+
+ private:
+  /// A schedule's time in units of a stage's forward and backward, and the largest number of a rank's forwards that wait for their backward.
+  struct ScheduleFigures {
+    double time = 0, live = 0;
+  };
+
+  ScheduleFigures schedule_figures(const Layout& layout);
+
+  const SearchOptions& options_;
+  int64_t layers_;
+  double state_bytes_;  // a parameter's
+  std::map<std::tuple<std::string, int, int, int, bool>, ScheduleFigures> figures_;
+};
+
+}  // namespace titan::train

@@ -1,0 +1,366 @@
+// A search with a planner whose costs are formulas, so that the best of all layouts is known.
+
+#include "job/plan_search.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <map>
+#include <tuple>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "titan/config/load.h"
+#include "titan/core/error.h"
+#include "titan/models/llama3.h"
+#include "titan/parallel/pipeline_schedule.h"
+
+namespace titan::train {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr int kWorld = 16;
+constexpr int64_t kSequences = 32, kNumLayers = 32;
+constexpr double kParametersOfLayer = 0.25e9, kParametersOfEnds = 1e9;
+
+JobConfig searched_job() {
+  if (!model_specs().contains("llama3")) models::register_llama3();
+  JobConfig config;
+  config::load(job_schema(), {std::string(TITAN_SOURCE_DIR) + "/configs/llama3_8b.toml", {}}, config);
+  return config;
+}
+
+struct ScheduleRun {
+  double time = 0;  // a stage's forward and backward take 1
+  int live = 0;
+};
+
+ScheduleRun run_schedule(const std::string& name, int depth, int stages, int micro_batches) {
+  static std::map<std::tuple<std::string, int, int, int>, ScheduleRun> runs;
+  const auto [found, is_new] = runs.try_emplace({name, depth, stages, micro_batches});
+  if (!is_new) return found->second;
+  const pipeline::Simulation simulation =
+      pipeline::simulate(pipeline::make_schedule(name, depth, stages, micro_batches),
+                         {.forward = {1 / 3.0}, .input = {1 / 3.0}, .weight = {1 / 3.0}});
+  found->second.time = simulation.makespan;
+  for (const pipeline::RankFigures& rank : simulation.ranks)
+    found->second.live = std::max(found->second.live, rank.peak_live);
+  return found->second;
+}
+
+/// A planner whose jobs take times in units of a layer's micro-batch of one sequence.
+struct FakeCluster {
+  double exchange = 0.1;  // a layer's parameters, between two ranks
+  double usable_bytes = 80e9;
+  double activation_bytes = 1e9;  // a layer's, for a sequence
+  double fixed_s = 0.02;          // a layer's, for a micro-batch of any size
+  mutable size_t num_plans = 0;
+
+  PlanAnswer plan(const PlanRequest& request) const {
+    ++num_plans;
+    std::map<std::string, std::string> values;
+    for (const auto& [section, key, value] : request.settings) values[section + "." + key] = value;
+    const auto number = [&](const std::string& key, double otherwise = 0) {
+      const auto found = values.find(key);
+      return found == values.end() ? otherwise : std::stod(found->second);
+    };
+    const double layers = number("model.args.n_layers", kNumLayers), world = request.world;
+    const double tensor = number("parallelism.tensor_parallel_degree"),
+                 context = number("parallelism.context_parallel_degree"),
+                 depth = number("parallelism.pipeline_parallel_degree"),
+                 replicate = number("parallelism.data_parallel_replicate_degree");
+    const double replicas = world / (tensor * context * depth);
+    const double micro_batch =
+        number(depth > 1 ? "parallelism.pipeline_parallel_microbatch_size" : "training.local_batch_size");
+    const double micro_batches = number("training.global_batch_size") / replicas / micro_batch;
+    const std::string recompute = values["activation_checkpoint.mode"];
+    const bool keeps = values["parallelism.fsdp_reduce_every_micro_batch"] == "false";
+    const bool asynchronous = values["parallelism.enable_async_tensor_parallel"] == "true";
+    const bool float8 = values.contains("model.converters");
+
+    const double work = micro_batch / (tensor * context) *
+                        (1 + 0.1 * std::log2(tensor) + 0.15 * std::log2(context)) * (float8 ? 0.8 : 1) *
+                        (recompute == "\"full\""        ? 1.33
+                         : recompute == "\"selective\"" ? 1.1
+                                                        : 1);
+    const double exposed = tensor > 1 ? micro_batch * (asynchronous ? 0.02 : 0.1) : 0;
+    const double gather = exchange * std::log2(replicas / replicate * context),
+                 sum = 0.3 * exchange * std::log2(replicate);
+    const double activation = activation_bytes * micro_batch / (tensor * context) *
+                              (recompute == "\"full\""        ? 0.1
+                               : recompute == "\"selective\"" ? 0.6
+                                                              : 1);
+    const double parameters = layers * kParametersOfLayer + kParametersOfEnds;
+    PlanAnswer answer{.tokens = 1, .parameters = parameters};
+    const double computing = work + fixed_s;
+    double bytes = 16 * parameters * replicate / world;
+    if (depth == 1) {
+      const double exchanges = keeps ? 1 : micro_batches;
+      answer.step_s = layers * (micro_batches * (computing + exposed) + exchanges * gather + sum);
+      bytes += layers * activation + (keeps ? 6 * parameters / tensor : 0);
+    } else {
+      const std::string quoted = values["parallelism.pipeline_parallel_schedule"];
+      const double stages = layers / number("parallelism.pipeline_parallel_layers_per_stage");
+      const auto [time, live] = run_schedule(quoted.substr(1, quoted.size() - 2), static_cast<int>(depth),
+                                             static_cast<int>(stages), static_cast<int>(micro_batches));
+      answer.step_s = time * layers / stages * (computing + exposed) + 0.01 * layers / depth * (gather + sum);
+      bytes += live * layers / stages * activation + 6 * parameters / tensor / depth;
+    }
+    answer.seconds[static_cast<size_t>(plan::Activity::Compute)] = layers * micro_batches * computing / depth;
+    answer.peak_bytes = static_cast<int64_t>(bytes);
+    return answer;
+  }
+
+  Planner planner() const {
+    return [this](const std::vector<PlanRequest>& requests) {
+      std::vector<PlanAnswer> answers;
+      for (const PlanRequest& request : requests) answers.push_back(plan(request));
+      return answers;
+    };
+  }
+};
+
+SearchOptions options_for(const FakeCluster& cluster) {
+  return {.world = kWorld,
+          .sequences = kSequences,
+          .usable_bytes = static_cast<int64_t>(cluster.usable_bytes),
+          .max_tensor = 8,
+          .max_context = 2,
+          .max_pipeline = 8,
+          .may_use_float8 = true};
+}
+
+SearchResult search_with(const FakeCluster& cluster, const SearchOptions& options) {
+  return search_layouts(searched_job(), options, cluster.planner(), [](const std::string&) {});
+}
+
+std::vector<int64_t> powers(int64_t most) {
+  std::vector<int64_t> result;
+  for (int64_t power = 1; power <= most; power *= 2) result.push_back(power);
+  return result;
+}
+
+/// Calls `each` for all layouts within the options' limits, also those that the search leaves out.
+template <class Each>
+void for_each_layout(const SearchOptions& options, const Each& each) {
+  const auto policies = [&](Layout layout, int64_t micro_batches) {
+    for (const char* recompute : {"none", "selective", "full"})
+      for (int bits = 0; bits < 8; ++bits) {
+        layout.recompute = recompute;
+        layout.float8 = (bits & 1) != 0;
+        layout.asynchronous = (bits & 2) != 0;
+        layout.keeps_gathered = (bits & 4) != 0;
+        const bool may_keep = layout.pipeline == 1 && micro_batches > 1;
+        if ((layout.asynchronous && layout.tensor == 1) || (layout.keeps_gathered && !may_keep)) continue;
+        each(layout);
+      }
+  };
+  for (const int64_t tensor : powers(options.max_tensor))
+    for (const int64_t context : powers(options.max_context))
+      for (const int64_t pipeline : powers(options.max_pipeline)) {
+        const int64_t replicas = kWorld / (tensor * context * pipeline);
+        if (replicas == 0) continue;
+        for (const int64_t replicate : powers(replicas))
+          for (const int64_t micro_batch : powers(kSequences / replicas)) {
+            Layout layout{.tensor = tensor,
+                          .context = context,
+                          .pipeline = pipeline,
+                          .replicate = replicate,
+                          .schedule = "",
+                          .micro_batch = micro_batch};
+            const int64_t micro_batches = kSequences / replicas / micro_batch;
+            if (pipeline == 1) {
+              policies(layout, micro_batches);
+              continue;
+            }
+            for (const auto& traits : pipeline::all_schedule_traits())
+              for (const int64_t stages : powers(kNumLayers / pipeline)) {
+                if (pipeline::counts_problem(traits, static_cast<int>(pipeline),
+                                             static_cast<int>(pipeline * stages),
+                                             static_cast<int>(micro_batches)))
+                  continue;
+                layout.schedule = traits.name;
+                layout.stages_of_rank = stages;
+                policies(layout, micro_batches);
+              }
+          }
+      }
+}
+
+struct True {
+  Layout layout;
+  double value = std::numeric_limits<double>::infinity();
+};
+
+True best_of_all(const FakeCluster& cluster, const SearchOptions& options) {
+  True best;
+  for_each_layout(options, [&](const Layout& layout) {
+    const PlanAnswer plan = cluster.plan({layout.settings(kWorld, kSequences, kNumLayers), kWorld});
+    const double value = options.least_memory ? static_cast<double>(plan.peak_bytes) : plan.step_s;
+    if (plan.peak_bytes <= options.usable_bytes && value < best.value) best = {layout, value};
+  });
+  return best;
+}
+
+SearchResult expect_the_best(const FakeCluster& cluster, SearchOptions options) {
+  options.seconds = 1e6;
+  const SearchResult result = search_with(cluster, options);
+  const True best = best_of_all(cluster, options);
+  EXPECT_FALSE(result.best.empty());
+  if (result.best.empty()) return result;
+  const PlanAnswer& plan = result.best[0].plan;
+  const double value = options.least_memory ? static_cast<double>(plan.peak_bytes) : plan.step_s;
+  EXPECT_LE(value, best.value * (1 + 1e-9))
+      << result.best[0].layout.text() << " instead of " << best.layout.text();
+  EXPECT_FALSE(result.time_is_up);
+  EXPECT_EQ(result.num_left, 0U);
+  return result;
+}
+
+TEST(PlanSearch, FindsTheFastestOfAllLayouts) {
+  const FakeCluster clusters[] = {{},
+                                  {.exchange = 2, .usable_bytes = 25e9},
+                                  {.exchange = 2, .usable_bytes = 200e9, .fixed_s = 0.5}};
+  for (const FakeCluster& cluster : clusters) {
+    SCOPED_TRACE(str("exchange ", cluster.exchange, ", ", cluster.usable_bytes, " bytes"));
+    expect_the_best(cluster, options_for(cluster));
+  }
+}
+
+TEST(PlanSearch, FindsTheSmallestOfAllLayouts) {
+  const FakeCluster cluster;
+  SearchOptions options = options_for(cluster);
+  options.least_memory = true;
+  const SearchResult result = expect_the_best(cluster, options);
+  for (size_t i = 1; i < result.best.size(); ++i)
+    EXPECT_GE(result.best[i].plan.peak_bytes, result.best[i - 1].plan.peak_bytes);
+}
+
+TEST(PlanSearch, TriesReplicasOfParametersAndLargeMicroBatches) {
+  const FakeCluster slow_network{.exchange = 2, .usable_bytes = 1000e9};
+  EXPECT_GT(expect_the_best(slow_network, options_for(slow_network)).best[0].layout.replicate, 1);
+  const FakeCluster slow_start{.usable_bytes = 10000e9, .fixed_s = 5};
+  SearchOptions options = options_for(slow_start);
+  options.tensor = 8;
+  EXPECT_GT(search_with(slow_start, options).best[0].layout.micro_batch, 8);
+}
+
+TEST(PlanSearch, TriesEverySchedule) {
+  const FakeCluster cluster{.usable_bytes = 1000e9};
+  SearchOptions options = options_for(cluster);
+  options.pipeline = 4;
+  options.max_tensor = options.max_context = 1;
+  options.num_best = 100000;
+  std::map<std::string, int> schedules;
+  for (const FoundLayout& found : search_with(cluster, options).best) ++schedules[found.layout.schedule];
+  for (const std::string& name : pipeline::schedule_names()) EXPECT_GT(schedules[name], 0) << name;
+}
+
+TEST(PlanSearch, PlansFewOfTheLayouts) {
+  const FakeCluster cluster;
+  const SearchResult result = search_with(cluster, options_for(cluster));
+  EXPECT_GT(result.num_layouts, 3000U);
+  EXPECT_LE(result.num_estimated, result.num_layouts);
+  EXPECT_LT(cluster.num_plans, result.num_layouts / 4);
+  EXPECT_EQ(result.best.size(), 10U);
+  for (size_t i = 0; i < result.best.size(); ++i) {
+    EXPECT_LE(static_cast<double>(result.best[i].plan.peak_bytes), cluster.usable_bytes);
+    if (i > 0) EXPECT_GE(result.best[i].plan.step_s, result.best[i - 1].plan.step_s);
+  }
+}
+
+TEST(PlanSearch, KeepsToGivenAndLargestDegrees) {
+  const FakeCluster cluster;
+  SearchOptions options = options_for(cluster);
+  options.max_tensor = 2;
+  options.context = 2;
+  options.max_pipeline = 1;
+  options.replicate = 2;
+  options.may_use_float8 = false;
+  const SearchResult result = search_with(cluster, options);
+  ASSERT_FALSE(result.best.empty());
+  for (const FoundLayout& found : result.best) {
+    EXPECT_LE(found.layout.tensor, 2);
+    EXPECT_EQ(found.layout.context, 2);
+    EXPECT_EQ(found.layout.pipeline, 1);
+    EXPECT_EQ(found.layout.replicate, 2);
+    EXPECT_FALSE(found.layout.float8);
+  }
+}
+
+TEST(PlanSearch, SaysWhatIsLeftWhenTimeIsUp) {
+  const FakeCluster cluster{.usable_bytes = 1000e9};
+  SearchOptions options = options_for(cluster);
+  options.seconds = 0;  // some blocks are planned all the same
+  const SearchResult few = search_with(cluster, options);
+  EXPECT_TRUE(few.time_is_up);
+  EXPECT_EQ(few.num_planned, 2U);
+  EXPECT_GT(few.num_left, 1000U);
+  // Time for all blocks, but for two plans only.
+  options.seconds = 1e6;
+  const Planner slow = [&](const std::vector<PlanRequest>& requests) {
+    if (requests[0].settings.back().key != "n_layers") options.seconds = 0;
+    return cluster.planner()(requests);
+  };
+  const SearchResult some = search_layouts(searched_job(), options, slow, [](const std::string&) {});
+  EXPECT_TRUE(some.time_is_up);
+  EXPECT_GT(some.num_left, 0U);
+  EXPECT_EQ(some.num_planned, 2U);
+  EXPECT_FALSE(some.best.empty());
+}
+
+std::string search_error(const SearchOptions& options, const Planner& planner) {
+  try {
+    search_layouts(searched_job(), options, planner, [](const std::string&) {});
+  } catch (const ConfigError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(PlanSearch, SaysWhyThereIsNoLayout) {
+  const FakeCluster cluster;
+  SearchOptions options = options_for(cluster);
+  const Planner refusing = [](const std::vector<PlanRequest>& requests) {
+    return std::vector<PlanAnswer>(requests.size(), PlanAnswer{.error = "no GPU is that large"});
+  };
+  EXPECT_THAT(search_error(options, refusing),
+              HasSubstr("no layout can be planned; the last one: no GPU is that large"));
+  options.sequences = 7;
+  options.max_tensor = options.max_context = options.max_pipeline = 1;
+  EXPECT_THAT(search_error(options, cluster.planner()),
+              HasSubstr("no layout divides 16 ranks and 7 sequences"));
+}
+
+TEST(PlanSearch, ReportsWhenNothingFits) {
+  const FakeCluster cluster{.usable_bytes = 1e9};
+  const SearchResult result = search_with(cluster, options_for(cluster));
+  EXPECT_TRUE(result.best.empty());
+  EXPECT_EQ(result.num_left, 0U);
+}
+
+// A pipeline's blocks are planned without other replicas, so no layout's estimate depends on which was first.
+TEST(PlanSearch, PlansTheBlocksOfPipelinesOnOneReplica) {
+  const FakeCluster cluster;
+  std::map<std::pair<std::string, std::string>, std::vector<int>>
+      worlds;  // the blocks', by tensor and context
+  const Planner planner = [&](const std::vector<PlanRequest>& requests) {
+    for (const PlanRequest& request : requests) {
+      std::map<std::string, std::string> values;
+      for (const auto& [section, key, value] : request.settings) values[key] = value;
+      if (values.contains("n_layers"))
+        worlds[{values["tensor_parallel_degree"], values["context_parallel_degree"]}].push_back(
+            request.world);
+    }
+    return cluster.planner()(requests);
+  };
+  search_layouts(searched_job(), options_for(cluster), planner, [](const std::string&) {});
+  for (const auto& [degrees, found] : worlds)
+    for (const int world : found)
+      EXPECT_TRUE(world == kWorld || world == std::stoi(degrees.first) * std::stoi(degrees.second)) << world;
+}
+
+}  // namespace
+}  // namespace titan::train
