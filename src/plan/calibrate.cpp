@@ -157,6 +157,7 @@ ClusterSpec calibrate(const ClusterSpec& base, int num_ranks,
   device.name = str("CPU, ", std::thread::hardware_concurrency(), " cores for ", num_ranks,
                     num_ranks == 1 ? " rank" : " ranks");
   device.memory_gib = static_cast<double>(machine.totalram) * machine.mem_unit / kGiB / ranks;
+  device.is_cpu = true;
   device.compute_capability = 80;  // for the branches that a plan takes: a CPU has none
   device.multiprocessors = 1;      // no tiles: products go by the measured points alone
   for (auto& [dtype, tflops] : device.tflops) tflops /= ranks;

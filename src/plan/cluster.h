@@ -13,6 +13,7 @@ namespace titan::plan {
 
 struct DeviceSpec {
   std::string name;
+  bool is_cpu = false;             ///< without a GPU's streams, batches of calls and workspaces of cuBLAS
   double memory_gib = 0;           ///< as the driver reports it
   int64_t compute_capability = 0;  ///< 90: 9.0
   int64_t multiprocessors = 0;
@@ -40,8 +41,6 @@ struct DeviceSpec {
   };
   std::vector<AttentionPoint> attention;
 
-  /// A CPU as titan plan --calibrate describes it, in one piece.
-  bool is_cpu() const { return multiprocessors == 1; }
   /// Without what a CUDA context takes.
   int64_t usable_bytes() const;
   /// FLOP/s at the peak; throws Error for a dtype that the device's file doesn't have.

@@ -93,6 +93,10 @@ const std::vector<std::string> kDtypes = {"bfloat16", "float8", "float32"};
 
 void read_device(Keys& keys, DeviceSpec& device) {
   keys.text("device.name", device.name);
+  if (std::string kind; keys.has("device.kind")) {
+    keys.text("device.kind", kind, {"gpu", "cpu"});
+    device.is_cpu = kind == "cpu";
+  }
   keys.number("device.memory_gib", device.memory_gib, 1.0, 4096.0);
   keys.number("device.compute_capability", device.compute_capability, 70, 999);
   keys.number("device.multiprocessors", device.multiprocessors, 1, 1024);
@@ -209,10 +213,11 @@ std::string to_toml(const ClusterSpec& cluster) {
   const DeviceSpec& device = cluster.device;
   const auto text_of = [](const config::Value& value) { return config::to_text(value); };
   std::string text = str(
-      "[device]\nname = ", config::quoted(device.name), "\nmemory_gib = ", text_of(device.memory_gib),
-      "\ncompute_capability = ", device.compute_capability, "\nmultiprocessors = ", device.multiprocessors,
-      "\nmemory_gb_per_s = ", text_of(device.memory_gb_per_s), "\nlaunch_us = ", text_of(device.launch_us),
-      "\npower = ", text_of(device.power), "\nalone = ", text_of(device.alone), "\n\n[device.tflops]\n");
+      "[device]\nname = ", config::quoted(device.name), device.is_cpu ? "\nkind = \"cpu\"" : "",
+      "\nmemory_gib = ", text_of(device.memory_gib), "\ncompute_capability = ", device.compute_capability,
+      "\nmultiprocessors = ", device.multiprocessors, "\nmemory_gb_per_s = ", text_of(device.memory_gb_per_s),
+      "\nlaunch_us = ", text_of(device.launch_us), "\npower = ", text_of(device.power),
+      "\nalone = ", text_of(device.alone), "\n\n[device.tflops]\n");
   for (const auto& [dtype, tflops] : device.tflops) text += str(dtype, " = ", text_of(tflops), "\n");
   for (const DeviceSpec::ProductPoint& point : device.efficiency)
     text += str("\n[[device.efficiency]]\ndtype = ", config::quoted(point.dtype), "\nm = ", point.m,

@@ -45,7 +45,8 @@ class PlannedGroup final : public c10d::Backend {
         name_(spec.name),
         world_ranks_(spec.world_ranks),
         communicator_(PlannedGpu::get().trace().add_communicator(spec.world_ranks)),
-        hosts_(dist::make_fake_group(spec.rank, spec.size, /*has_batches=*/true)) {}
+        has_batches_(!PlannedGpu::get().device().is_cpu),  // gloo has none
+        hosts_(dist::make_fake_group(spec.rank, spec.size, has_batches_)) {}
 
   const std::string getBackendName() const override { return "fake"; }
   void setTimeout(std::chrono::milliseconds) override {}
@@ -57,7 +58,7 @@ class PlannedGroup final : public c10d::Backend {
                                const c10d::ReduceScatterOptions& options) override {
     return out.is_cuda() ? count("reduce_scatter", out, in) : hosts_->_reduce_scatter_base(out, in, options);
   }
-  bool supportsCoalescing() const override { return true; }
+  bool supportsCoalescing() const override { return has_batches_; }
   // The sends of a batch to one rank are one call, and so are what is received from it.
   void startCoalescing() override { batch_.emplace(); }
   WorkPtr endCoalescing() override {
@@ -140,7 +141,8 @@ class PlannedGroup final : public c10d::Backend {
   std::vector<int> world_ranks_;
   int communicator_;
   std::optional<std::vector<Collective>> batch_;  // the calls since startCoalescing()
-  dist::BackendPtr hosts_;                        // for the hosts' tensors, which have values
+  bool has_batches_;
+  dist::BackendPtr hosts_;  // for the hosts' tensors, which have values
 };
 
 }  // namespace

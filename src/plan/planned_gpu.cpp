@@ -263,7 +263,7 @@ void PlannedGpu::reset() {
   // A request that doesn't fit is counted all the same: how much is missing is part of the plan.
   constexpr int64_t no_limit = int64_t{1} << 50;
   CachingAllocator::Options options{.device_bytes = no_limit, .first_address = next_address_};
-  if (!device_.is_cpu()) options.give_back = [] { dist::IdleMemory::give_back(false); };
+  if (!device_.is_cpu) options.give_back = [] { dist::IdleMemory::give_back(false); };
   allocator_ = std::make_unique<CachingAllocator>(std::move(options));
 }
 
@@ -332,7 +332,7 @@ void PlannedGpu::launch(const Work& work) {
 }
 
 void PlannedGpu::take_workspace() {
-  if (device_.is_cpu()) return;
+  if (device_.is_cpu) return;
   const std::lock_guard lock(mutex_);
   const auto thread = static_cast<uint64_t>(std::hash<std::thread::id>()(std::this_thread::get_id()));
   uintptr_t& workspace = workspaces_[{thread, current_stream()}];

@@ -27,9 +27,7 @@ struct Layout {
   const char* name;
   int world_size;
   Words words;
-  /// Buffers that a call over gloo owns until it is done, and that a GPU's stream uses again: those of a block's
-  /// gather take 7 MiB, those of the embedding's and the head's 4.
-  double owned_by_calls_mib = 0;
+  double more_mib = 0;  ///< messages of a pipeline, 0.5 MiB each, that the plan doesn't have
 };
 void PrintTo(const Layout& layout, std::ostream* out) { *out << layout.name; }
 
@@ -39,10 +37,16 @@ TEST_P(PlanMemory, IsThatOfARun) {
   const Layout& layout = GetParam();
   if (world().size() != layout.world_size) GTEST_SKIP() << "runs on " << layout.world_size << " ranks";
   const Words words = kModel + layout.words;
-  const std::string text =
-      world().rank() == 0 ? plan_of("llama3_debug", world().size(), words + Words{"--device", "cpu"}).dump()
-                          : "";
-  const json plan = json::parse(world().everyone()->all_gather_text(text, {.phase = "test::plan"})[0]);
+  std::string text;
+  try {
+    if (world().rank() == 0)
+      text = plan_of("llama3_debug", world().size(), words + Words{"--device", "cpu"}).dump();
+  } catch (const Error& error) {
+    ADD_FAILURE() << error.what();  // the other ranks wait for a text
+  }
+  text = world().everyone()->all_gather_text(text, {.phase = "test::plan"})[0];
+  ASSERT_FALSE(text.empty());
+  const json plan = json::parse(text);
 
   const JobConfig config =
       load_preset("llama3_debug", world().size(), words + Words{"--training.device=cpu"});
@@ -56,7 +60,7 @@ TEST_P(PlanMemory, IsThatOfARun) {
   std::printf("rank %d, %s: %.1f MiB, planned %.1f (%+.2f %%)\n", world().rank(), layout.name, measured,
               planned, 100 * (planned / measured - 1));
   EXPECT_LE(planned, 1.015 * measured);
-  EXPECT_GE(planned, measured / 1.015 - layout.owned_by_calls_mib);
+  EXPECT_GE(planned, measured / 1.015 - layout.more_mib);
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -67,9 +71,8 @@ INSTANTIATE_TEST_SUITE_P(
         Layout{"SelectiveRecompute", 1, kTwoRows + Words{"--activation_checkpoint.mode=selective"}},
         Layout{"FullRecompute", 1, kTwoRows + Words{"--activation_checkpoint.mode=full"}},
         Layout{"Accumulates", 1, kTwoRows + Words{"--training.global_batch_size=8"}},
-        Layout{"Fsdp", 2, kTwoRows, 7},
-        Layout{"FsdpNeverResharded", 2, kTwoRows + Words{"--parallelism.fsdp_reshard_after_forward=never"},
-               11},
+        Layout{"Fsdp", 2, kTwoRows},
+        Layout{"FsdpNeverResharded", 2, kTwoRows + Words{"--parallelism.fsdp_reshard_after_forward=never"}},
         Layout{"Ddp", 2,
                kTwoRows + Words{"--parallelism.data_parallel_replicate_degree=2",
                                 "--parallelism.data_parallel_shard_degree=1"}},
@@ -77,13 +80,13 @@ INSTANTIATE_TEST_SUITE_P(
         Layout{"AsyncTensor", 2,
                kTwoRows + Words{"--parallelism.tensor_parallel_degree=2",
                                 "--parallelism.enable_async_tensor_parallel"}},
-        Layout{"Context", 2, kTwoRows + Words{"--parallelism.context_parallel_degree=2"}, 7},
-        Layout{"Pipeline", 2, kPipeline, 7}, Layout{"FsdpOf4", 4, kTwoRows, 7},
-        Layout{"Hsdp", 4, kTwoRows + Words{"--parallelism.data_parallel_replicate_degree=2"}, 7},
-        Layout{"FsdpTensor", 4, kTwoRows + Words{"--parallelism.tensor_parallel_degree=2"}, 7},
-        Layout{"FsdpContext", 4, kTwoRows + Words{"--parallelism.context_parallel_degree=2"}, 7},
-        Layout{"FsdpPipeline", 4, kPipeline, 14},
-        Layout{"TensorPipeline", 4, kPipeline + Words{"--parallelism.tensor_parallel_degree=2"}, 7}),
+        Layout{"Context", 2, kTwoRows + Words{"--parallelism.context_parallel_degree=2"}},
+        Layout{"Pipeline", 2, kPipeline, 3}, Layout{"FsdpOf4", 4, kTwoRows},
+        Layout{"Hsdp", 4, kTwoRows + Words{"--parallelism.data_parallel_replicate_degree=2"}},
+        Layout{"FsdpTensor", 4, kTwoRows + Words{"--parallelism.tensor_parallel_degree=2"}},
+        Layout{"FsdpContext", 4, kTwoRows + Words{"--parallelism.context_parallel_degree=2"}},
+        Layout{"FsdpPipeline", 4, kPipeline, 3},
+        Layout{"TensorPipeline", 4, kPipeline + Words{"--parallelism.tensor_parallel_degree=2"}, 3}),
     [](const auto& info) { return std::string(info.param.name); });
 
 }  // namespace

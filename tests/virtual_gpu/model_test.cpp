@@ -273,7 +273,7 @@ Counts planned_launches(const json& plan, const std::string& role) {
   Counts counts;
   for (const json& row : plan.at("operations"))
     if (row.at("role") == role && is_compared(row.at("operation")))
-      counts[name_of_launch(row.at("operation"))] = row.at("launches");
+      counts[name_of_launch(row.at("operation"))] += row.at("launches").get<int64_t>();
   return counts;
 }
 
@@ -326,7 +326,7 @@ void expect_as_planned(const json& plan, int rank, const dist::DeviceMemory& mem
   const auto near = [](const char* what, int64_t measured, double planned) {
     std::printf("  %s: %.3f GiB, planned %.3f (%+.2f %%)\n", what, static_cast<double>(measured) / (1 << 30),
                 planned / (1 << 30), 100 * (planned / static_cast<double>(measured) - 1));
-    EXPECT_NEAR(planned, static_cast<double>(measured), 5e-4 * static_cast<double>(measured)) << what;
+    EXPECT_NEAR(planned, static_cast<double>(measured), 4 << 20) << what;
   };
   near("in tensors", memory.peak_allocated_bytes, planned.at("peak_allocated_bytes"));
   near("from the device", memory.peak_reserved_bytes, planned.at("peak_reserved_bytes"));

@@ -22,7 +22,7 @@ grep -q "this run has no plan: no file of configs/devices has the device Virtual
   failed "the log doesn't say why there is no plan:" "$folder/log"
 test ! -e "$folder/run/plan.json" || failed "there is a plan:" "$folder/log"
 
-# A plan doesn't have validation, whose batches are large here.
+# Validation, which a plan leaves out, has large batches here, so the run takes more than was planned.
 "${train[@]}" --training.steps=100000 --metrics.plan_device=h100 --report-roofline --validation.enable --validation.freq=2 --validation.steps=1 \
   --validation.local_batch_size=128 --validation.seq_len=64 >"$folder/log" 2>&1 &
 run=$!

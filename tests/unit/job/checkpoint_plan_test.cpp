@@ -129,9 +129,7 @@ INSTANTIATE_TEST_SUITE_P(Meshes, ParallelLayouts,
                                            Words{"pp", "2", "replicate", "2", "cp", "2", "shard", "1"}),
                          [](const auto& info) { return name_of_mesh(info.param); });
 
-// 405B on 4,096 ranks.
-
-constexpr int kManyRanks = 4096;
+// 405B on thousands of ranks.
 
 int64_t resident_bytes() {
   int64_t total = 0, resident = 0;
@@ -143,15 +141,16 @@ struct Large {
   const char* name;
   const char* preset;
   Words degrees;
+  int num_ranks = 4096;
 };
 
 class LargePlans : public ::testing::TestWithParam<Large> {};
 
 // The tensors of each stage, which the ranks of a job send each other. Empty without a pipeline.
-std::vector<std::string> texts_of_stages(const JobConfig& config, int stages) {
+std::vector<std::string> texts_of_stages(const JobConfig& config, int num_ranks, int stages) {
   std::vector<std::string> texts;
   for (int stage = 0; stage < stages && stages > 1; ++stage) {
-    const DryRun run(config, kManyRanks, stage * (kManyRanks / stages));
+    const DryRun run(config, num_ranks, stage * (num_ranks / stages));
     texts.push_back(checkpoint::detail::encode_stage(described(state_of(run), run.meshes().pp)));
   }
   return texts;
@@ -192,10 +191,10 @@ std::string lanes_text(int64_t dp_rank, int64_t dp_degree, int64_t num_lanes) {
 
 // The reports that all ranks of a job send rank 0 after they wrote their files. Only one of the ranks that
 // share rows reports texts.
-std::vector<std::string> reports_of(int64_t dp_degree, int64_t num_lanes, const checkpoint::FileRecord& file,
-                                    bool with_texts) {
+std::vector<std::string> reports_of(int num_ranks, int64_t dp_degree, int64_t num_lanes,
+                                    const checkpoint::FileRecord& file, bool with_texts) {
   std::vector<std::string> reports;
-  for (int64_t rank = 0; rank < kManyRanks; ++rank) {
+  for (int64_t rank = 0; rank < num_ranks; ++rank) {
     const bool speaks = with_texts && rank < dp_degree;
     checkpoint::detail::SaveReport report{
         .step = 1'000'000, .failure = {}, .file = file, .num_threads = 8, .texts = {}};
@@ -239,14 +238,15 @@ std::string manifest_text(const StateTable& table, const std::string& config,
 }
 
 TEST_P(LargePlans, AreFastAndSmall) {
-  const JobConfig config = load_preset(GetParam().preset, kManyRanks, arguments_of(GetParam().degrees));
+  const int num_ranks = GetParam().num_ranks;
+  const JobConfig config = load_preset(GetParam().preset, num_ranks, arguments_of(GetParam().degrees));
   std::string first_text;
-  for (const int rank : {0, kManyRanks - 1}) {
+  for (const int rank : {0, num_ranks - 1}) {
     SCOPED_TRACE(str("rank ", rank));
-    const DryRun run(config, kManyRanks, rank);
+    const DryRun run(config, num_ranks, rank);
     const std::vector<NamedTensor> state = state_of(run);
     const DeviceMesh& pipeline = run.meshes().pp;
-    const auto texts = texts_of_stages(config, pipeline.size());
+    const auto texts = texts_of_stages(config, num_ranks, pipeline.size());
     const int64_t dp_degree = run.meshes().dp_degree(),
                   num_lanes = dp_degree * config.training.local_batch_size;
 
@@ -257,7 +257,7 @@ TEST_P(LargePlans, AreFastAndSmall) {
       EXPECT_EQ(checkpoint::detail::encode_stage(tensors), texts.at(static_cast<size_t>(pipeline.rank())));
       tensors = checkpoint::detail::decode_stages(texts);
     }
-    const StateTable table(std::move(tensors), kManyRanks);
+    const StateTable table(std::move(tensors), num_ranks);
     const auto pieces = table.pieces_of(rank);
     const std::string settings = config::print_toml(job_schema(), config);
     const double seconds = seconds_from(start);
@@ -267,11 +267,11 @@ TEST_P(LargePlans, AreFastAndSmall) {
     EXPECT_EQ(bytes_of(table) / 1'000'000'000, 3 * 4 * 405'853'388'800 / 1'000'000'000);
     // Stages differ by some layers, and the largest matrix is sharded over the ranks of one stage.
     const int64_t own_bytes = bytes_of(table, pieces);
-    EXPECT_NEAR(static_cast<double>(own_bytes), static_cast<double>(bytes_of(table)) / kManyRanks,
-                0.15 * static_cast<double>(bytes_of(table)) / kManyRanks);
+    EXPECT_NEAR(static_cast<double>(own_bytes), static_cast<double>(bytes_of(table)) / num_ranks,
+                0.15 * static_cast<double>(bytes_of(table)) / num_ranks);
 
     const checkpoint::FileRecord record{.num_bytes = own_bytes, .header_digest = checkpoint::digest_of("")};
-    const auto reports = reports_of(dp_degree, num_lanes, record, /*with_texts=*/true);
+    const auto reports = reports_of(num_ranks, dp_degree, num_lanes, record, /*with_texts=*/true);
     start = std::clock();
     const std::string text = manifest_text(table, settings, reports);
     const double manifest_seconds = seconds_from(start);
@@ -286,11 +286,12 @@ TEST_P(LargePlans, AreFastAndSmall) {
 
     // A report has a digest of 32 bytes and seven numbers. The texts add a count of tokens, and for each rank
     // that reads rows of its own the lanes and the fingerprint of the data.
-    const int64_t without_texts = total_size(reports_of(dp_degree, num_lanes, record, /*with_texts=*/false));
-    EXPECT_EQ(without_texts, kManyRanks * (32 + 9 * 8));
+    const int64_t without_texts =
+        total_size(reports_of(num_ranks, dp_degree, num_lanes, record, /*with_texts=*/false));
+    EXPECT_EQ(without_texts, num_ranks * (32 + 9 * 8));
     const int64_t of_texts = total_size(reports) - without_texts;
     RecordProperty("gathered_bytes", str(without_texts, " and of texts ", of_texts));
-    EXPECT_LT(of_texts, kManyRanks * 20 + dp_degree * 300 + num_lanes * 40);
+    EXPECT_LT(of_texts, num_ranks * 20 + dp_degree * 300 + num_lanes * 40);
 
     // Each rank makes the same plan, so the ranks exchange nothing else.
     const std::string table_text =
@@ -303,7 +304,8 @@ TEST_P(LargePlans, AreFastAndSmall) {
 INSTANTIATE_TEST_SUITE_P(Llama405B, LargePlans,
                          ::testing::Values(Large{"Shards512Tensor8", "llama3_405b", {"tp", "8"}},
                                            Large{
-                                               "Stages16Shards32Tensor8", "llama3_405b_pp", {"shard", "32"}}),
+                                               "Stages16Shards32Tensor8", "llama3_405b_pp", {"shard", "32"}},
+                                           Large{"On16384Ranks", "llama3_405b_pp", {"shard", "128"}, 16384}),
                          [](const auto& info) { return std::string(info.param.name); });
 
 }  // namespace
