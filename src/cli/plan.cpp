@@ -8,6 +8,7 @@
 #include <iostream>
 #include <utility>
 
+#include <ATen/Parallel.h>
 #include <c10/util/StringUtil.h>
 #include <nlohmann/json.hpp>
 
@@ -380,6 +381,8 @@ int plan_command(const Arguments& words) {
                       str("# Measured by titan plan --calibrate.\n", plan::to_toml(measured)));
     return print(str("written to ", arguments.calibrate.string(), "\n"));
   }
+  // A plan computes little, and threads that wait for more of it take cores from the run.
+  at::set_num_threads(1);
   // Before anything makes a tensor.
   plan::PlannedGpu& gpu = plan::PlannedGpu::open(cluster.device);
   const train::JobConfig config = load_planned_job(arguments);

@@ -8,6 +8,7 @@
 #include <sstream>
 #include <thread>
 
+#include <ATen/Parallel.h>
 #include <c10/util/StringUtil.h>
 #include <nlohmann/json.hpp>
 
@@ -45,6 +46,14 @@ PlanArguments with_settings(PlanArguments arguments, const std::vector<Layout::S
   return arguments;
 }
 
+plan::BytesByCategory most_by_category(const plan::Summary& summary) {
+  plan::BytesByCategory most{};
+  for (const plan::MemoryPoint& point : summary.over_time)
+    for (size_t category = 0; category < most.size(); ++category)
+      most[category] = std::max(most[category], point.bytes[category]);
+  return most;
+}
+
 PlanAnswer answer(const PlanArguments& base, const plan::ClusterSpec& cluster,
                   const train::PlanRequest& request) {
   PlanArguments arguments = with_settings(base, request.settings);
@@ -59,6 +68,7 @@ PlanAnswer answer(const PlanArguments& base, const plan::ClusterSpec& cluster,
             .mfu = plan.mfu(),
             .parameters = static_cast<double>(config.spec().sizes(config.args()).num_params),
             .peak_bytes = plan.peak_bytes(),
+            .most_bytes = most_by_category(plan.largest().summary),
             .seconds = plan.busiest().seconds};
   } catch (const std::exception& error) {
     return {.error = error.what()};
@@ -158,6 +168,7 @@ Search search(const PlanArguments& arguments, const plan::ClusterSpec& cluster,
               const std::function<void(train::SearchOptions&, const train::JobConfig&)>& narrow,
               const std::function<void(const std::string&)>& progress) {
   const auto open = [&]() -> PlanWorkers::Answer {
+    at::set_num_threads(1);  // the few numbers of a plan aren't worth the threads that wait for each other
     plan::PlannedGpu::open(cluster.device);
     return [&](const train::PlanRequest& request) { return answer(arguments, cluster, request); };
   };

@@ -65,8 +65,9 @@ PlanRequest request_of(const json& message) {
 }
 
 json to_json(const PlanAnswer& answer) {
-  return {{"error", answer.error}, {"step_s", answer.step_s},         {"tokens", answer.tokens},
-          {"mfu", answer.mfu},     {"peak_bytes", answer.peak_bytes}, {"seconds", answer.seconds}};
+  return {{"error", answer.error},     {"step_s", answer.step_s},         {"tokens", answer.tokens},
+          {"mfu", answer.mfu},         {"parameters", answer.parameters}, {"peak_bytes", answer.peak_bytes},
+          {"seconds", answer.seconds}, {"most_bytes", answer.most_bytes}};
 }
 
 PlanAnswer answer_of(const json& message) {
@@ -74,7 +75,9 @@ PlanAnswer answer_of(const json& message) {
           .step_s = message["step_s"],
           .tokens = message["tokens"],
           .mfu = message["mfu"],
+          .parameters = message["parameters"],
           .peak_bytes = message["peak_bytes"],
+          .most_bytes = message["most_bytes"],
           .seconds = message["seconds"]};
 }
 

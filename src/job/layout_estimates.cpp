@@ -27,12 +27,18 @@ Layout block_kind(Layout layout) {
 
 namespace {
 
-constexpr int64_t kFewLayers = 1, kMoreLayers = 3;
+// In a smaller model a step has other proportions.
+constexpr int64_t kFewLayers = 3, kMoreLayers = 5;
 constexpr double kGatheredBytes = 2, kWholeGradientBytes = 4;  // a parameter's
 
 // Then a step of two micro-batches shows what each of them takes.
 bool exchanges_once_a_step(const Layout& kind) {
   return kind.keeps_gathered || kind.replicate > 1 || kind.only_degrees;
+}
+
+// A whole parameter's and its gradient's.
+double whole_bytes(const Layout& layout) {
+  return (kGatheredBytes + kWholeGradientBytes) / static_cast<double>(layout.tensor);
 }
 
 // Parameter, gradient and two moments.
@@ -58,30 +64,42 @@ std::vector<PlanRequest> block_requests(const Layout& kind, int world) {
   return requests;
 }
 
-BlockCosts block_costs(const std::vector<PlanAnswer>& answers) {
+BlockCosts block_costs(const Layout& kind, const std::vector<PlanAnswer>& answers) {
   for (const PlanAnswer& answer : answers)
     if (!answer.error.empty()) return {.error = answer.error};
   const auto amount = [&](size_t first, const auto& value) {
     const double few = value(answers[first]), more = value(answers[first + 1]);
     const double of_layer = (more - few) / (kMoreLayers - kFewLayers);
-    return BlockCosts::Amount{of_layer, few - kFewLayers * of_layer};
+    return BlockCosts::Amount{of_layer, more - kMoreLayers * of_layer};
   };
   const auto seconds = [](const PlanAnswer& answer) { return answer.step_s; };
   const auto during = [](plan::Activity activity) {
     return [activity](const PlanAnswer& answer) { return answer.seconds[static_cast<size_t>(activity)]; };
   };
-  const auto bytes = [](const PlanAnswer& answer) { return static_cast<double>(answer.peak_bytes); };
   const auto parameters = [](const PlanAnswer& answer) { return answer.parameters; };
   const size_t last = answers.size() - 2;
   const BlockCosts::Amount step = amount(0, seconds);
   const BlockCosts::Amount once =
       last == 0 ? amount(0, during(plan::Activity::Optimizer)) : step - (amount(last, seconds) - step);
-  return {.seconds = step - once,
-          .once = once,
-          .computing = amount(0, during(plan::Activity::Compute)),
-          .bytes = amount(last, bytes),
-          .parameters = amount(0, parameters),
-          .error = {}};
+  BlockCosts costs{.seconds = step - once,
+                   .once = once,
+                   .computing = amount(0, during(plan::Activity::Compute)),
+                   .bytes = {},
+                   .parameters = amount(0, parameters),
+                   .error = {}};
+  // The sum of the most that each category takes grows evenly with the layers, but for gathered parameters and gradients: most of these belong
+  // to the modules that a step is at. What grows are gradients of shards, which are as large as the shards.
+  for (size_t i = 0; i < plan::kNumCategories; ++i) {
+    const auto category = static_cast<plan::Category>(i);
+    const BlockCosts::Amount bytes =
+        amount(last, [i](const PlanAnswer& answer) { return static_cast<double>(answer.most_bytes[i]); });
+    if (category != plan::Category::Gathered && category != plan::Category::Gradients)
+      costs.bytes.of_layer += bytes.of_layer * (category == plan::Category::Parameters ? 2 : 1);
+    costs.bytes.rest += bytes.of(kMoreLayers);
+  }
+  if (kind.keeps_gathered) costs.bytes.of_layer += whole_bytes(kind) * costs.parameters.of_layer;
+  costs.bytes.rest -= kMoreLayers * costs.bytes.of_layer;
+  return costs;
 }
 
 LayoutEstimator::LayoutEstimator(const JobConfig& base, const SearchOptions& options)
@@ -113,10 +131,8 @@ LayoutEstimate LayoutEstimator::of(const Layout& layout, const BlockCosts& block
   const double stages_gathered = std::min(1.0, 3 / stages);
   const double whole = parameters / static_cast<double>(layout.tensor) *
                        (kWholeGradientBytes + kGatheredBytes * stages_gathered);
-  const double of_parameter = state_bytes_ / of_replica + (block_kind(layout).keeps_gathered
-                                                               ? (kWholeGradientBytes + kGatheredBytes) /
-                                                                     static_cast<double>(layout.tensor)
-                                                               : 0);
+  const double of_parameter =
+      state_bytes_ / of_replica + (block_kind(layout).keeps_gathered ? whole_bytes(layout) : 0);
   const double activations = std::max(0.0, block.bytes.of_layer - of_parameter * block.parameters.of_layer);
   const double others = std::max(0.0, block.bytes.rest - of_parameter * block.parameters.rest);
   return {step_s, state_bytes_ * parameters / sharing + whole + live * of_stage * activations + others};
@@ -126,9 +142,7 @@ double LayoutEstimator::bytes_of_copies(const Layout& layout, const BlockCosts& 
   const double parameters = block.parameters.of(static_cast<double>(layers_));
   const double of_replicas =
       state_bytes_ * static_cast<double>(layout.replicate - 1) / static_cast<double>(options_.world);
-  const double gathered =
-      layout.keeps_gathered ? (kGatheredBytes + kWholeGradientBytes) / static_cast<double>(layout.tensor) : 0;
-  return parameters * (of_replicas + gathered);
+  return parameters * (of_replicas + (layout.keeps_gathered ? whole_bytes(layout) : 0));
 }
 
 int64_t LayoutEstimator::micro_batches(const Layout& layout) const {

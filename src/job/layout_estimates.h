@@ -42,7 +42,7 @@ struct BlockCosts {
 };
 
 /// From the answers to block_requests().
-BlockCosts block_costs(const std::vector<PlanAnswer>& answers);
+BlockCosts block_costs(const Layout& kind, const std::vector<PlanAnswer>& answers);
 
 struct LayoutEstimate {
   double step_s = 0;

@@ -7,6 +7,7 @@
 #include <limits>
 #include <map>
 #include <set>
+#include <tuple>
 #include <utility>
 
 #include "core/units.h"
@@ -24,6 +25,8 @@ constexpr std::array<const char*, 3> kRecompute = {"none", "selective", "full"};
 constexpr double kMemoryMargin = 1.3;
 /// If all larger micro-batches together can save no more than this share of a sequence's time, they aren't tried.
 constexpr double kLeastGain = 0.005;
+/// The share that they can save if only one is known.
+constexpr double kMostGain = 0.2;
 
 std::string truth(bool value) { return value ? "true" : "false"; }
 
@@ -214,13 +217,15 @@ class Search {
     return static_cast<size_t>(std::ranges::find(kRecompute, layout.recompute) - kRecompute.begin());
   }
 
-  // Smaller micro-batches and less recomputation first: they show what isn't needed.
+  // Smaller micro-batches and less recomputation first, because they show what isn't needed; and Float8, which sets a limit for the others.
   void estimate_in_steps(const std::vector<Layout>& all) {
-    std::map<std::pair<int64_t, size_t>, std::vector<Layout>> steps;
-    for (const Layout& layout : all)
-      steps[{layout.micro_batch, place_of_recompute(layout)}].push_back(layout);
+    std::map<std::tuple<int64_t, bool, size_t>, std::vector<Layout>> steps;
+    for (const Layout& layout : all) {
+      const size_t place = place_of_recompute(layout);
+      steps[{layout.micro_batch, place > 0 && !layout.float8, place}].push_back(layout);
+    }
     for (auto& [step, layouts] : steps) {
-      if (options_.least_memory && step.first > 1) break;  // it takes no less
+      if (options_.least_memory && std::get<0>(step) > 1) break;  // it takes no less
       const double limit = last_of_the_best();
       std::erase_if(layouts, [&](const Layout& layout) {
         return too_large_.contains(without_micro_batch(layout)) ||
@@ -248,30 +253,35 @@ class Search {
     return block ? micro_batches * block->computing.of(layers) / kContention : 0;
   }
 
-  // By what is known of the same layout with less recomputation, and with smaller micro-batches.
+  // By what is known of the same layout with less recomputation and smaller micro-batches.
   bool is_too_slow(const Layout& layout, double limit) const {
     if (options_.least_memory) return false;
-    Layout other = layout;
-    for (size_t place = place_of_recompute(layout); place-- > 0;) {
-      other.recompute = kRecompute[place];
-      if (least_seconds(other) > limit) return true;
+    Layout known = layout;
+    for (size_t place = place_of_recompute(layout) + 1; place-- > 0;) {
+      known.recompute = kRecompute[place];
+      const auto tried = tried_.find(without_micro_batch(block_kind(known)));
+      if (tried == tried_.end()) continue;
+      const double gain = gain_of_larger(known, tried->second);
+      if (known.recompute == layout.recompute && gain < kLeastGain) return true;
+      known.micro_batch = *tried->second.rbegin();
+      if (least_seconds(known) * (1 - (known.micro_batch < layout.micro_batch ? gain : 0)) > limit)
+        return true;
     }
-    const auto tried = tried_.find(without_micro_batch(block_kind(layout)));
-    if (tried == tried_.end() || tried->second.size() < 2) return false;
-    const auto with_micro_batch = [&](int64_t sequences) {
-      Layout same = layout;
-      same.micro_batch = sequences;
-      return same;
+    return false;
+  }
+
+  // The largest share of a sequence's time that larger micro-batches than those can save.
+  double gain_of_larger(Layout layout, const std::set<int64_t>& micro_batches) const {
+    if (micro_batches.size() == 1) return kMostGain;
+    const auto seconds = [&](int64_t micro_batch) {
+      layout.micro_batch = micro_batch;
+      return block_of(layout)->seconds.of(static_cast<double>(num_layers_)) /
+             static_cast<double>(micro_batch);
     };
-    const auto seconds = [&](int64_t sequences) {
-      return block_of(with_micro_batch(sequences))->seconds.of(static_cast<double>(num_layers_)) /
-             static_cast<double>(sequences);
-    };
-    const auto larger = tried->second.rbegin(), smaller = std::next(larger);
+    const int64_t larger = *micro_batches.rbegin(), smaller = *std::next(micro_batches.rbegin());
     // A sequence takes a + b / micro_batch, of which larger ones can save what is left of b.
-    const double left = (1 - seconds(*larger) / seconds(*smaller)) /
-                        (static_cast<double>(*larger) / static_cast<double>(*smaller) - 1);
-    return left < kLeastGain || least_seconds(with_micro_batch(*larger)) * (1 - left) > limit;
+    const double saved = std::max(0.0, 1 - seconds(larger) / seconds(smaller));
+    return saved / (static_cast<double>(larger) / static_cast<double>(smaller) - 1);
   }
 
   static Layout without_micro_batch(Layout layout) {
@@ -324,8 +334,8 @@ class Search {
       const std::vector<PlanAnswer> answers = planner_(requests);
       size_t begin = 0;
       for (const auto& [kind, end] : some) {
-        blocks_.emplace(kind, block_costs({answers.begin() + static_cast<std::ptrdiff_t>(begin),
-                                           answers.begin() + static_cast<std::ptrdiff_t>(end)}));
+        blocks_.emplace(kind, block_costs(kind, {answers.begin() + static_cast<std::ptrdiff_t>(begin),
+                                                 answers.begin() + static_cast<std::ptrdiff_t>(end)}));
         if (blocks_.at(kind).error.empty()) tried_[without_micro_batch(kind)].insert(kind.micro_batch);
         begin = end;
       }

@@ -3,7 +3,7 @@
 // [Note: search for a layout]
 // Which degrees, schedule, micro-batch, recomputation, resharding and precision train a job fastest on a cluster. All layouts that the program
 // could run are too many to plan each, so a search goes in two rounds:
-// 1. Each kind of block, which is a combination of what a block's time depends on, is planned with one layer and with three. Their difference
+// 1. Each kind of block, which is a combination of what a block's time depends on, is planned with three layers and with five. Their difference
 //    is a layer's time and memory; sums of these, and for pipelines a simulation of the schedule's actions, estimate every layout. Without a
 //    pipeline, the blocks are planned on all ranks. A pipeline gathers and reduces parameters only once a step, so its blocks are planned on
 //    the ranks of one replica, and the states' bytes are counted by the ranks that share them.
@@ -63,9 +63,12 @@ struct PlanRequest {
 struct PlanAnswer {
   std::string error;  ///< if it can't be planned
   double step_s = 0, tokens = 0, mfu = 0;
-  double parameters = 0;  ///< the model's
-  int64_t peak_bytes = 0;
+  double parameters = 0;               ///< the model's
+  int64_t peak_bytes = 0;              ///< from the device
+  plan::BytesByCategory most_bytes{};  ///< the most that each category takes, at different times
   std::array<double, plan::kNumActivities> seconds{};  ///< the busiest rank's
+
+  bool operator==(const PlanAnswer&) const = default;
 };
 
 /// Answers requests in their order.

@@ -222,6 +222,28 @@ TEST(PlanCommand, SearchesForTheFastestLayout) {
   EXPECT_NEAR(json::parse(again.out).at("step_s"), layouts[0].at("step_s"), 1e-9);
 }
 
+TEST(PlanCommand, SaysWhatASearchHadNoTimeFor) {
+  const Words words = {"--model.args.n_layers=4",
+                       "--search",
+                       "--sequences",
+                       "8",
+                       "--max-tp",
+                       "2",
+                       "--max-cp",
+                       "1",
+                       "--max-pp",
+                       "2",
+                       "--seconds",
+                       "1"};
+  const CommandResult result = plan("llama3_8b", 8, words);
+  ASSERT_EQ(result.status, 0) << result.err;
+  EXPECT_THAT(result.out, HasSubstr("The limit of 1 s ended the search; "));
+  const json found = plan_json("llama3_8b", 8, words);
+  EXPECT_EQ(found.at("time_is_up"), true);
+  EXPECT_GT(found.at("left"), 0);
+  EXPECT_GE(found.at("layouts"), found.at("estimated"));
+}
+
 // On a machine that others use, so only what can't depend on them.
 TEST(PlanCommand, MeasuresThisMachine) {
   const std::string file = fresh_folder("plan") / "machine.toml";

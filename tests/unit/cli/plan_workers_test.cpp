@@ -40,6 +40,19 @@ TEST(PlanWorkers, AnswerInTheOrderOfTheRequests) {
   for (size_t i = 0; i < answers.size(); ++i) EXPECT_EQ(answers[i].step_s, 2.0 * (i + 1));
 }
 
+TEST(PlanWorkers, PassAllOfAnAnswer) {
+  const PlanAnswer answer{.error = "a \"word\"\n",
+                          .step_s = 0.1,
+                          .tokens = 2,
+                          .mfu = 0.3,
+                          .parameters = 4,
+                          .peak_bytes = 5,
+                          .most_bytes = {6, 7, 8},
+                          .seconds = {9, 10}};
+  PlanWorkers workers(1, [&] { return [&](const PlanRequest&) { return answer; }; });
+  EXPECT_EQ(workers.plan({of(1)})[0], answer);
+}
+
 TEST(PlanWorkers, ContinueWithoutOneThatEnds) {
   PlanWorkers workers(2, doubling);
   const std::vector<PlanAnswer> answers = workers.plan({of(13), of(1), of(2), of(3)});

@@ -95,21 +95,32 @@ struct FakeCluster {
     const double parameters = layers * kParametersOfLayer + kParametersOfEnds;
     PlanAnswer answer{.tokens = 1, .parameters = parameters};
     const double computing = work + fixed_s;
-    double bytes = 16 * parameters * replicate / world;
+    const double shard = parameters * replicate / world;
+    double activations = 0, whole = 0;
     if (depth == 1) {
       const double exchanges = keeps ? 1 : micro_batches;
       answer.step_s = layers * (micro_batches * (computing + exposed) + exchanges * gather + sum);
-      bytes += layers * activation + (keeps ? 6 * parameters / tensor : 0);
+      activations = layers * activation;
+      whole = keeps ? parameters / tensor : 0;
     } else {
       const std::string quoted = values["parallelism.pipeline_parallel_schedule"];
       const double stages = layers / number("parallelism.pipeline_parallel_layers_per_stage");
       const auto [time, live] = run_schedule(quoted.substr(1, quoted.size() - 2), static_cast<int>(depth),
                                              static_cast<int>(stages), static_cast<int>(micro_batches));
       answer.step_s = time * layers / stages * (computing + exposed) + 0.01 * layers / depth * (gather + sum);
-      bytes += live * layers / stages * activation + 6 * parameters / tensor / depth;
+      activations = live * layers / stages * activation;
+      whole = parameters / tensor / depth;
     }
+    const auto set = [&](plan::Category category, double bytes) {
+      answer.most_bytes[static_cast<size_t>(category)] = static_cast<int64_t>(bytes);
+    };
+    set(plan::Category::Parameters, 4 * shard);
+    set(plan::Category::Optimizer, 8 * shard);
+    set(plan::Category::Gradients, 4 * shard + 4 * whole);
+    set(plan::Category::Gathered, 2 * whole);
+    set(plan::Category::Activations, activations);
     answer.seconds[static_cast<size_t>(plan::Activity::Compute)] = layers * micro_batches * computing / depth;
-    answer.peak_bytes = static_cast<int64_t>(bytes);
+    answer.peak_bytes = plan::total(answer.most_bytes);
     return answer;
   }
 
@@ -220,9 +231,8 @@ SearchResult expect_the_best(const FakeCluster& cluster, SearchOptions options) 
 }
 
 TEST(PlanSearch, FindsTheFastestOfAllLayouts) {
-  const FakeCluster clusters[] = {{},
-                                  {.exchange = 2, .usable_bytes = 25e9},
-                                  {.exchange = 2, .usable_bytes = 200e9, .fixed_s = 0.5}};
+  const FakeCluster clusters[] = {
+      {}, {.exchange = 2, .usable_bytes = 25e9}, {.exchange = 2, .usable_bytes = 200e9, .fixed_s = 0.5}};
   for (const FakeCluster& cluster : clusters) {
     SCOPED_TRACE(str("exchange ", cluster.exchange, ", ", cluster.usable_bytes, " bytes"));
     expect_the_best(cluster, options_for(cluster));
