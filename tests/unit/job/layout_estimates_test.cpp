@@ -1,0 +1,73 @@
+#include "job/layout_estimates.h"
+
+#include <gtest/gtest.h>
+
+namespace titan::train {
+namespace {
+
+using plan::Activity;
+using plan::Category;
+
+// Plans of three and of five layers. A layer takes 2 s and 7 bytes: 3 of activations, 1 of parameters and of gradients, 2 of optimizer states.
+std::vector<PlanAnswer> answers() {
+  std::vector<PlanAnswer> plans;
+  for (const int64_t layers : {3, 5}) {
+    PlanAnswer& plan = plans.emplace_back();
+    plan.step_s = 10.0 + 2.0 * static_cast<double>(layers);
+    plan.seconds[static_cast<size_t>(Activity::Optimizer)] = 1 + 0.5 * static_cast<double>(layers);
+    plan.parameters = 100.0 + 10.0 * static_cast<double>(layers);
+    const auto set = [&](Category category, int64_t bytes) {
+      plan.most_bytes[static_cast<size_t>(category)] = bytes;
+    };
+    set(Category::Parameters, layers);
+    set(Category::Optimizer, 2 * layers);
+    set(Category::Activations, 3 * layers);
+    set(Category::Gradients, layers == 3 ? 1000 : 500);  // those that are whole at some moment
+    set(Category::Gathered, layers == 3 ? 300 : 400);
+  }
+  return plans;
+}
+
+TEST(BlockCosts, AreThoseOfALayerAndTheRest) {
+  const BlockCosts costs = block_costs({}, answers());
+  EXPECT_EQ(costs.error, "");
+  EXPECT_DOUBLE_EQ(costs.once.of_layer, 0.5);
+  EXPECT_DOUBLE_EQ(costs.seconds.of_layer, 1.5);
+  EXPECT_DOUBLE_EQ(costs.seconds.rest, 9);
+  EXPECT_DOUBLE_EQ(costs.parameters.rest, 100);
+}
+
+TEST(BlockCosts, CountWholeParametersAndGradientsOnlyWhereTheyStay) {
+  EXPECT_DOUBLE_EQ(block_costs({}, answers()).bytes.of_layer, 7);
+  EXPECT_DOUBLE_EQ(block_costs({}, answers()).bytes.of(5), 500 + 400 + 30);
+  EXPECT_DOUBLE_EQ(block_costs({.tensor = 2, .keeps_gathered = true}, answers()).bytes.of_layer,
+                   7 + 10 * (2 + 4) / 2.0);
+}
+
+TEST(BlockCosts, HaveTheReasonWhyThereAreNone) {
+  std::vector<PlanAnswer> refused = answers();
+  refused[1].error = "no";
+  EXPECT_EQ(block_costs({}, refused).error, "no");
+}
+
+TEST(BlockCosts, OfPipelinesComeFromOneReplica) {
+  const Layout layout{
+      .tensor = 4, .context = 2, .pipeline = 8, .replicate = 2, .schedule = "1F1B", .micro_batch = 3};
+  const Layout kind = block_kind(layout);
+  Layout other = layout;
+  other.pipeline = 16;
+  other.schedule = "GPipe";
+  EXPECT_EQ(kind, block_kind(other));
+  for (const PlanRequest& request : block_requests(kind, 512)) EXPECT_EQ(request.world, 8);
+  other.pipeline = 1;
+  for (const PlanRequest& request : block_requests(block_kind(other), 512)) EXPECT_EQ(request.world, 512);
+}
+
+TEST(Layers, DivideEvenlyWithOrWithoutTheEnds) {
+  EXPECT_TRUE(divides_evenly(126, 16));  // embedding and output count for a layer each
+  EXPECT_TRUE(divides_evenly(80, 16));
+  EXPECT_FALSE(divides_evenly(80, 32));
+}
+
+}  // namespace
+}  // namespace titan::train
