@@ -54,6 +54,12 @@ plan::BytesByCategory most_by_category(const plan::Summary& summary) {
   return most;
 }
 
+// Exchanges between tensor-parallel ranks may keep their buffers for the backward.
+int64_t saved_bytes(const plan::Summary& summary) {
+  const auto of = [&](plan::Category category) { return summary.at_backward[static_cast<size_t>(category)]; };
+  return of(plan::Category::Activations) + of(plan::Category::Communication);
+}
+
 PlanAnswer answer(const PlanArguments& base, const plan::ClusterSpec& cluster,
                   const train::PlanRequest& request) {
   PlanArguments arguments = with_settings(base, request.settings);
@@ -69,6 +75,7 @@ PlanAnswer answer(const PlanArguments& base, const plan::ClusterSpec& cluster,
             .parameters = static_cast<double>(config.spec().sizes(config.args()).num_params),
             .peak_bytes = plan.peak_bytes(),
             .most_bytes = most_by_category(plan.largest().summary),
+            .saved_bytes = saved_bytes(plan.largest().summary),
             .seconds = plan.busiest().seconds};
   } catch (const std::exception& error) {
     return {.error = error.what()};

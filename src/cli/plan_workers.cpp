@@ -65,9 +65,10 @@ PlanRequest request_of(const json& message) {
 }
 
 json to_json(const PlanAnswer& answer) {
-  return {{"error", answer.error},     {"step_s", answer.step_s},         {"tokens", answer.tokens},
-          {"mfu", answer.mfu},         {"parameters", answer.parameters}, {"peak_bytes", answer.peak_bytes},
-          {"seconds", answer.seconds}, {"most_bytes", answer.most_bytes}};
+  return {
+      {"error", answer.error},     {"step_s", answer.step_s},         {"tokens", answer.tokens},
+      {"mfu", answer.mfu},         {"parameters", answer.parameters}, {"peak_bytes", answer.peak_bytes},
+      {"seconds", answer.seconds}, {"most_bytes", answer.most_bytes}, {"saved_bytes", answer.saved_bytes}};
 }
 
 PlanAnswer answer_of(const json& message) {
@@ -78,6 +79,7 @@ PlanAnswer answer_of(const json& message) {
           .parameters = message["parameters"],
           .peak_bytes = message["peak_bytes"],
           .most_bytes = message["most_bytes"],
+          .saved_bytes = message["saved_bytes"],
           .seconds = message["seconds"]};
 }
 

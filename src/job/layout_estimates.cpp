@@ -87,18 +87,19 @@ BlockCosts block_costs(const Layout& kind, const std::vector<PlanAnswer>& answer
                    .bytes = {},
                    .parameters = amount(0, parameters),
                    .error = {}};
-  // The sum of the most that each category takes grows evenly with the layers, but for gathered parameters and gradients: most of these belong
-  // to the modules that a step is at. What grows are gradients of shards, which are as large as the shards.
-  for (size_t i = 0; i < plan::kNumCategories; ++i) {
-    const auto category = static_cast<plan::Category>(i);
-    const BlockCosts::Amount bytes =
-        amount(last, [i](const PlanAnswer& answer) { return static_cast<double>(answer.most_bytes[i]); });
-    if (category != plan::Category::Gathered && category != plan::Category::Gradients)
-      costs.bytes.of_layer += bytes.of_layer * (category == plan::Category::Parameters ? 2 : 1);
-    costs.bytes.rest += bytes.of(kMoreLayers);
-  }
-  if (kind.keeps_gathered) costs.bytes.of_layer += whole_bytes(kind) * costs.parameters.of_layer;
-  costs.bytes.rest -= kMoreLayers * costs.bytes.of_layer;
+  // With the layers grow shards, their gradients, their states and what is saved for the backward. The rest of what each category takes at most
+  // belongs to the modules that a step is at, or to embedding and output.
+  const auto most = [&](plan::Category category) {
+    return amount(last, [category](const PlanAnswer& answer) {
+      return static_cast<double>(answer.most_bytes[static_cast<size_t>(category)]);
+    });
+  };
+  const auto saved = [](const PlanAnswer& answer) { return static_cast<double>(answer.saved_bytes); };
+  costs.bytes.of_layer = 2 * most(plan::Category::Parameters).of_layer +
+                         most(plan::Category::Optimizer).of_layer + amount(last, saved).of_layer +
+                         (kind.keeps_gathered ? whole_bytes(kind) * costs.parameters.of_layer : 0);
+  costs.bytes.rest =
+      static_cast<double>(plan::total(answers[last + 1].most_bytes)) - kMoreLayers * costs.bytes.of_layer;
   return costs;
 }
 

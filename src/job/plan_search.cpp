@@ -21,8 +21,8 @@ namespace titan::train {
 namespace {
 
 constexpr std::array<const char*, 3> kRecompute = {"none", "selective", "full"};  // least first
-/// Estimates of memory are rough: what they find this many times too large doesn't fit, and so many times too small does.
-constexpr double kMemoryMargin = 1.3;
+/// Estimates of memory are rough: some are too small by this share. Hardly one is too large.
+constexpr double kMemoryMargin = 1.3, kMostTooLarge = 1.15;
 /// If all larger micro-batches together can save no more than this share of a sequence's time, they aren't tried.
 constexpr double kLeastGain = 0.005;
 /// The share that they can save if only one is known.
@@ -186,7 +186,7 @@ class Search {
  private:
   double usable() const { return static_cast<double>(options_.usable_bytes); }
   bool is_too_large(const LayoutEstimate& estimate) const {
-    return estimate.bytes > kMemoryMargin * usable();
+    return estimate.bytes > kMostTooLarge * usable();
   }
   double value_of(const LayoutEstimate& estimate) const {
     return options_.least_memory ? estimate.bytes : estimate.step_s;

@@ -66,6 +66,7 @@ struct PlanAnswer {
   double parameters = 0;               ///< the model's
   int64_t peak_bytes = 0;              ///< from the device
   plan::BytesByCategory most_bytes{};  ///< the most that each category takes, at different times
+  int64_t saved_bytes = 0;             ///< the activations when the backward begins
   std::array<double, plan::kNumActivities> seconds{};  ///< the busiest rank's
 
   bool operator==(const PlanAnswer&) const = default;

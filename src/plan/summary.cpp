@@ -15,6 +15,7 @@ void add_memory(const Trace& trace, Summary& summary) {
   const size_t entries_of_point = entries.size() / Summary::kMostPoints + 1;
   MemoryPoint now, highest;
   int64_t in_use = 0, most_of_part = -1, most = -1;
+  bool in_backward = false;
   for (size_t i = 0; i < entries.size(); ++i) {
     const Entry& entry = entries[i];
     if (entry.kind == Entry::Kind::Step) now.step = static_cast<int>(entry.index) + 1;
@@ -24,6 +25,11 @@ void add_memory(const Trace& trace, Summary& summary) {
       now.bytes[static_cast<size_t>(allocation.category)] += change;
       now.module = trace.name(allocation.module);
       in_use += change;
+    }
+    if (entry.kind == Entry::Kind::Launch && now.step == trace.num_steps() && !in_backward &&
+        trace.name(trace.launches()[entry.index].module).ends_with(" backward")) {
+      in_backward = true;
+      summary.at_backward = now.bytes;
     }
     now.entry = i + 1;
     if (in_use > most_of_part) {

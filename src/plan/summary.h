@@ -48,6 +48,7 @@ struct Summary {
 
   // ---- of the last step
 
+  BytesByCategory at_backward{};  ///< when the first module's backward begins
   int64_t num_launches = 0;
   int64_t num_allocations = 0;
   double flops = 0;

@@ -48,6 +48,7 @@ TEST(PlanWorkers, PassAllOfAnAnswer) {
                           .parameters = 4,
                           .peak_bytes = 5,
                           .most_bytes = {6, 7, 8},
+                          .saved_bytes = 11,
                           .seconds = {9, 10}};
   PlanWorkers workers(1, [&] { return [&](const PlanRequest&) { return answer; }; });
   EXPECT_EQ(workers.plan({of(1)})[0], answer);

@@ -120,6 +120,7 @@ struct FakeCluster {
     set(plan::Category::Gathered, 2 * whole);
     set(plan::Category::Activations, activations);
     answer.seconds[static_cast<size_t>(plan::Activity::Compute)] = layers * micro_batches * computing / depth;
+    answer.saved_bytes = static_cast<int64_t>(activations);
     answer.peak_bytes = plan::total(answer.most_bytes);
     return answer;
   }

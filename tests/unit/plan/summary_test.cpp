@@ -1,0 +1,34 @@
+#include "plan/summary.h"
+
+#include <gtest/gtest.h>
+
+namespace titan::plan {
+namespace {
+
+int64_t activations(const BytesByCategory& bytes) {
+  return bytes[static_cast<size_t>(Category::Activations)];
+}
+
+// Two steps of a module's forward and backward, after which another module needs more memory than both.
+TEST(Summary, HasWhatIsSavedWhenTheBackwardOfTheLastStepBegins) {
+  Trace trace;
+  const int forward = trace.number_of("layer"), backward = trace.number_of("layer backward");
+  for (int64_t step = 1; step <= 2; ++step) {
+    trace.begin_step();
+    trace.allocated(1, {.bytes = 1000 * step, .module = forward});
+    trace.launched({.module = forward});
+    trace.launched({.module = backward});
+    trace.allocated(2, {.bytes = 50, .module = backward});
+    trace.launched({.module = backward});
+    trace.freed(1);
+    trace.freed(2);
+    trace.allocated(3, {.bytes = 5000, .module = trace.number_of("embedding backward")});
+    trace.freed(3);
+  }
+  const Summary summary = summarize(trace);
+  EXPECT_EQ(activations(summary.at_backward), 2000);
+  EXPECT_EQ(activations(summary.peak.bytes), 5000);
+}
+
+}  // namespace
+}  // namespace titan::plan
