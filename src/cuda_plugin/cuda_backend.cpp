@@ -48,7 +48,7 @@
 namespace titan::dist {
 
 // [Note: symmetric memory]
-// (Compiled only: no GPU has run this yet.)
+// (It has run on virtual GPUs only.)
 // A *piece* is one allocation of LibTorch's symmetric memory. Each rank allocates one, and a *rendezvous*
 // over the store maps it on all ranks. The *queue* is a stream of high priority; the *computation* is the
 // stream that is current at the call. Every operation of the queue first makes the queue wait for an event at
@@ -94,6 +94,54 @@ class RegisteredGroup {
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
 };
 
+// [Note: streams that wait for other ranks]
+// LibTorch's pool has 32 streams of a priority and gives them out in turn, whether or not they are in use. If two of those below shared one, a
+// receive that was queued early could delay a call that its sender waits for, and both ranks would wait forever. So each has a stream of its own,
+// of the highest priority: a gather that the next layer waits for runs before other computation.
+class OwnStream {
+ public:
+  explicit OwnStream(c10::DeviceIndex device) : stream_(take(device)) {}
+  ~OwnStream() {
+    const std::lock_guard lock(spare().mutex);
+    spare().streams.push_back(stream_);
+  }
+  OwnStream(const OwnStream&) = delete;
+  OwnStream& operator=(const OwnStream&) = delete;
+
+  const c10::cuda::CUDAStream& get() const { return stream_; }
+
+ private:
+  // Never destroyed, because the allocator may still know tensors that they used.
+  struct Spare {
+    std::mutex mutex;
+    std::vector<c10::cuda::CUDAStream> streams;
+  };
+  static Spare& spare() {
+    static auto& all = *new Spare;
+    return all;
+  }
+  static c10::cuda::CUDAStream take(c10::DeviceIndex device) {
+    {
+      const std::lock_guard lock(spare().mutex);
+      auto& streams = spare().streams;
+      const auto found = std::ranges::find(streams, device, &c10::cuda::CUDAStream::device_index);
+      if (found != streams.end()) {
+        const c10::cuda::CUDAStream stream = *found;
+        streams.erase(found);
+        return stream;
+      }
+    }
+    const c10::cuda::CUDAGuard guard(device);
+    int lowest = 0, highest = 0;
+    C10_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
+    cudaStream_t stream = nullptr;
+    C10_CUDA_CHECK(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest));
+    return c10::cuda::getStreamFromExternal(stream, device);
+  }
+
+  c10::cuda::CUDAStream stream_;
+};
+
 class CudaSymmetricMemory final : public SymmetricMemory {
  public:
   explicit CudaSymmetricMemory(const GroupSpec& spec)
@@ -102,7 +150,8 @@ class CudaSymmetricMemory final : public SymmetricMemory {
         timeout_ms_(static_cast<size_t>(spec.timeout.count())),
         device_(c10::kCUDA, c10::cuda::current_device()),
         group_(spec),
-        queue_(Stream::create(device_, Priority::High)) {
+        own_stream_(device_.index()),
+        queue_(own_stream_.get().unwrap()) {
     name_stream("peer memory " + spec.name, queue_);
   }
 
@@ -195,6 +244,7 @@ class CudaSymmetricMemory final : public SymmetricMemory {
   size_t timeout_ms_;
   c10::Device device_;
   RegisteredGroup group_;
+  OwnStream own_stream_;
   Stream queue_;
   at::Tensor piece_;  // this rank's piece
   c10::intrusive_ptr<symm::SymmetricMemory> peers_;
@@ -250,9 +300,17 @@ constexpr int kMostCtasOfLongReceives = 4;
 class NcclGroup final : public c10d::ProcessGroupNCCL {
  public:
   NcclGroup(const GroupSpec& spec, c10::intrusive_ptr<Options> options)
-      : ProcessGroupNCCL(spec.store, spec.rank, spec.size, std::move(options)) {
+      : ProcessGroupNCCL(spec.store, spec.rank, spec.size, std::move(options)),
+        stream_(c10::cuda::current_device()) {
     const std::lock_guard lock(living().mutex);
     living().groups.push_back(this);
+  }
+  // Connects now, not in the first step, so that a failure to connect falls within start-up and its time limit.
+  void connect() {
+    const c10::Device device = stream_.get().device();
+    setBoundDeviceId(device);
+    eagerConnectSingleDevice(device);
+    for (auto& [key, stream] : ncclStreams_) stream = stream_.get();
   }
   // Calls in progress end first: a peer may not have received yet what this rank has sent. LibTorch's destructor would
   // abort as well, but its watchdog would report calls that it hasn't yet seen finished.
@@ -309,6 +367,7 @@ class NcclGroup final : public c10d::ProcessGroupNCCL {
     return calls;
   }
 
+  OwnStream stream_;
   std::atomic<bool> is_aborted_{false};
 };
 
@@ -458,19 +517,14 @@ class CudaBackend final : public DeviceBackend {
   }
 
   c10::intrusive_ptr<c10d::Backend> make_group(const GroupSpec& spec) override {
-    // High priority, so that a gather that the next layer waits for runs before other computation.
     auto options = c10d::ProcessGroupNCCL::Options::create(/*is_high_priority_stream=*/true);
     options->timeout = spec.timeout;
     options->group_name = spec.name;
     if (spec.has_long_receives) options->config.maxCTAs = kMostCtasOfLongReceives;
     auto group = c10::make_intrusive<NcclGroup>(spec, options);
-    const c10::Device device(c10::kCUDA, c10::cuda::current_device());
     meet(spec);
-    group->setBoundDeviceId(device);
     group->enableCollectivesTiming();
-    // Connects now, not in the first step, so that a failure to connect falls within start-up and its time
-    // limit.
-    group->eagerConnectSingleDevice(device);
+    group->connect();
     return group;
   }
 

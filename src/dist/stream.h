@@ -25,6 +25,7 @@ enum class Priority { Normal, High };
 class Stream {
  public:
   Stream() = default;  ///< the CPU's: no queue, everything is done when the call returns
+  explicit Stream(c10::Stream stream) : stream_(stream) {}
 
   static Stream current(at::Device device);
   /// Another queue of `device`; collectives that overlap the computation take Priority::High.
@@ -50,7 +51,6 @@ class Stream {
  private:
   friend class Event;
   friend class StreamGuard;
-  explicit Stream(c10::Stream stream) : stream_(stream) {}
   std::optional<c10::Stream> stream_;
 };
 

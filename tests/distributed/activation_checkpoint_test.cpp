@@ -140,8 +140,7 @@ int64_t held_on_the_gpu(const train::Meshes& meshes, const train::ActivationChec
   return held;
 }
 
-// Written, but never run: no GPU was available. offload_test.cpp tests the logic, with CPU memory on both
-// sides.
+// On virtual GPUs so far. offload_test.cpp tests the logic, with CPU memory on both sides.
 TEST(ActivationCheckpoint, OffloadedActivationsReturnUnchanged) {
   if (!device().is_cuda()) GTEST_SKIP() << "activations are offloaded from GPUs only";
   const train::ActivationCheckpoint offload{OffloadActivations{.min_bytes = 1024}, {}};

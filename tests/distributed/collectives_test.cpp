@@ -251,6 +251,37 @@ TEST(Communicators, AreMadeByTheFirstDeviceTensor) {
   EXPECT_EQ(count(), before + 1);
 }
 
+// LibTorch's pool has 32 streams. A message that comes late delays no other group's.
+TEST(Communicators, NeverShareAStream) {
+  if (world().size() != 2) GTEST_SKIP() << "made for 2 ranks";
+  constexpr int kGroups = 34;
+  const int rank = world().rank(), peer = 1 - rank;
+  std::vector<std::shared_ptr<dist::Group>> groups;
+  std::vector<at::Tensor> messages;
+  std::vector<dist::Work> calls;
+  // From rank 0 to rank 1, or the other way.
+  const auto pass = [&](size_t i, int from) {
+    dist::Group& group = *groups[i];
+    calls.push_back(rank == from ? group.send(messages[i], peer, kLabel)
+                                 : group.receive(messages[i], peer, kLabel));
+  };
+  for (size_t i = 0; i < kGroups; ++i) {
+    groups.push_back(world().group(world().everyone()->ranks(), "pair", str("stream test ", i)));
+    messages.push_back(at::full({2}, rank, options_of(at::kFloat)));
+    pass(i, i == 0 ? 1 : 0);  // connects
+    calls.back().wait();
+  }
+  for (at::Tensor& message : messages) message.fill_(rank == 0 ? 5 : 7);
+  if (rank == 0) pass(0, 1);
+  for (size_t i = 1; i < kGroups; ++i) {
+    pass(i, 0);
+    if (rank == 1) calls.back().wait();
+  }
+  if (rank == 1) pass(0, 1);
+  for (dist::Work& call : calls) call.wait();
+  for (size_t i = 0; i < kGroups; ++i) EXPECT_EQ(messages[i].sum().item<float>(), i == 0 ? 14 : 10);
+}
+
 // Rank 0 waits for a call that the others never make.
 TEST(Failures, TimeoutNamesTheCall) {
   if (world().size() == 1) GTEST_SKIP() << "needs a peer";
@@ -262,8 +293,7 @@ TEST(Failures, TimeoutNamesTheCall) {
       group->all_reduce(tensor, ReduceOp::Sum, {"fsdp::reduce", "layers.7"}).wait();
       ADD_FAILURE() << "a call without its peers returned";
     } catch (const Error& error) {
-      EXPECT_THAT(error.what(),
-                  ::testing::HasSubstr("in group 'lonely' failed on its rank 0 of"));
+      EXPECT_THAT(error.what(), ::testing::HasSubstr("in group 'lonely' failed on its rank 0 of"));
       EXPECT_THAT(error.what(), ::testing::HasSubstr("fsdp::reduce layers.7, 32 bytes"));
     }
     EXPECT_EQ(world().recorder().snapshot().back().state, dist::CallState::Failed);

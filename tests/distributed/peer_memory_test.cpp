@@ -82,7 +82,7 @@ TEST(PeerMemoryChoice, SettingsOverrideTheChoice) {
   EXPECT_NE(problem.find("\"symmetric_memory\": the backend is"), std::string::npos) << problem;
 }
 
-// Written, but never run: no GPU was available.
+// On virtual GPUs so far.
 TEST(PeerMemoryOnGpu, EqualsPlainProducts) {
   if (!device().is_cuda()) GTEST_SKIP() << "on GPUs only";
   setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1", 1);  // ranks share GPUs where there are too few
