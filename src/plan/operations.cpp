@@ -119,11 +119,19 @@ class Call {
                 .bytes_written = cost.bytes_written,
                 .dtype = cost.dtype,
                 .shape = cost.shape});
+    if (gpu.device().is_cpu && known_.name.ends_with(".dtype"))
+      allocate_as_a_cpu(results[0].toTensor(), inputs[1].toTensor().scalar_type());
     stack_.resize(base_);
     for (IValue& value : results) stack_.push_back(std::move(value));
   }
 
  private:
+  // CPUs have no product into a wider type: the result is rounded (ops/linear.cpp), and widened when it is added.
+  static void allocate_as_a_cpu(const at::Tensor& result, at::ScalarType factors) {
+    const at::Tensor product = at::empty(result.sizes(), result.options().dtype(factors)),
+                     widened = at::empty(result.sizes(), result.options());
+  }
+
   Stack arguments_with(StandIns& stand_ins) const {
     Stack result;
     for (size_t i = base_; i < stack_.size(); ++i) result.push_back(stand_ins.stand_in(stack_[i]));

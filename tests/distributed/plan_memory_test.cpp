@@ -22,12 +22,13 @@ using nlohmann::json;
 const Words kModel = {"--model.args.dim=512", "--training.seq_len=512"};
 const Words kTwoRows = {"--training.local_batch_size=2"};
 const Words kPipeline = {"--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=8"};
+const Words kFloat8 = {"--model.converters=quantize.linear.float8", "--quantize.linear.float8.emulate"};
+Words schedule(const std::string& name) { return {"--parallelism.pipeline_parallel_schedule=" + name}; }
 
 struct Layout {
   const char* name;
   int world_size;
   Words words;
-  double more_mib = 0;  ///< messages of a pipeline, 0.5 MiB each, that the plan doesn't have
 };
 void PrintTo(const Layout& layout, std::ostream* out) { *out << layout.name; }
 
@@ -60,7 +61,7 @@ TEST_P(PlanMemory, IsThatOfARun) {
   std::printf("rank %d, %s: %.1f MiB, planned %.1f (%+.2f %%)\n", world().rank(), layout.name, measured,
               planned, 100 * (planned / measured - 1));
   EXPECT_LE(planned, 1.015 * measured);
-  EXPECT_GE(planned, measured / 1.015 - layout.more_mib);
+  EXPECT_GE(planned, measured / 1.015);
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -71,6 +72,10 @@ INSTANTIATE_TEST_SUITE_P(
         Layout{"SelectiveRecompute", 1, kTwoRows + Words{"--activation_checkpoint.mode=selective"}},
         Layout{"FullRecompute", 1, kTwoRows + Words{"--activation_checkpoint.mode=full"}},
         Layout{"Accumulates", 1, kTwoRows + Words{"--training.global_batch_size=8"}},
+        Layout{"Bfloat16States", 1, kTwoRows + Words{"--optimizer.state_dtype=bfloat16"}},
+        Layout{"Float8", 1, kTwoRows + kFloat8},
+        Layout{"Float8Rowwise", 1,
+               kTwoRows + kFloat8 + Words{"--quantize.linear.float8.recipe_name=rowwise"}},
         Layout{"Fsdp", 2, kTwoRows},
         Layout{"FsdpNeverResharded", 2, kTwoRows + Words{"--parallelism.fsdp_reshard_after_forward=never"}},
         Layout{"Ddp", 2,
@@ -81,12 +86,18 @@ INSTANTIATE_TEST_SUITE_P(
                kTwoRows + Words{"--parallelism.tensor_parallel_degree=2",
                                 "--parallelism.enable_async_tensor_parallel"}},
         Layout{"Context", 2, kTwoRows + Words{"--parallelism.context_parallel_degree=2"}},
-        Layout{"Pipeline", 2, kPipeline, 3}, Layout{"FsdpOf4", 4, kTwoRows},
+        Layout{"Float8Fsdp", 2, kTwoRows + kFloat8}, Layout{"Pipeline", 2, kPipeline},
+        Layout{"InterleavedPipeline", 2, kPipeline + schedule("Interleaved1F1B")},
+        Layout{"ZeroBubblePipeline", 2, kPipeline + schedule("InterleavedZeroBubble")},
+        Layout{"VPipeline", 2, kPipeline + schedule("ZBVZeroBubble")},
+        Layout{"DualPipeline", 2, kPipeline + schedule("DualPipeV")}, Layout{"FsdpOf4", 4, kTwoRows},
         Layout{"Hsdp", 4, kTwoRows + Words{"--parallelism.data_parallel_replicate_degree=2"}},
         Layout{"FsdpTensor", 4, kTwoRows + Words{"--parallelism.tensor_parallel_degree=2"}},
         Layout{"FsdpContext", 4, kTwoRows + Words{"--parallelism.context_parallel_degree=2"}},
-        Layout{"FsdpPipeline", 4, kPipeline, 3},
-        Layout{"TensorPipeline", 4, kPipeline + Words{"--parallelism.tensor_parallel_degree=2"}, 3}),
+        Layout{"FsdpPipeline", 4, kPipeline},
+        Layout{"PipelineOf4", 4, kPipeline + Words{"--parallelism.pipeline_parallel_degree=4"}},
+        Layout{"ContextPipeline", 4, kPipeline + Words{"--parallelism.context_parallel_degree=2"}},
+        Layout{"TensorPipeline", 4, kPipeline + Words{"--parallelism.tensor_parallel_degree=2"}}),
     [](const auto& info) { return std::string(info.param.name); });
 
 }  // namespace

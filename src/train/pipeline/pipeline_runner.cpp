@@ -298,19 +298,16 @@ class RunningStep {
                                                    : group.send(batch_, due.link->peer, label)});
     batch_.clear();
   }
-  // Drops messages that have arrived. Gloo shows that only to a thread that waits, and the host is far ahead
-  // of a GPU, so this also waits for the oldest of several messages on one link: the host does, or the stream
-  // that computes. check_schedule() has made sure that it is received.
+  // A message's memory is kept until its call was waited for: by the host on a CPU, by the stream that computes on a GPU.
+  // Whether the oldest messages have arrived isn't asked: then memory, and what waits for what, would depend on how far
+  // the host is ahead. check_schedule() has made sure that they are received.
   void drop_sent(const pipeline::Link* link) {
     constexpr int kMostInFlight = 4;
-    int in_flight = 0;
-    for (auto sent = sends_.rbegin(); sent != sends_.rend(); ++sent)
-      if (sent->link == link && ++in_flight >= kMostInFlight) sent->work.wait();
-    std::erase_if(sends_, [](Sent& sent) {
-      if (sent.work.pending()) return false;
-      sent.work.wait();
-      return true;
-    });
+    const auto is_on_link = [link](const Sent& sent) { return sent.link == link; };
+    if (std::ranges::count_if(sends_, is_on_link) < kMostInFlight) return;
+    const auto oldest = std::ranges::find_if(sends_, is_on_link);
+    oldest->work.wait();
+    sends_.erase(oldest);
   }
   at::Tensor receive(const Planned& due, std::shared_ptr<dist::Work>& arrives) {
     at::Tensor buffer = buffers_.take(plan_.boundaries[due.boundary]);
