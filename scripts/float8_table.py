@@ -9,8 +9,9 @@ compiled.
 "bf16:reference" is bf16 without LibTitan's kernels (ops.kernels), and "bf16:graphs" has steps as CUDA graphs (compile.enable); any
 recipe takes both.
 
-A row is a model with a recipe: tokens/s in the median step, peak memory, the time of amax, scales and casts as a share of the time of these and
-matrix products in a trace, and tokens/s and memory for torchao. The products include the loss head's, which stays in bf16, so the casts' share of
+A row is a model with a recipe: tokens/s in the median step, the model's TFLOP/s and MFU, peak memory, the time of amax, scales and casts as a share of the time of these and
+matrix products in a trace, tokens/s and memory for torchao, and LibTitan's tokens/s over those of torchao compiled. The longest kernels of a
+step go to the error output, with each row's numbers. The products include the loss head's, which stays in bf16, so the casts' share of
 the Float8 layers alone is larger. Rescaling a product's result and laying out scales for it don't count as casts. 8b_8 is 8B's
 first eight layers; embedding and output are two matrices in all models. On one rank LibTitan's FSDP keeps the bf16 copy of the weights
 from step to step, while PyTorch's makes it anew; PyTorch's loss computes all logits at once, LibTitan's in chunks. MXFP8 recipes have no
@@ -47,6 +48,7 @@ CASTS = re.compile(r"titan::float8")
 ATTENTION = re.compile(r"fmha|flash|attention", re.IGNORECASE)
 PRODUCTS = re.compile(r"^aten::(mm|bmm|_scaled_mm|addmm)$|gemm|nvjet|cutlass|xmma", re.IGNORECASE)
 LAST = 3  # number of traced steps
+LONGEST = 15  # kernels that are listed
 
 
 def run(command: list) -> str:
@@ -73,20 +75,22 @@ def titan_words(model: dict, row: str, options: argparse.Namespace, folder: str)
     return words
 
 
-def share_of_casts(folder: pathlib.Path) -> float:
+def traced(folder: pathlib.Path) -> dict:
     (path,) = folder.glob("**/rank0_trace.json.gz")
-    times = collections.Counter()
+    times, names = collections.Counter(), collections.Counter()
     for event in json.loads(gzip.open(path).read())["traceEvents"]:
         if event.get("cat") not in ("kernel", "cpu_op") or "dur" not in event:
             continue
         kinds = (("casts", CASTS), ("attention", ATTENTION), ("products", PRODUCTS))
         kind = next((kind for kind, pattern in kinds if pattern.search(event["name"])), "other")
         times[event["cat"], kind] += event["dur"]
+        names[event["cat"], event["name"]] += event["dur"]
     where = "kernel" if any(cat == "kernel" for cat, _ in times) else "cpu_op"
     casts, products = times[where, "casts"], times[where, "products"]
     if not products:
         raise RuntimeError("the trace has no matrix products")
-    return casts / (casts + products)
+    longest = [(name, duration) for (cat, name), duration in names.most_common() if cat == where][:LONGEST]
+    return {"casts": casts / (casts + products), "ms_of_kernels": {name[:100]: round(duration / 1000 / LAST, 3) for name, duration in longest}}
 
 
 def ours(model: dict, recipe: str, options: argparse.Namespace) -> dict:
@@ -96,12 +100,13 @@ def ours(model: dict, recipe: str, options: argparse.Namespace) -> dict:
         rows = [json.loads(line) for line in open(f"{folder}/metrics.jsonl")]
         rows = rows[options.warmup :]
         result = {"tokens_per_s": statistics.median(row["tps"] for row in rows), "memory": max(row["memory_gib"] for row in rows)}
+        result |= {name: statistics.median(row[name] for row in rows) for name in ("tflops", "mfu") if rows[0].get(name) is not None}
     with tempfile.TemporaryDirectory() as folder:
         steps = options.warmup + 1 + LAST
         words = titan_words(model, recipe, options, folder)
         words += ["--training.steps", steps, "--profiling.enable_profiling", "--profiling.profile_freq", steps]
         run([*words, "--profiling.profiler_warmup", 1, "--profiling.profiler_active", LAST])
-        result["casts"] = share_of_casts(pathlib.Path(folder))
+        result |= traced(pathlib.Path(folder))
     return result
 
 
@@ -125,9 +130,15 @@ def cells(result: dict) -> list[str]:
     return [f"{result['tokens_per_s']:,.0f}", f"{result['memory']:.1f}"]
 
 
+def ratio_of(one: dict, other: dict | None) -> str:
+    if not other or "problem" in one or "problem" in other:
+        return ""
+    return f"{one['tokens_per_s'] / other['tokens_per_s']:.2f}"
+
+
 def table(options: argparse.Namespace) -> str:
-    lines = ["| model | recipe | tokens/s | ratio to bf16 | peak GiB | casts, of casts and products | torchao, eager: tokens/s | GiB | compiled: tokens/s | GiB |"]
-    lines.append("| --- " * 10 + "|")
+    lines = ["| model | recipe | tokens/s | ratio to bf16 | TFLOP/s | MFU | peak GiB | casts, of casts and products | torchao, eager: tokens/s | GiB | compiled: tokens/s | GiB | LibTitan / compiled |"]
+    lines.append("| --- " * 13 + "|")
     for name in options.models:
         base = None
         for recipe in options.recipes:
@@ -135,11 +146,12 @@ def table(options: argparse.Namespace) -> str:
             others = [attempt(torchao, MODELS[name], recipe, compiles, options) if recipe in TORCHAO else None for compiles in (False, True)]
             print(json.dumps({"model": name, "recipe": recipe, "titan": result, "torchao": others}), file=sys.stderr, flush=True)
             base = result if recipe == "bf16" else base
-            both = base and "problem" not in base and "problem" not in result
-            ratio = f"{result['tokens_per_s'] / base['tokens_per_s']:.2f}" if both else ""
+            ratio, to_compiled = ratio_of(result, base), ratio_of(result, others[1])
+            tflops, mfu = (f"{result[name]:.1f}{unit}" if name in result else "" for name, unit in (("tflops", ""), ("mfu", " %")))
             casts = "" if "problem" in result else f"{100 * result['casts']:.1f} %"
             speed, memory = cells(result)
-            row = [name, f"`{recipe}`", speed, ratio, memory, casts, *(cell for other in others for cell in (cells(other) if other else ["", ""]))]
+            torchaos = [cell for other in others for cell in (cells(other) if other else ["", ""])]
+            row = [name, f"`{recipe}`", speed, ratio, tflops, mfu, memory, casts, *torchaos, to_compiled]
             lines.append("| " + " | ".join(row) + " |")
     return "\n".join(lines) + "\n"
 

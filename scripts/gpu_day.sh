@@ -2,7 +2,7 @@
 # gpu_day.sh [FILE]: what one GPU can tell about this build, in one command and within 9 minutes, in one file (gpu_day.txt): tests, launches and
 # memory beside those of a virtual GPU, compute-sanitizer, benchmarks. First: scripts/build.sh all benchmarks virtual_gpu
 # gpu_day.sh --speed [FILE]: only a training step's speed (gpu_speed.txt), in 9 more minutes: with LibTitan's kernels and without, as a CUDA graph,
-# and in Float8, beside PyTorch, eager and compiled, and torchao.
+# and in Float8, beside PyTorch, eager and compiled, and torchao; and what the time of a step goes into.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 only_speed=false
@@ -13,6 +13,7 @@ fi
 file=$(realpath -m "${1:-$($only_speed && echo gpu_speed.txt || echo gpu_day.txt)}")
 programs=build/bin
 folder=build/test_tmp/gpu_day
+export on_gpu='*OnGpu*:*OnTheGpu*:*/cuda'  # tests
 for needed in titan distributed_tests attention_bench overlap_bench ../virtual_gpu/libcudart.so.13; do
   [ -e $programs/$needed ] || { echo "gpu_day.sh: $programs/$needed is missing: scripts/build.sh all benchmarks virtual_gpu" >&2; exit 2; }
 done
@@ -87,11 +88,13 @@ PYTHON
 }
 
 sanitize() {
-  local sanitizer status=0
+  local sanitizer tool layer status=0
   sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | tail -n 1)
   [ -n "$sanitizer" ] || { echo "compute-sanitizer isn't installed"; return 1; }
   for tool in memcheck racecheck initcheck synccheck; do
-    timeout 20 "$sanitizer" --tool $tool --error-exitcode 9 --kernel-regex kns=titan $programs/titan_float8_test --gtest_filter='*/cuda' || status=$?
+    for layer in ops float8 optim; do
+      timeout 15 "$sanitizer" --tool $tool --error-exitcode 9 --kernel-regex kns=titan $programs/titan_${layer}_test --gtest_filter="$on_gpu" || status=$?
+    done
   done
   return $status
 }
@@ -99,7 +102,7 @@ sanitize() {
 unit_tests() {
   local layer status=0
   for layer in dist ops optim float8; do
-    $programs/titan_${layer}_test --gtest_filter='*OnGpu*:*OnTheGpu*:*/cuda' || status=1
+    $programs/titan_${layer}_test --gtest_filter="$on_gpu" || status=1
   done
   return $status
 }
@@ -113,7 +116,8 @@ benchmarks() {
 # Rows are printed as they are measured, so the limit leaves those that are done.
 speed() {
   [ -e /dev/nvidia0 ] || { .venv/bin/python scripts/float8_table.py --quick; return; }
-  .venv/bin/python scripts/float8_table.py --steps 5 --warmup 4 --models "$1" --recipes bf16,bf16:graphs,bf16:reference,tensorwise,tensorwise:graphs,rowwise
+  .venv/bin/python scripts/float8_table.py --steps 5 --warmup 4 --models "$1" --recipes \
+    bf16,bf16:graphs,bf16:reference,tensorwise,tensorwise:graphs,rowwise,rowwise:graphs,rowwise_with_gw_hp
 }
 
 {
@@ -123,8 +127,9 @@ speed() {
 } >"$file"
 export -f speed measure compare_with_virtual sanitize unit_tests benchmarks
 if $only_speed; then
-  part 240 "A step of the 1.5B model" bash -c "speed 1b"
-  part 290 "A step of 8B's first eight layers" bash -c "speed 8b_8"
+  part 45 "Where a step's time goes" "${train[@]}" --training.steps=6 --job.dump_folder=$folder/roofline --report-roofline
+  part 220 "A step of the 1.5B model" bash -c "speed 1b"
+  part 265 "A step of 8B's first eight layers" bash -c "speed 8b_8"
   echo "gpu_day: the results are in $file" >&2
   exit $failed
 fi
@@ -132,9 +137,9 @@ fi
 only_memory=()
 [ -e /dev/nvidia0 ] || only_memory=(env VIRTUAL_GPU_MEMORY_ONLY=1 VIRTUAL_GPU_POISON=0)
 part 60 "Unit tests" bash -c "programs=$programs; unit_tests"
-part 180 "Distributed and end-to-end tests" ctest --test-dir build -L cuda -j "$(nproc)" --timeout 120 --output-on-failure
+part 150 "Distributed and end-to-end tests" ctest --test-dir build -L cuda -j "$(nproc)" --timeout 120 --output-on-failure
 part 120 "Launches and memory, beside a virtual GPU's" "${only_memory[@]}" bash -c "$(declare -p folder programs train); compare_with_virtual"
-part 85 "compute-sanitizer" bash -c "programs=$programs; sanitize"
+part 115 "compute-sanitizer" bash -c "programs=$programs; sanitize"
 part 90 "Benchmarks" "${only_memory[@]}" bash -c "programs=$programs; benchmarks"
 echo "gpu_day: the results are in $file" >&2
 exit $failed
