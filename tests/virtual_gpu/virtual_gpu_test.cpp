@@ -286,6 +286,65 @@ TEST_F(VirtualGpu, FindsAHostReadBeforeTheSynchronization) {
   EXPECT_GE(new_races(), 1);  // the copy may find the read, too
 }
 
+TEST_F(VirtualGpu, FindsAMissingWaitWithinAGraph) {
+  const Tensor x = at::ones({1000}, on_gpu), y = at::zeros({1000}, on_gpu);
+  c10::cuda::device_synchronize();
+  const auto replay = [&](bool waits) {
+    const CUDAStreamGuard guard(side_);
+    at::cuda::CUDAGraph graph;
+    graph.capture_begin();
+    at::cuda::CUDAEvent begun, written, read;
+    begun.record();
+    begun.block(other_);
+    x.add_(1);
+    written.record();
+    if (waits) written.block(other_);
+    {
+      const CUDAStreamGuard on_other(other_);
+      y.add_(x);
+      read.record();
+    }
+    read.block(side_);
+    graph.capture_end();
+    graph.replay();
+    graph.replay();
+    c10::cuda::device_synchronize();
+  };
+  replay(true);
+  EXPECT_EQ(new_races(), 0);
+  replay(false);
+  EXPECT_GE(new_races(), 1);
+}
+
+// The origin's operations before a launch come before all lanes, and those after it come after them.
+TEST_F(VirtualGpu, OrdersAGraphsLanesWithTheStreamThatLaunchesIt) {
+  const Tensor x = at::ones({1000}, on_gpu), y = at::zeros({1000}, on_gpu);
+  c10::cuda::device_synchronize();
+  const CUDAStreamGuard guard(side_);
+  at::cuda::CUDAGraph graph;
+  graph.capture_begin();
+  at::cuda::CUDAEvent begun, done;
+  begun.record();
+  begun.block(other_);
+  {
+    const CUDAStreamGuard on_other(other_);
+    y.add_(x);
+    done.record();
+  }
+  done.block(side_);
+  graph.capture_end();
+  for (int step = 0; step < 3; ++step) {
+    x.add_(1);
+    graph.replay();
+    y.mul_(2);
+  }
+  EXPECT_EQ(new_races(), 0);
+  const CUDAStreamGuard on_other(other_);  // the captured stream itself has seen nothing of the launches
+  y.add_(1);
+  EXPECT_GE(new_races(), 1);
+  c10::cuda::device_synchronize();
+}
+
 TEST_F(VirtualGpu, FindsThatAPinnedBufferIsReusedTooSoon) {
   const Tensor x = at::empty({1000}, on_gpu);
   Tensor host = at::ones({1000}, pinned);

@@ -1,8 +1,9 @@
 // Captures and graphs. A capture records items and runs none; a launch runs a copy of them, each captured stream in a
 // lane of its own, so that what could run at the same time still can.
 
-#include <algorithm>
 #include <map>
+#include <ranges>
+#include <set>
 
 #include "runtime/counters.h"
 #include "runtime/races.h"
@@ -11,61 +12,63 @@
 namespace virtual_gpu {
 namespace {
 
-bool is_waited_for(const Graph& graph, const Marker* marker) {
-  for (const auto& [stream, items] : graph.lanes)
-    for (const Item& item : items)
-      if (const auto* wait = std::get_if<WaitFor>(&item); wait && wait->marker.get() == marker) return true;
-  return false;
-}
-
 // A stream other than the origin must have been joined: another stream waits for a marker after its last operation.
 bool all_are_joined(const Capture& capture) {
-  for (const auto& [stream, items] : capture.graph->lanes) {
-    if (stream == capture.origin) continue;
-    const auto last = std::find_if(items.rbegin(), items.rend(),
-                                   [](const Item& item) { return std::holds_alternative<Operation>(item); });
-    if (last == items.rend()) continue;
-    if (std::none_of(last.base(), items.end(), [&](const Item& item) {
-          const auto* reached = std::get_if<Reached>(&item);
-          return reached && is_waited_for(*capture.graph, reached->marker.get());
-        }))
-      return false;
+  std::set<const Marker*> waited_for;
+  for (const auto& [captured, item] : capture.graph->items)
+    if (const auto* wait = std::get_if<WaitFor>(&item)) waited_for.insert(wait->marker.get());
+  std::set<const Stream*> joined = {capture.origin};
+  for (const auto& [captured, item] : std::views::reverse(capture.graph->items)) {
+    const auto* reached = std::get_if<Reached>(&item);
+    if (reached && waited_for.contains(reached->marker.get())) joined.insert(captured);
+    if (std::holds_alternative<Operation>(item) && !joined.contains(captured)) return false;
   }
   return true;
 }
 
+// A marker of the capture in this launch.
+struct Fresh {
+  MarkerPtr marker = std::make_shared<Marker>();
+  Clock clock;
+};
+
 void launch(Lock& lock, const Graph& graph, Stream& origin) {
   State& s = state();
-  std::map<const Marker*, MarkerPtr> markers;
-  const auto fresh = [&](const MarkerPtr& marker) {
-    MarkerPtr& copy = markers[marker.get()];
-    if (!copy) copy = std::make_shared<Marker>();
-    return copy;
-  };
   const auto start = std::make_shared<Marker>();
   push(lock, origin, Reached{start});
-  std::vector<MarkerPtr> ends;
-  for (const auto& [captured, items] : graph.lanes) {
-    auto lane = std::make_unique<Stream>();
+  std::map<const Stream*, std::unique_ptr<Stream>> lanes;
+  for (const auto& [captured, id] : graph.lanes) {
+    auto& lane = lanes[captured] = std::make_unique<Stream>();
     lane->device = origin.device;
-    lane->id = origin.id;
+    lane->id = id;
+    lane->clock = clock_of(origin);
     lane->is_destroyed = true;  // deleted when its items have run
     lane->items.push_back(WaitFor{start});
-    for (const Item& item : items) {
-      if (const auto* reached = std::get_if<Reached>(&item)) {
-        lane->items.push_back(Reached{fresh(reached->marker)});
-      } else if (const auto* wait = std::get_if<WaitFor>(&item)) {
-        lane->items.push_back(WaitFor{fresh(wait->marker)});
-      } else {
-        Operation operation = std::get<Operation>(item);
-        if (operation.begin_at_launch) operation.begin = operation.begin_at_launch();
-        stamp(origin, operation);
-        count_operation(operation);
-        lane->items.push_back(std::move(operation));
-      }
+  }
+  std::map<const Marker*, Fresh> markers;
+  for (const auto& [captured, item] : graph.items) {
+    Stream& lane = *lanes.at(captured);
+    if (const auto* reached = std::get_if<Reached>(&item)) {
+      Fresh& fresh = markers[reached->marker.get()];
+      fresh.clock = clock_of(lane);
+      lane.items.push_back(Reached{fresh.marker});
+    } else if (const auto* wait = std::get_if<WaitFor>(&item)) {
+      const Fresh& fresh = markers[wait->marker.get()];
+      stream_has_seen(lane, fresh.clock);
+      lane.items.push_back(WaitFor{fresh.marker});
+    } else {
+      Operation operation = std::get<Operation>(item);
+      if (operation.begin_at_launch) operation.begin = operation.begin_at_launch();
+      stamp(lane, operation);
+      count_operation(operation);
+      lane.items.push_back(std::move(operation));
     }
+  }
+  std::vector<MarkerPtr> ends;
+  for (auto& [captured, lane] : lanes) {
     ends.push_back(std::make_shared<Marker>());
     lane->items.push_back(Reached{ends.back()});
+    stream_has_seen(origin, clock_of(*lane));
     s.streams.push_back(std::move(lane));
   }
   for (const MarkerPtr& end : ends) push(lock, origin, WaitFor{end});
@@ -132,7 +135,7 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureStatus* 
 }
 
 cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* num_nodes) {
-  *num_nodes = (*reinterpret_cast<std::shared_ptr<Graph>*>(graph))->num_items;
+  *num_nodes = (*reinterpret_cast<std::shared_ptr<Graph>*>(graph))->items.size();
   return cudaSuccess;
 }
 cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* executable, cudaGraph_t graph,

@@ -162,8 +162,10 @@ bool is_watchdog() {
 }
 
 std::string place_of(int stream) {
-  return stream <= first_host_thread ? "host thread " + std::to_string(first_host_thread - stream)
-                                     : "stream " + std::to_string(stream);
+  if (stream <= first_host_thread) return "host thread " + std::to_string(first_host_thread - stream);
+  const auto lane = state().lanes.find(stream);
+  return lane == state().lanes.end() ? "stream " + std::to_string(stream)
+                                     : "stream " + std::to_string(lane->second) + " of a graph's launch";
 }
 
 void report(const Access& now, const Access& before) {
@@ -201,10 +203,16 @@ void check(const Access& now, const Clock& clock) {
 void stamp(Stream& stream, Operation& operation) {
   if (!state().settings.checks_races) return;
   join(stream.clock, host_clock());
-  if (operation.is_bookkeeping) join(stream.clock, allocator_clock());
+  if (operation.is_bookkeeping)
+    join(stream.clock, operation.stamp ? operation.stamp->clock : allocator_clock());
   const uint64_t number = ++state().num_operations[stream.id];
   stream.clock[stream.id] = number;
   operation.stamp = std::make_shared<const Stamp>(Stamp{stream.id, number, stream.clock});
+}
+
+void stamp_captured(Operation& operation) {
+  if (state().settings.checks_races && operation.is_bookkeeping)
+    operation.stamp = std::make_shared<const Stamp>(Stamp{0, 0, allocator_clock()});
 }
 
 void check_ranges(const Operation& operation) {

@@ -16,6 +16,9 @@ struct Stamp {
 
 /// Advances the stream's clock by this operation. The state's mutex is held, here and below.
 void stamp(Stream& stream, Operation& operation);
+/// Keeps what the allocator knows when an operation is captured. Each launch of the graph then stamps a copy of it.
+void stamp_captured(Operation& operation);
+
 
 /// Reports accesses of an operation that has run to its ranges, if they race with earlier ones.
 void check_ranges(const Operation& operation);

@@ -201,8 +201,10 @@ void wait_for_device(Lock& lock, int device) {
 void push(Lock& lock, Stream& stream, Item item) {
   State& s = state();
   if (stream.capture) {
-    stream.capture->graph->lanes[&stream].push_back(std::move(item));
-    ++stream.capture->graph->num_items;
+    Graph& graph = *stream.capture->graph;
+    if (const auto [lane, is_new] = graph.lanes.try_emplace(&stream, s.next_stream); is_new)
+      s.lanes[s.next_stream++] = stream.id;
+    graph.items.push_back({&stream, std::move(item)});
     return;
   }
   start_scheduler(s);
@@ -248,7 +250,10 @@ void submit(cudaStream_t handle, Operation operation) {
   if (s.settings.traces)
     std::fprintf(stderr, "virtual GPU: stream %d: %s\n", stream.id, operation.name.c_str());
   count_operation(operation);
-  if (!stream.capture) stamp(stream, operation);
+  if (stream.capture)
+    stamp_captured(operation);
+  else
+    stamp(stream, operation);
   push(lock, stream, std::move(operation));
 }
 

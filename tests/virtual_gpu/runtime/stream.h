@@ -40,11 +40,15 @@ using Item = std::variant<Operation, Reached, WaitFor>;
 
 struct Stream;
 
-/// A recorded capture: the items of each captured stream, in order. Markers within it are those of the
-/// capture; each launch replaces them with new ones.
+/// A recorded capture: its streams' items in the order of the host's calls. Each captured stream is a lane of the graph, which has its own
+/// number among those of streams. Markers within it are those of the capture; each launch replaces them with new ones.
 struct Graph {
-  std::map<Stream*, std::vector<Item>> lanes;
-  size_t num_items = 0;
+  struct Recorded {
+    Stream* captured = nullptr;
+    Item item;
+  };
+  std::vector<Recorded> items;
+  std::map<const Stream*, int> lanes;
 };
 
 /// A capture that has begun and not ended.
@@ -105,6 +109,7 @@ struct State {
   std::vector<std::shared_ptr<Capture>> captures;
   uint64_t next_capture = 1;
   int next_stream = 1;
+  std::map<int, int> lanes;  ///< the captured streams' ids, by those of the lanes of graphs
   std::mt19937_64 random;
   bool scheduler_runs = false;
 
