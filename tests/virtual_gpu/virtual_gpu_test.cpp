@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 
 #include <cstring>
+#include <functional>
 #include <thread>
 
 #include <ATen/ATen.h>
@@ -148,6 +149,75 @@ TEST_F(VirtualGpu, CopiesReachTheHostOnlyAtASynchronization) {
   gate.open();
   copied.synchronize();
   EXPECT_EQ(host.const_data_ptr<float>()[999], 3);
+}
+
+TEST_F(VirtualGpu, CopiesThatHaveRunReachTheHostOnlyAtASynchronization) {
+  const Tensor x = at::full({1000}, 3.f, on_gpu), y = at::zeros({1000}, on_gpu);
+  at::cuda::CUDAEvent copied;
+  const std::pair<const char*, std::function<void()>> ways[] = {
+      {"event", [&] { copied.synchronize(); }},
+      {"query of the event", [&] { EXPECT_TRUE(copied.query()); }},
+      {"stream", [&] { main_.synchronize(); }},
+      {"query of the stream", [&] { EXPECT_TRUE(main_.query()); }},
+      {"device", [] { c10::cuda::device_synchronize(); }},
+      {"another stream that waited", [&] {
+         copied.block(side_);
+         side_.synchronize();
+       }}};
+  for (const auto& [way, synchronize] : ways) {
+    Tensor host = at::zeros({1000}, pinned);
+    c10::cuda::device_synchronize();
+    host.copy_(x, /*non_blocking=*/true);
+    copied.record();
+    num_races();  // all that is queued has run
+    EXPECT_EQ(host.const_data_ptr<float>()[0], 0) << way;
+    other_.synchronize();  // has nothing to do with the copy
+    EXPECT_EQ(host.const_data_ptr<float>()[0], 0) << way;
+    synchronize();
+    EXPECT_EQ(host.const_data_ptr<float>()[0], 3) << way;
+    EXPECT_EQ(host.const_data_ptr<float>()[999], 3) << way;
+  }
+}
+
+TEST_F(VirtualGpu, TheDeviceSeesBytesOnTheirWayToTheHost) {
+  const Tensor x = at::full({1000}, 3.f, on_gpu), y = at::zeros({1000}, on_gpu);
+  Tensor host = at::zeros({1000}, pinned);
+  c10::cuda::device_synchronize();
+  host.copy_(x, /*non_blocking=*/true);
+  x.fill_(4);
+  host.slice(0, 0, 500).copy_(x.slice(0, 0, 500), /*non_blocking=*/true);
+  y.copy_(host, /*non_blocking=*/true);
+  float seen = 0;
+  std::pair<Tensor, float*> of_function{host, &seen};
+  cudaLaunchHostFunc(
+      main_,
+      [](void* given) {
+        const auto& [tensor, out] = *static_cast<std::pair<Tensor, float*>*>(given);
+        *out = tensor.const_data_ptr<float>()[0];
+      },
+      &of_function);
+  main_.synchronize();
+  EXPECT_EQ(seen, 4);
+  EXPECT_EQ(y[0].item<float>(), 4);
+  EXPECT_EQ(y[999].item<float>(), 3);
+  EXPECT_EQ(host.const_data_ptr<float>()[0], 4);
+  EXPECT_EQ(host.const_data_ptr<float>()[999], 3);
+}
+
+TEST_F(VirtualGpu, BytesOnTheirWayToFreedHostMemoryDoNotMeetItsNextUse) {
+  const Tensor x = at::full({1000}, 3.f, on_gpu);
+  for (int i = 0; i < 20; ++i) {
+    at::zeros({1000}, pinned).copy_(x, /*non_blocking=*/true);
+    num_races();
+    const Tensor next = at::full({1000}, 5.f, pinned);
+    main_.synchronize();
+    EXPECT_TRUE((next == 5).all().item<bool>());
+  }
+  void* memory = nullptr;
+  ASSERT_EQ(cudaMallocHost(&memory, 4000), cudaSuccess);
+  ASSERT_EQ(cudaMemcpyAsync(memory, x.const_data_ptr(), 4000, cudaMemcpyDeviceToHost, main_), cudaSuccess);
+  ASSERT_EQ(cudaFreeHost(memory), cudaSuccess);
+  main_.synchronize();
 }
 
 TEST_F(VirtualGpu, NewMemoryIsNaN) {

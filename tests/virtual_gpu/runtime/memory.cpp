@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -85,6 +86,37 @@ cudaError_t give_back(void* address, bool is_pinned_host) {
   return cudaSuccess;
 }
 
+// Bytes that a copy has brought to pinned memory, and the host doesn't see yet; in the order in which the copies ran.
+struct Arrival {
+  char* to = nullptr;
+  std::vector<char> bytes;
+  int stream = 0;
+  uint64_t number = 0;
+
+  bool overlaps(const void* data, size_t size) const {
+    const auto* begin = static_cast<const char*>(data);
+    return to < begin + size && begin < to + bytes.size();
+  }
+};
+std::vector<Arrival>& arrivals() {
+  static auto* a = new std::vector<Arrival>;
+  return *a;
+}
+void arrive(const Arrival& arrival) { std::memcpy(arrival.to, arrival.bytes.data(), arrival.bytes.size()); }
+
+// On the scheduler's thread.
+void copy_to_pinned(char* to, const char* from, size_t bytes) {
+  const Stamp* stamp = running_stamp();
+  if (!stamp) {  // nobody looks at the order of operations
+    std::memmove(to, from, bytes);
+    return;
+  }
+  Arrival arrival{to, {from, from + bytes}, stamp->stream, stamp->number};
+  const Lock lock(state().mutex);
+  const Block* block = find_block(to);
+  if (block && block->is_pinned_host) arrivals().push_back(std::move(arrival));
+}
+
 Range range_of(const void* address, size_t bytes, bool is_written) {
   Lock lock(state().mutex);
   // The host's other memory is not the device's business: the driver copies it before the call returns.
@@ -110,7 +142,9 @@ cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t stream, 
   // In memory-only mode, nothing is written to the device, and what comes from it is zeros.
   const bool computed = computes() || bytes <= small_bytes;
   std::function<void()> work = [=] {
-    if (computed)
+    if (computed && !to_pageable && !to_device)
+      copy_to_pinned(static_cast<char*>(to), static_cast<const char*>(from), bytes);
+    else if (computed)
       std::memmove(to, from, bytes);
     else if (!to_device)
       std::memset(to, 0, bytes);
@@ -181,8 +215,29 @@ void add_block(const void* address, Block block) { blocks()[reinterpret_cast<uin
 void remove_block(const void* address) {
   const auto found = blocks().find(reinterpret_cast<uintptr_t>(address));
   if (found == blocks().end()) return;
+  if (found->second.is_pinned_host) deliver_read({{address, found->second.bytes}});
   parts().erase(parts().lower_bound(found->first), parts().lower_bound(found->first + found->second.bytes));
   blocks().erase(found);
+}
+
+void deliver(const Clock& known) {
+  std::erase_if(arrivals(), [&](const Arrival& arrival) {
+    const auto number = known.find(arrival.stream);
+    if (number == known.end() || number->second < arrival.number) return false;
+    arrive(arrival);
+    return true;
+  });
+}
+void deliver_read(const std::vector<Range>& ranges) {
+  const auto is_read = [&](const Arrival& arrival) {
+    return std::ranges::any_of(ranges, [&](const Range& range) {
+      return (!range.is_written || range.is_read_too) && arrival.overlaps(range.data, range.bytes);
+    });
+  };
+  // With all before the last one that is read, so that each byte gets its newest value.
+  const auto last = std::find_if(arrivals().rbegin(), arrivals().rend(), is_read);
+  for (auto arrival = arrivals().begin(); arrival != last.base(); ++arrival) arrive(*arrival);
+  arrivals().erase(arrivals().begin(), last.base());
 }
 
 Range find_allocation(const void* address) {
@@ -304,6 +359,10 @@ cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_
 }
 cudaError_t cudaMemsetAsync(void* address, int value, size_t bytes, cudaStream_t stream) {
   submit(stream, computation("cudaMemsetAsync", {{address, bytes, true}}, [=] {
+           {
+             const Lock lock(state().mutex);
+             deliver_read({{address, bytes}});
+           }
            if (computes() || bytes <= small_bytes) std::memset(address, value, bytes);
          }));
   return cudaSuccess;

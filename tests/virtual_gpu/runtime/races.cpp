@@ -241,10 +241,12 @@ void find_allocator() {
 }
 
 void host_has_seen(const Clock& clock) {
-  if (held.count > 0)
+  if (held.count > 0) {
     join(allocator_clock(), clock);
-  else if (!is_watchdog())
+  } else if (!is_watchdog()) {
     learn(clock);
+    deliver(clock);
+  }
 }
 void host_has_seen(Stream& stream) {
   if (state().settings.checks_races) host_has_seen(clock_of(stream));

@@ -19,6 +19,8 @@ void stamp(Stream& stream, Operation& operation);
 /// Keeps what the allocator knows when an operation is captured. Each launch of the graph then stamps a copy of it.
 void stamp_captured(Operation& operation);
 
+/// The running operation's stamp; null if races aren't looked for. Only on the scheduler's thread.
+const Stamp* running_stamp();
 
 /// Reports accesses of an operation that has run to its ranges, if they race with earlier ones.
 void check_ranges(const Operation& operation);
@@ -29,7 +31,8 @@ Clock clock_of(Stream& stream);
 /// The stream's next operations come after those in the clock.
 void stream_has_seen(Stream& stream, const Clock& clock);
 
-/// The calling host thread's next actions come after the operations in the clock, or after all of the stream's. If the thread holds a lock of
+/// The calling host thread's next actions come after the operations in the clock, or after all of the stream's, and it sees the bytes that they have
+/// copied to pinned memory. If the thread holds a lock of
 /// LibTorch's allocator, which asks for events in any thread, only the allocator's do.
 void host_has_seen(const Clock& clock);
 void host_has_seen(Stream& stream);

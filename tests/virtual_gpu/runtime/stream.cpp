@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "runtime/counters.h"
+#include "runtime/memory.h"
 #include "runtime/races.h"
 
 namespace virtual_gpu {
@@ -36,7 +37,9 @@ bool is_too_early(State& s, Stream& stream, Time now) {
   return now < stream.not_before;
 }
 
-std::vector<Range> found_ranges;  // by the operation that is running
+// By the running operation.
+std::vector<Range> found_ranges;
+const Stamp* stamp_of_running = nullptr;
 
 enum class Outcome { nothing, must_retry, done };
 
@@ -53,6 +56,8 @@ Outcome run_first(Lock& lock, State& s, Stream& stream) {
   } else {
     auto& operation = std::get<Operation>(item);
     stream.is_running = true;
+    stamp_of_running = operation.stamp.get();
+    deliver_read(operation.ranges);
     lock.unlock();
     if (!stream.running) stream.running = operation.begin();
     const bool done = stream.running();
@@ -131,6 +136,8 @@ void start_scheduler(State& s) {
 }
 
 }  // namespace
+
+const Stamp* running_stamp() { return stamp_of_running; }
 
 bool scheduler_has_started() { return has_started; }
 
@@ -278,13 +285,11 @@ bool checks_races() { return state().settings.checks_races; }
 
 // The function knows of all operations that have run before it.
 static void submit_host_function(cudaStream_t handle, const char* name, std::function<void()> function) {
-  Clock known;
-  {
-    const Lock lock(state().mutex);
-    known = clock_of(stream_of(handle));
-  }
-  submit(handle, computation(name, {}, [known, function = std::move(function)] {
-           host_thread_knows(known);
+  submit(handle, computation(name, {}, [function = std::move(function)] {
+           if (const Stamp* stamp = running_stamp()) {
+             const Lock lock(state().mutex);
+             host_has_seen(stamp->clock);
+           }
            function();
          }));
 }
