@@ -289,6 +289,104 @@ TEST_F(VirtualGpu, AReadDuringACaptureFails) {
   EXPECT_THROW(graph.capture_end(), c10::Error);
 }
 
+// https://docs.nvidia.com/cuda/cuda-programming-guide, "Prohibited and unhandled operations" of stream capture; modes as documented at
+// cudaThreadExchangeStreamCaptureMode.
+TEST_F(VirtualGpu, CallsThatAreNotAllowedDuringACaptureFailAsCudas) {
+  constexpr auto global = cudaStreamCaptureModeGlobal, local = cudaStreamCaptureModeThreadLocal,
+                 relaxed = cudaStreamCaptureModeRelaxed;
+  constexpr auto unsupported = cudaErrorStreamCaptureUnsupported;
+  cudaEvent_t before = nullptr, within = nullptr, of_merged = nullptr;
+  for (cudaEvent_t* event : {&before, &within, &of_merged}) ASSERT_EQ(cudaEventCreate(event), cudaSuccess);
+  void *device = nullptr, *host = nullptr;
+  ASSERT_EQ(cudaMalloc(&device, 64), cudaSuccess);
+  ASSERT_EQ(cudaMallocHost(&host, 64), cudaSuccess);
+  int pageable[16] = {};
+  const cudaStream_t stream = side_, merged = other_;
+  const auto allocate = [] {
+    void* memory = nullptr;
+    const cudaError_t error = cudaMalloc(&memory, 64);
+    cudaFree(memory);
+    return error;
+  };
+  struct Row {
+    const char* call;
+    std::function<cudaError_t()> run;
+    cudaStreamCaptureMode mode;
+    cudaError_t error, error_on_other_thread;
+  };
+  const auto query = [&] { return cudaEventQuery(before); };
+  const auto wait = [&] { return cudaEventSynchronize(before); };
+  const auto copy = [&] { return cudaMemcpy(device, pageable, 64, cudaMemcpyHostToDevice); };
+  const auto on_stream = [&](auto function) { return [=] { return function(stream); }; };
+  const Row rows[] = {
+      {"cudaEventQuery", query, global, unsupported, unsupported},
+      {"cudaEventQuery", query, local, unsupported, cudaSuccess},
+      {"cudaEventQuery", query, relaxed, cudaSuccess, cudaSuccess},
+      {"cudaEventSynchronize", wait, global, unsupported, unsupported},
+      {"cudaEventSynchronize", wait, local, unsupported, cudaSuccess},
+      {"cudaEventSynchronize", wait, relaxed, cudaSuccess, cudaSuccess},
+      {"cudaMalloc", allocate, global, unsupported, unsupported},
+      {"cudaMalloc", allocate, local, unsupported, cudaSuccess},
+      {"cudaMalloc", allocate, relaxed, cudaSuccess, cudaSuccess},
+      {"cudaMemcpy", copy, global, unsupported, unsupported},
+      {"cudaMemcpy", copy, local, unsupported, cudaSuccess},
+      {"cudaMemcpy", copy, relaxed, cudaSuccess, cudaSuccess},
+      {"cudaDeviceSynchronize", cudaDeviceSynchronize, global, unsupported, unsupported},
+      {"cudaDeviceSynchronize", cudaDeviceSynchronize, relaxed, unsupported, unsupported},
+      {"cudaStreamSynchronize", on_stream(cudaStreamSynchronize), relaxed, unsupported, unsupported},
+      {"cudaStreamQuery", on_stream(cudaStreamQuery), relaxed, unsupported, unsupported},
+      {"cudaEventQuery of a captured event", [&] { return cudaEventQuery(within); }, relaxed,
+       cudaErrorCapturedEvent, cudaErrorCapturedEvent},
+      {"cudaEventSynchronize of a captured event", [&] { return cudaEventSynchronize(within); }, relaxed,
+       cudaErrorCapturedEvent, cudaErrorCapturedEvent},
+      {"a wait for an event of before", [&] { return cudaStreamWaitEvent(stream, before, 0); }, relaxed,
+       cudaErrorStreamCaptureIsolation, cudaErrorStreamCaptureIsolation},
+      {"a wait for another capture", [&] { return cudaStreamWaitEvent(stream, of_merged, 0); }, relaxed,
+       cudaErrorStreamCaptureMerge, cudaErrorStreamCaptureMerge},
+      {"cudaMemcpyAsync to pageable memory",
+       [&] { return cudaMemcpyAsync(pageable, device, 64, cudaMemcpyDeviceToHost, stream); }, relaxed,
+       unsupported, unsupported},
+      {"cudaMemcpyAsync to pinned memory",
+       [&] { return cudaMemcpyAsync(host, device, 64, cudaMemcpyDeviceToHost, stream); }, global, cudaSuccess,
+       cudaSuccess},
+  };
+  for (const auto& [call, run, mode, error, error_on_other_thread] : rows) {
+    for (const bool on_other_thread : {false, true}) {
+      SCOPED_TRACE(std::string(call) + ", mode " + std::to_string(mode) +
+                   (on_other_thread ? ", another thread" : ""));
+      ASSERT_EQ(cudaEventRecord(before, main_), cudaSuccess);
+      main_.synchronize();
+      ASSERT_EQ(cudaStreamBeginCapture(stream, mode), cudaSuccess);
+      ASSERT_EQ(cudaEventRecord(within, stream), cudaSuccess);
+      ASSERT_EQ(cudaStreamBeginCapture(merged, relaxed), cudaSuccess);
+      ASSERT_EQ(cudaEventRecord(of_merged, merged), cudaSuccess);
+      cudaError_t found = cudaSuccess;
+      if (on_other_thread)
+        std::thread([&] { found = run(); }).join();
+      else
+        found = run();
+      const cudaError_t expected = on_other_thread ? error_on_other_thread : error;
+      EXPECT_STREQ(cudaGetErrorName(found), cudaGetErrorName(expected));
+      // A call that isn't allowed ends the capture, and the stream takes nothing more.
+      const cudaError_t later = expected == cudaSuccess ? cudaSuccess : cudaErrorStreamCaptureInvalidated;
+      EXPECT_STREQ(cudaGetErrorName(cudaEventRecord(within, stream)), cudaGetErrorName(later));
+      EXPECT_STREQ(cudaGetErrorName(cudaMemsetAsync(device, 0, 64, stream)), cudaGetErrorName(later));
+      cudaGraph_t graph = nullptr;
+      EXPECT_STREQ(cudaGetErrorName(cudaStreamEndCapture(stream, &graph)), cudaGetErrorName(later));
+      if (graph) cudaGraphDestroy(graph);
+      graph = nullptr;
+      cudaStreamEndCapture(merged, &graph);
+      if (graph) cudaGraphDestroy(graph);
+      cudaGetLastError();
+    }
+  }
+  EXPECT_EQ(cudaStreamWaitEvent(stream, within, 0), cudaErrorCapturedEvent) << "of a capture that has ended";
+  cudaGetLastError();
+  for (cudaEvent_t event : {before, within, of_merged}) cudaEventDestroy(event);
+  cudaFree(device);
+  cudaFreeHost(host);
+}
+
 // ---- races: each kind is planted, and its sound counterpart isn't reported
 
 TEST_F(VirtualGpu, FindsAMissingWait) {

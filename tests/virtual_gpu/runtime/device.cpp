@@ -219,6 +219,8 @@ const char* cudaGetErrorName(cudaError_t error) {
       return "cudaErrorStreamCaptureUnsupported";
     case cudaErrorStreamCaptureInvalidated:
       return "cudaErrorStreamCaptureInvalidated";
+    case cudaErrorStreamCaptureMerge:
+      return "cudaErrorStreamCaptureMerge";
     case cudaErrorStreamCaptureUnmatched:
       return "cudaErrorStreamCaptureUnmatched";
     case cudaErrorStreamCaptureUnjoined:
@@ -241,6 +243,8 @@ const char* cudaGetErrorString(cudaError_t error) {
       return "operation not permitted when stream is capturing";
     case cudaErrorStreamCaptureInvalidated:
       return "operation failed due to a previous error during capture";
+    case cudaErrorStreamCaptureMerge:
+      return "operation would result in a merge of separate capture sequences";
     case cudaErrorStreamCaptureUnjoined:
       return "capturing stream has unjoined work";
     case cudaErrorStreamCaptureIsolation:

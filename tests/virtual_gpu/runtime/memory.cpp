@@ -135,6 +135,10 @@ cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t stream, 
     to_pageable = !find_block(to);
     from_device = is_device_memory(from);
     to_device = is_device_memory(to);
+    const Stream& on = stream_of(stream);
+    if (const cudaError_t error = check_capture(on)) return error;
+    if ((from_pageable || to_pageable) && on.capture)
+      return break_capture(*on.capture, cudaErrorStreamCaptureUnsupported);
   }
   if ((from_pageable || to_pageable) && is_capturing(stream)) return fail(cudaErrorStreamCaptureUnsupported);
   Operation operation{name, {range_of(from, bytes, false), range_of(to, bytes, true)}, {}};
@@ -341,6 +345,10 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
   return copy(to, from, bytes, stream, "cudaMemcpyAsync");
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+  {
+    const Lock lock(state().mutex);
+    if (const cudaError_t error = check_no_capture()) return error;
+  }
   if (const cudaError_t error = copy(to, from, bytes, nullptr, "cudaMemcpy")) return error;
   return cudaStreamSynchronize(nullptr);
 }
@@ -358,6 +366,10 @@ cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_
   return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* address, int value, size_t bytes, cudaStream_t stream) {
+  {
+    const Lock lock(state().mutex);
+    if (const cudaError_t error = check_capture(stream_of(stream))) return error;
+  }
   submit(stream, computation("cudaMemsetAsync", {{address, bytes, true}}, [=] {
            {
              const Lock lock(state().mutex);

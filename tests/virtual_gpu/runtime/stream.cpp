@@ -223,6 +223,15 @@ void push(Lock& lock, Stream& stream, Item item) {
   if (s.settings.launch_blocking && is_operation) wait_for(lock, stream);
 }
 
+cudaError_t break_capture(Capture& capture, cudaError_t error) {
+  capture.is_broken = true;
+  return fail(error);
+}
+
+cudaError_t check_capture(const Stream& stream) {
+  return stream.capture && stream.capture->is_broken ? fail(cudaErrorStreamCaptureInvalidated) : cudaSuccess;
+}
+
 cudaError_t check_no_capture() {
   State& s = state();
   if (thread_mode == cudaStreamCaptureModeRelaxed) return cudaSuccess;
@@ -232,10 +241,17 @@ cudaError_t check_no_capture() {
     if (!is_own &&
         (thread_mode != cudaStreamCaptureModeGlobal || capture->mode != cudaStreamCaptureModeGlobal))
       continue;
-    capture->is_broken = true;
-    return fail(cudaErrorStreamCaptureUnsupported);
+    return break_capture(*capture, cudaErrorStreamCaptureUnsupported);
   }
   return cudaSuccess;
+}
+
+// Neither a stream that is being captured nor anything that contains it can be asked or waited for, in any mode.
+static cudaError_t check_is_no_capture(const Stream& stream) {
+  return stream.capture ? break_capture(*stream.capture, cudaErrorStreamCaptureUnsupported) : cudaSuccess;
+}
+static cudaError_t check_is_no_capture(const Event& event) {
+  return event.capture ? break_capture(*event.capture, cudaErrorCapturedEvent) : check_no_capture();
 }
 
 // ---- the interface for the other libraries
@@ -364,7 +380,7 @@ cudaError_t cudaStreamGetDevice(cudaStream_t handle, int* device) {
 cudaError_t cudaStreamQuery(cudaStream_t handle) {
   Lock lock(state().mutex);
   Stream& stream = stream_of(handle);
-  if (stream.capture) return check_no_capture();
+  if (const cudaError_t error = check_is_no_capture(stream)) return error;
   if (!stream.items.empty()) return fail(cudaErrorNotReady);
   host_has_seen(stream);
   return cudaSuccess;
@@ -372,10 +388,7 @@ cudaError_t cudaStreamQuery(cudaStream_t handle) {
 cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   Lock lock(state().mutex);
   Stream& stream = stream_of(handle);
-  if (stream.capture) {
-    stream.capture->is_broken = true;
-    return fail(cudaErrorStreamCaptureUnsupported);
-  }
+  if (const cudaError_t error = check_is_no_capture(stream)) return error;
   count_host_wait("cudaStreamSynchronize");
   wait_for(lock, stream);
   host_has_seen(stream);
@@ -383,7 +396,11 @@ cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
 }
 cudaError_t cudaDeviceSynchronize() {
   Lock lock(state().mutex);
-  if (const cudaError_t error = check_no_capture()) return error;
+  cudaError_t error = cudaSuccess;
+  for (const auto& capture : state().captures)
+    if (capture->origin->device == current_device())
+      error = break_capture(*capture, cudaErrorStreamCaptureUnsupported);
+  if (error) return error;
   count_host_wait("cudaDeviceSynchronize");
   wait_for_device(lock, current_device());
   for (const auto& stream : state().streams)
@@ -396,11 +413,17 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event_handle, u
   Stream& stream = stream_of(handle);
   Event& event = *reinterpret_cast<Event*>(event_handle);
   if (!event.marker) return cudaSuccess;  // an event that was never recorded is complete
-  if (event.capture && !stream.capture) {
+  if (const cudaError_t error = check_capture(stream)) return error;
+  if (stream.capture && !event.capture)
+    return break_capture(*stream.capture, cudaErrorStreamCaptureIsolation);
+  if (event.capture && event.capture != stream.capture) {
+    const auto& captures = state().captures;
+    if (std::ranges::find(captures, event.capture) == captures.end()) return fail(cudaErrorCapturedEvent);
+    if (stream.capture) {
+      event.capture->is_broken = true;
+      return break_capture(*stream.capture, cudaErrorStreamCaptureMerge);
+    }
     stream.capture = event.capture;
-  } else if (stream.capture && !event.capture) {
-    stream.capture->is_broken = true;
-    return fail(cudaErrorStreamCaptureIsolation);
   }
   if (!stream.capture) stream_has_seen(stream, event.clock);
   push(lock, stream, WaitFor{event.marker});
@@ -429,6 +452,7 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event_handle, cudaStream_t hand
   Lock lock(state().mutex);
   Stream& stream = stream_of(handle);
   Event& event = *reinterpret_cast<Event*>(event_handle);
+  if (const cudaError_t error = check_capture(stream)) return error;
   event.marker = std::make_shared<Marker>();
   event.capture = stream.capture;
   event.clock = clock_of(stream);
@@ -441,7 +465,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t handle) {
 cudaError_t cudaEventQuery(cudaEvent_t event_handle) {
   Lock lock(state().mutex);
   Event& event = *reinterpret_cast<Event*>(event_handle);
-  if (event.capture) return fail(cudaErrorCapturedEvent);
+  if (const cudaError_t error = check_is_no_capture(event)) return error;
   const MarkerPtr marker = event.marker;
   const Clock clock = event.clock;
   if (marker && !marker->is_done) {
@@ -455,7 +479,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event_handle) {
 cudaError_t cudaEventSynchronize(cudaEvent_t event_handle) {
   Lock lock(state().mutex);
   Event& event = *reinterpret_cast<Event*>(event_handle);
-  if (event.capture) return fail(cudaErrorCapturedEvent);
+  if (const cudaError_t error = check_is_no_capture(event)) return error;
   count_host_wait("cudaEventSynchronize");
   const MarkerPtr marker = event.marker;
   const Clock clock = event.clock;

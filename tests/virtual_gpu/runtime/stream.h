@@ -138,7 +138,11 @@ void push(Lock& lock, Stream& stream, Item item);
 void wait_for(Lock& lock, Stream& stream);
 void wait_for_device(Lock& lock, int device);
 
-/// An error if a capture is under way during which this thread may not wait or allocate memory; it breaks the
+/// Ends a capture because of a call that isn't allowed, and returns the error.
+cudaError_t break_capture(Capture& capture, cudaError_t error);
+/// An error if the stream is being captured and a call that isn't allowed has been made meanwhile.
+cudaError_t check_capture(const Stream& stream);
+/// An error if a capture is under way during which this thread may not query or wait for events, or allocate memory; it breaks the
 /// capture, as CUDA does. https://docs.nvidia.com/cuda/cuda-runtime-api, cudaThreadExchangeStreamCaptureMode.
 cudaError_t check_no_capture();
 
