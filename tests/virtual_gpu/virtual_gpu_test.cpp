@@ -4,6 +4,7 @@
 
 #include <cstring>
 #include <functional>
+#include <regex>
 #include <thread>
 
 #include <ATen/ATen.h>
@@ -12,6 +13,7 @@
 #include <ATen/cuda/CUDAEvent.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/cuda/CUDAGraph.h>
+#include <ATen/record_function.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <cuda_runtime_api.h>
@@ -405,6 +407,30 @@ TEST_F(VirtualGpu, FindsAMissingWait) {
   c10::cuda::device_synchronize();
   use_on_side(false);
   EXPECT_EQ(new_races(), 1);
+  c10::cuda::device_synchronize();
+}
+
+TEST_F(VirtualGpu, ARaceIsReportedWithTheModulesOfBothAccesses) {
+  const Tensor x = at::ones({1000}, on_gpu);
+  c10::cuda::device_synchronize();
+  testing::internal::CaptureStderr();
+  {
+    RECORD_USER_SCOPE("layers.0");
+    x.add_(1);
+    num_races();  // it has run
+  }
+  {
+    RECORD_USER_SCOPE("layers.1 backward");
+    const CUDAStreamGuard on_side(side_);
+    x.sum();
+  }
+  EXPECT_EQ(new_races(), 1);
+  const std::string report = testing::internal::GetCapturedStderr();
+  EXPECT_TRUE(std::regex_search(
+      report,
+      std::regex("RACE: aten::sum in layers\\.1 backward reads 4000 bytes at 0x[0-9a-f]+ on stream [0-9]+, "
+                 "and nothing orders it after aten::add_ in layers\\.0, which wrote them on stream -1\n")))
+      << report;
   c10::cuda::device_synchronize();
 }
 

@@ -414,7 +414,7 @@ struct Install {
     install_cuda_only_kernels();
     install_random_kernels();
     if (checks_races()) watch_host_accesses();
-    if (counts()) watch_modules();
+    if (needs_modules()) watch_modules();
   }
 
   void install(const c10::OperatorName& name, c10::KernelFunction function) {

@@ -96,7 +96,7 @@ OwnWork::~OwnWork() {
   own_ns += static_cast<uint64_t>(passed.count());
 }
 
-bool counts() { return counters() != nullptr; }
+bool needs_modules() { return counters() || state().settings.checks_races; }
 void write_counts() {
   if (!counters()) return;
   const bool has_counted = [] {
@@ -108,6 +108,11 @@ void write_counts() {
 void enter_module(std::string name) { open_modules.push_back(std::move(name)); }
 void leave_module() {
   if (!open_modules.empty()) open_modules.pop_back();
+}
+
+std::shared_ptr<const std::string> label_here(const std::string& name) {
+  return std::make_shared<const std::string>(open_modules.empty() ? name
+                                                                  : name + " in " + open_modules.back());
 }
 
 void count_operation(Operation& operation) {

@@ -15,6 +15,9 @@ struct Count {
   uint64_t bytes = 0;          ///< allocated by these
 };
 
+/// An operation's name and the module that the calling thread is in: "aten::mm in layers.3.attention".
+std::shared_ptr<const std::string> label_here(const std::string& name);
+
 /// Counts the operation's launch and ranges, and remembers where ranges that it adds belong.
 void count_operation(Operation& operation);
 void count_ranges(const Operation& operation, const std::vector<Range>& ranges);

@@ -12,6 +12,7 @@
 #include <cstring>
 #include <unordered_map>
 
+#include "runtime/counters.h"
 #include "runtime/memory.h"
 
 namespace virtual_gpu {
@@ -23,7 +24,7 @@ struct Access {
   int stream = 0;
   uint64_t number = 0;
   bool is_write = false;
-  std::string name;
+  std::shared_ptr<const std::string> label;  // the operation's
 };
 
 // Accesses are kept by pages, so that one looks at few others.
@@ -172,8 +173,8 @@ void report(const Access& now, const Access& before) {
   std::fprintf(stderr,
                "virtual GPU: RACE: %s %s %zu bytes at %#zx on %s, and nothing orders it after %s, which %s "
                "them on %s\n",
-               now.name.c_str(), now.is_write ? "writes" : "reads", size_t(now.end - now.begin),
-               size_t(now.begin), place_of(now.stream).c_str(), before.name.c_str(),
+               now.label->c_str(), now.is_write ? "writes" : "reads", size_t(now.end - now.begin),
+               size_t(now.begin), place_of(now.stream).c_str(), before.label->c_str(),
                before.is_write ? "wrote" : "read", place_of(before.stream).c_str());
   count_race();
 }
@@ -221,7 +222,7 @@ void check_ranges(const Operation& operation) {
   for (const Range& range : operation.ranges) {
     if (range.bytes == 0) continue;
     const auto begin = reinterpret_cast<uintptr_t>(range.data);
-    check({begin, begin + range.bytes, stream, number, range.is_written, operation.name}, clock);
+    check({begin, begin + range.bytes, stream, number, range.is_written, operation.label}, clock);
   }
 }
 
@@ -300,7 +301,7 @@ void check_host_access(const Range& range, const std::string& name) {
   const uint64_t number = ++state().num_operations[host];
   learn({{host, number}});
   const auto begin = reinterpret_cast<uintptr_t>(range.data);
-  check({begin, begin + range.bytes, host, number, range.is_written, name}, host_clock());
+  check({begin, begin + range.bytes, host, number, range.is_written, label_here(name)}, host_clock());
 }
 
 void forget_range(const void* data, size_t bytes) {

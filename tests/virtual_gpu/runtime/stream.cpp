@@ -273,6 +273,7 @@ void submit(cudaStream_t handle, Operation operation) {
   if (s.settings.traces)
     std::fprintf(stderr, "virtual GPU: stream %d: %s\n", stream.id, operation.name.c_str());
   count_operation(operation);
+  if (s.settings.checks_races) operation.label = label_here(operation.name);
   if (stream.capture)
     stamp_captured(operation);
   else

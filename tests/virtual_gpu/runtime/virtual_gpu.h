@@ -38,7 +38,9 @@ struct Operation {
   /// If the operation is recorded: makes `begin` when the host launches the graph. May be empty.
   std::function<std::function<Attempt()>()> begin_at_launch = nullptr;
   std::shared_ptr<const Stamp> stamp = nullptr;  ///< given when it is queued; see runtime/races.h
-  Count* count = nullptr;                        ///< where it is counted; see runtime/counters.h
+  std::shared_ptr<const std::string> label =
+      nullptr;                  ///< given when it is queued: its name, and the module that it belongs to
+  Count* count = nullptr;       ///< where it is counted; see runtime/counters.h
   bool is_bookkeeping = false;  ///< the virtual GPU needs it, and a real one does not: not counted
 };
 
@@ -60,11 +62,12 @@ bool is_capturing(cudaStream_t stream);
 /// The host itself reads or writes these bytes now. Only pinned memory is checked; the device uses no other memory of the host.
 void check_host_access(const Range& range, const std::string& name);
 
-/// For counters, if VIRTUAL_GPU_COUNTERS asks for them: the range of at::RecordFunction that the calling thread is in, and calls that aren't
-/// operations of a stream.
-bool counts();
+/// The range of at::RecordFunction that the calling thread is in, for counters and for reports of races.
+bool needs_modules();
 void enter_module(std::string name);
 void leave_module();
+
+/// For counters, if VIRTUAL_GPU_COUNTERS asks for them: a call that isn't an operation of a stream.
 void count_call(const std::string& call);
 
 /// False in memory-only mode, in which operations on more than small_bytes are not run.
