@@ -228,6 +228,65 @@ TEST_F(VirtualGpu, NewMemoryIsNaN) {
   EXPECT_TRUE(at::empty({1000}, on_gpu.dtype(at::kBFloat16)).isnan().all().item<bool>());
 }
 
+TEST_F(VirtualGpu, FindsReadsOfBytesThatNothingHasWritten) {
+  static const auto num_reads =
+      reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "virtual_gpu_num_unwritten_reads"));
+  ASSERT_TRUE(num_reads);
+  int before = num_reads();
+  const auto new_reads = [&] { return num_reads() - std::exchange(before, num_reads()); };
+  const Tensor x = at::empty({1000}, on_gpu), written = at::ones({64}, on_gpu);
+  x.slice(0, 0, 900).fill_(1);
+  x.slice(0, 0, 900).sum();
+  const Tensor copied = x.clone();  // moves what nobody computes with
+  EXPECT_EQ(new_reads(), 0);
+  x.sum();
+  EXPECT_EQ(new_reads(), 1);
+  at::empty({1000}, on_gpu).add_(1);
+  EXPECT_EQ(new_reads(), 1);
+  // Rows with padding, written one by one.
+  const Tensor rows = at::empty({10, 8}, on_gpu);
+  for (int i = 0; i < 10; ++i) rows[i].slice(0, 0, 6).fill_(1);
+  rows.slice(1, 0, 6).sum();
+  EXPECT_EQ(new_reads(), 0);
+  rows.slice(1, 0, 7).sum();
+  EXPECT_EQ(new_reads(), 1);
+  // A kernel of LibTitan's, which may read what it has written itself.
+  launch_planted("sound_kernel", at::empty({64}, on_gpu), written, 1);
+  EXPECT_EQ(new_reads(), 0);
+  launch_planted("sound_kernel", at::empty({64}, on_gpu), at::empty({64}, on_gpu), 1);
+  EXPECT_EQ(new_reads(), 1);
+  launch_planted("atomic_sum_kernel", at::empty({64}, on_gpu), written, 1);
+  EXPECT_EQ(new_reads(), 1);
+  // Each launch of a graph hands out its memory again.
+  const CUDAStreamGuard guard(side_);
+  at::cuda::CUDAGraph graph;
+  graph.capture_begin();
+  const Tensor within = at::empty({1000}, on_gpu);
+  Tensor sum = within.sum();
+  within.fill_(1);
+  graph.capture_end();
+  for (int i = 0; i < 2; ++i) graph.replay();
+  EXPECT_EQ(new_reads(), 2);
+}
+
+TEST_F(VirtualGpu, FindsReadsOfFreedMemory) {
+  Tensor x = at::ones({1000}, on_gpu);
+  const Tensor same = at::from_blob(x.mutable_data_ptr(), {1000}, on_gpu);
+  same.add_(1);
+  num_races();
+  testing::internal::CaptureStderr();
+  x.reset();
+  same.add_(1);
+  num_races();
+  const std::string report = testing::internal::GetCapturedStderr();
+  EXPECT_TRUE(std::regex_search(
+      report,
+      std::regex(
+          "UNWRITTEN: aten::add_ reads 4000 bytes at 0x[0-9a-f]+, 0 bytes into its argument, which the "
+          "allocator has taken back\n")))
+      << report;
+}
+
 // Users have published torch.rand(3, device="cuda") and torch.randn(3, device="cuda") after torch.manual_seed(0), with four digits.
 TEST_F(VirtualGpu, DrawsTheRandomNumbersOfAGpu) {
   at::manual_seed(0);

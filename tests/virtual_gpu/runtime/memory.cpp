@@ -12,6 +12,7 @@
 #include "runtime/counters.h"
 #include "runtime/device.h"
 #include "runtime/races.h"
+#include "runtime/unwritten.h"
 
 namespace virtual_gpu {
 namespace {
@@ -140,7 +141,6 @@ cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t stream, 
     if ((from_pageable || to_pageable) && on.capture)
       return break_capture(*on.capture, cudaErrorStreamCaptureUnsupported);
   }
-  if ((from_pageable || to_pageable) && is_capturing(stream)) return fail(cudaErrorStreamCaptureUnsupported);
   Operation operation{name, {range_of(from, bytes, false), range_of(to, bytes, true)}, {}};
   std::erase_if(operation.ranges, [](const Range& range) { return range.bytes == 0; });
   // In memory-only mode, nothing is written to the device, and what comes from it is zeros.
@@ -219,6 +219,7 @@ void add_block(const void* address, Block block) { blocks()[reinterpret_cast<uin
 void remove_block(const void* address) {
   const auto found = blocks().find(reinterpret_cast<uintptr_t>(address));
   if (found == blocks().end()) return;
+  forget_unwritten(address, found->second.bytes);
   if (found->second.is_pinned_host) deliver_read({{address, found->second.bytes}});
   parts().erase(parts().lower_bound(found->first), parts().lower_bound(found->first + found->second.bytes));
   blocks().erase(found);
@@ -262,6 +263,7 @@ void note_part(const void* address, size_t bytes, bool is_handed_out) {
   const auto block = find_in(blocks(), address);
   if (block == blocks().end()) return;  // freed meanwhile
   block->second.has_parts = true;
+  note_unwritten(address, bytes, !is_handed_out);
   const auto begin = reinterpret_cast<uintptr_t>(address);
   if (!is_handed_out) {
     parts().erase(begin);

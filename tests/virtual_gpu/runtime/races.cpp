@@ -316,6 +316,9 @@ void forget_range(const void* data, size_t bytes) {
 
 void count_race() {
   ++races;
+  end_at_fault();
+}
+void end_at_fault() {
   if (state().settings.ends_at_race) std::abort();
 }
 

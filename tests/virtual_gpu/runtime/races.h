@@ -53,5 +53,7 @@ void host_thread_knows(const Clock& clock);
 
 /// Counts a race that has been printed, and ends the program if races do.
 void count_race();
+/// Ends the program if races do.
+void end_at_fault();
 
 }  // namespace virtual_gpu

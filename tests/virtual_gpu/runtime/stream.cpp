@@ -12,6 +12,7 @@
 #include "runtime/counters.h"
 #include "runtime/memory.h"
 #include "runtime/races.h"
+#include "runtime/unwritten.h"
 
 namespace virtual_gpu {
 namespace {
@@ -69,6 +70,7 @@ Outcome run_first(Lock& lock, State& s, Stream& stream) {
     operation.ranges.insert(operation.ranges.end(), found_ranges.begin(), found_ranges.end());
     found_ranges.clear();
     check_ranges(operation);
+    check_reads(operation);
   }
   Item finished = std::move(stream.items.front());
   stream.items.pop_front();

@@ -20,12 +20,20 @@ namespace virtual_gpu {
 /// One attempt to run an operation; returns false if it must be tried again, because another rank hasn't done its part.
 using Attempt = std::function<bool()>;
 
+/// Sizes and strides of a tensor that has gaps between its elements.
+struct Strided {
+  std::vector<int64_t> sizes, strides;
+  size_t itemsize = 1;
+};
+
 /// Bytes of device memory, or of pinned host memory, that an operation reads or writes.
 struct Range {
   const void* data = nullptr;
   size_t bytes = 0;
   bool is_written = false;
-  bool is_read_too = false;  ///< before it is written
+  bool is_read_too = false;                          ///< before it is written
+  bool is_computed_with = false;                     ///< an operation reads these bytes to compute with them
+  std::shared_ptr<const Strided> strided = nullptr;  ///< none: all bytes of the range
 };
 
 struct Stamp;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bitset>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -37,21 +38,29 @@ struct Byte {
 
 enum class Kind { read, write, atomic };
 
+uintptr_t number_of(const void* address) { return reinterpret_cast<uintptr_t>(address); }
+
+struct Memory {
+  uintptr_t begin = 0, end = 0;
+  bool contains(uintptr_t at, size_t bytes) const { return at >= begin && at + bytes <= end; }
+};
+
 constexpr int page_bits = 12;
 struct Page {
   std::array<Byte, 1 << page_bits> bytes;
-  Range allocation;  // the last one that was accessed in this page
-};
+  std::bitset<1 << page_bits> is_read_before_write;  // by this kernel, which does both
 
-uintptr_t number_of(const void* address) { return reinterpret_cast<uintptr_t>(address); }
-bool contains(const Range& range, uintptr_t at, size_t bytes) {
-  return at >= number_of(range.data) && at + bytes <= number_of(range.data) + range.bytes;
-}
+  // Whether the kernel has read what it found in the byte.
+  bool is_read_first(size_t i) const {
+    return bytes[i].reader != 0 && (bytes[i].writer == 0 || is_read_before_write[i]);
+  }
+  Memory allocation;  // the last one that was accessed in this page
+};
 
 // The thread of the block that runs now. Other threads of the process call the functions below when they launch a kernel.
 struct Watched {
   uint32_t thread = 0;
-  Range stack;
+  Memory stack;
 };
 [[gnu::tls_model("initial-exec")]] thread_local Watched watched;
 
@@ -85,10 +94,14 @@ class Accesses {
         const size_t in_page = (at + done) % (1 << page_bits);
         const size_t part = std::min(bytes - done, (1 << page_bits) - in_page);
         Page& page = page_of(at + done);
-        if (!contains(page.allocation, at, bytes)) {
-          page.allocation = find_allocation(reinterpret_cast<const void*>(at));
-          if (!contains(page.allocation, at, bytes)) end(kind, at, bytes, "outside any allocation");
+        if (!page.allocation.contains(at, bytes)) {
+          const Range found = find_allocation(reinterpret_cast<const void*>(at));
+          page.allocation = {number_of(found.data), number_of(found.data) + found.bytes};
+          if (!page.allocation.contains(at, bytes)) end(kind, at, bytes, "outside any allocation");
         }
+        if (kind != Kind::read && page.bytes[in_page].writer == 0)
+          for (size_t i = in_page; i < in_page + part; ++i)
+            if (kind == Kind::atomic || page.bytes[i].reader != 0) page.is_read_before_write.set(i);
         visit(std::span(page.bytes).subspan(in_page, part), at, kind);
         done += part;
       }
@@ -108,16 +121,22 @@ class Accesses {
         for (size_t i = 0; i < page.bytes.size();) {
           const size_t begin = i;
           const bool is_accessed = page.bytes[i].*visit != 0;
-          while (++i < page.bytes.size() && (page.bytes[i].*visit != 0) == is_accessed) {
+          const bool is_read_first = !is_written && page.is_read_first(i);
+          while (++i < page.bytes.size() && (page.bytes[i].*visit != 0) == is_accessed &&
+                 (is_written || page.is_read_first(i) == is_read_first)) {
           }
           if (!is_accessed) continue;
           const uintptr_t at = (number << page_bits) + begin;
-          if (open.bytes > 0 && at == number_of(open.data) + open.bytes) {
+          if (open.bytes > 0 && at == number_of(open.data) + open.bytes &&
+              open.is_computed_with == is_read_first) {
             open.bytes += i - begin;
             continue;
           }
           if (open.bytes > 0) ranges.push_back(open);
-          open = {reinterpret_cast<const void*>(at), i - begin, is_written};
+          open = {.data = reinterpret_cast<const void*>(at),
+                  .bytes = i - begin,
+                  .is_written = is_written,
+                  .is_computed_with = is_read_first};
         }
       }
       if (open.bytes > 0) ranges.push_back(open);
@@ -218,8 +237,8 @@ Accesses& accesses() {
 }
 
 void access(const void* address, size_t bytes, Kind kind) {
-  const Range& stack = watched.stack;
-  if (stack.bytes == 0 || contains(stack, number_of(address), bytes)) return;
+  const Memory& stack = watched.stack;
+  if (stack.end == 0 || stack.contains(number_of(address), bytes)) return;
   accesses().access(number_of(address), bytes, kind);
 }
 
@@ -229,7 +248,7 @@ void begin_kernel(const char* name) { accesses().begin(name); }
 void begin_block() { accesses().begin_block(); }
 void pass_barrier() { accesses().pass_barrier(); }
 void watch(uint32_t thread, const char* stack, size_t stack_bytes) {
-  watched = {thread, {stack, stack_bytes}};
+  watched = {thread, {number_of(stack), number_of(stack) + stack_bytes}};
 }
 void stop_watching() { watched = {}; }
 void change(const void* address, size_t bytes) { access(address, bytes, Kind::atomic); }
