@@ -490,6 +490,9 @@ TEST_F(VirtualGpu, ARaceIsReportedWithTheModulesOfBothAccesses) {
       std::regex("RACE: aten::sum in layers\\.1 backward reads 4000 bytes at 0x[0-9a-f]+ on stream [0-9]+, "
                  "and nothing orders it after aten::add_ in layers\\.0, which wrote them on stream -1\n")))
       << report;
+  const std::string calls = R"( was called by\n(    \S+\+0x.*\n)*    virtual_gpu_test\+0x.*\n)";
+  for (const std::string access : {"aten::sum in layers\\.1 backward", "aten::add_ in layers\\.0"})
+    EXPECT_TRUE(std::regex_search(report, std::regex("  " + access + calls))) << report;
   c10::cuda::device_synchronize();
 }
 

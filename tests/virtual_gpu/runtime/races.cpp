@@ -1,5 +1,8 @@
 #include "runtime/races.h"
 
+#include <cxxabi.h>
+#include <dlfcn.h>
+#include <execinfo.h>
 #include <link.h>
 #include <pthread.h>
 #include <sched.h>
@@ -10,6 +13,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <string_view>
 #include <unordered_map>
 
 #include "runtime/counters.h"
@@ -25,6 +29,7 @@ struct Access {
   uint64_t number = 0;
   bool is_write = false;
   std::shared_ptr<const std::string> label;  // the operation's
+  std::shared_ptr<const Calls> calls;
 };
 
 // Accesses are kept by pages, so that one looks at few others.
@@ -169,6 +174,15 @@ std::string place_of(int stream) {
                                      : "stream " + std::to_string(lane->second) + " of a graph's launch";
 }
 
+// Null unless VIRTUAL_GPU_STACKS asks for them: they take a third of a small test's time.
+std::shared_ptr<const Calls> calls_here() {
+  static const bool wanted = std::getenv("VIRTUAL_GPU_STACKS") != nullptr;
+  if (!wanted) return nullptr;
+  auto calls = std::make_shared<Calls>();
+  calls->count = backtrace(calls->frames.data(), static_cast<int>(calls->frames.size()));
+  return calls;
+}
+
 void report(const Access& now, const Access& before) {
   std::fprintf(stderr,
                "virtual GPU: RACE: %s %s %zu bytes at %#zx on %s, and nothing orders it after %s, which %s "
@@ -176,6 +190,11 @@ void report(const Access& now, const Access& before) {
                now.label->c_str(), now.is_write ? "writes" : "reads", size_t(now.end - now.begin),
                size_t(now.begin), place_of(now.stream).c_str(), before.label->c_str(),
                before.is_write ? "wrote" : "read", place_of(before.stream).c_str());
+  for (const Access& access : {now, before}) {
+    if (!access.calls) continue;
+    std::fprintf(stderr, "  %s was called by\n", access.label->c_str());
+    print_calls(*access.calls);
+  }
   count_race();
 }
 
@@ -208,21 +227,23 @@ void stamp(Stream& stream, Operation& operation) {
     join(stream.clock, operation.stamp ? operation.stamp->clock : allocator_clock());
   const uint64_t number = ++state().num_operations[stream.id];
   stream.clock[stream.id] = number;
-  operation.stamp = std::make_shared<const Stamp>(Stamp{stream.id, number, stream.clock});
+  operation.stamp = std::make_shared<const Stamp>(
+      Stamp{stream.id, number, stream.clock, operation.stamp ? operation.stamp->calls : calls_here()});
 }
 
 void stamp_captured(Operation& operation) {
-  if (state().settings.checks_races && operation.is_bookkeeping)
-    operation.stamp = std::make_shared<const Stamp>(Stamp{0, 0, allocator_clock()});
+  if (!state().settings.checks_races) return;
+  const Clock known = operation.is_bookkeeping ? allocator_clock() : Clock{};
+  operation.stamp = std::make_shared<const Stamp>(Stamp{0, 0, known, calls_here()});
 }
 
 void check_ranges(const Operation& operation) {
   if (!operation.stamp) return;
-  const auto& [stream, number, clock] = *operation.stamp;
+  const auto& [stream, number, clock, calls] = *operation.stamp;
   for (const Range& range : operation.ranges) {
     if (range.bytes == 0) continue;
     const auto begin = reinterpret_cast<uintptr_t>(range.data);
-    check({begin, begin + range.bytes, stream, number, range.is_written, operation.label}, clock);
+    check({begin, begin + range.bytes, stream, number, range.is_written, operation.label, calls}, clock);
   }
 }
 
@@ -301,7 +322,8 @@ void check_host_access(const Range& range, const std::string& name) {
   const uint64_t number = ++state().num_operations[host];
   learn({{host, number}});
   const auto begin = reinterpret_cast<uintptr_t>(range.data);
-  check({begin, begin + range.bytes, host, number, range.is_written, label_here(name)}, host_clock());
+  check({begin, begin + range.bytes, host, number, range.is_written, label_here(name), calls_here()},
+        host_clock());
 }
 
 void forget_range(const void* data, size_t bytes) {
@@ -311,6 +333,27 @@ void forget_range(const void* data, size_t bytes) {
     if (found == pages().end()) continue;
     std::erase_if(found->second, [&](const Access& a) { return a.begin < begin + bytes && begin < a.end; });
     if (found->second.empty()) pages().erase(found);
+  }
+}
+
+void print_calls(const Calls& calls) {
+  constexpr std::string_view others[] = {"libtorch",  "libc10",           "libcudart",    "libkernels.",
+                                         "libnccl",   "libtitan_kernels", "libc_library", "libc.",
+                                         "libstdc++", "ld-linux"};
+  for (int i = 0; i < calls.count; ++i) {
+    Dl_info info{};
+    if (dladdr(calls.frames[i], &info) == 0 || !info.dli_fname) continue;
+    const std::string_view path = info.dli_fname, object = path.substr(path.rfind('/') + 1);
+    if (std::ranges::any_of(others, [&](std::string_view other) { return object.starts_with(other); }))
+      continue;
+    char* const name =
+        info.dli_sname ? abi::__cxa_demangle(info.dli_sname, nullptr, nullptr, nullptr) : nullptr;
+    std::fprintf(stderr, "    %.*s+%#tx %s\n", static_cast<int>(object.size()), object.data(),
+                 static_cast<char*>(calls.frames[i]) - static_cast<char*>(info.dli_fbase),
+                 name             ? name
+                 : info.dli_sname ? info.dli_sname
+                                  : "");
+    std::free(name);
   }
 }
 

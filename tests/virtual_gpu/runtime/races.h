@@ -1,5 +1,8 @@
 #pragma once
 
+#include <array>
+#include <memory>
+
 #include "runtime/stream.h"
 
 /// Finds accesses to the same bytes that nothing orders: no event, no synchronization, no common stream. Each stream, event and
@@ -7,16 +10,25 @@
 /// operations have run, because some learn only then what they access; an operation never runs before one that it is ordered after.
 namespace virtual_gpu {
 
+/// The host's calls that have led to an operation, innermost first.
+struct Calls {
+  std::array<void*, 64> frames;
+  int count = 0;
+};
+/// Those of the program itself, not of LibTorch or the virtual GPU.
+void print_calls(const Calls& calls);
+
 /// An operation's place in the order of its stream, and what happened before it.
 struct Stamp {
   int stream = 0;
   uint64_t number = 0;
   Clock clock;
+  std::shared_ptr<const Calls> calls;  ///< null unless VIRTUAL_GPU_STACKS asks for them
 };
 
 /// Advances the stream's clock by this operation. The state's mutex is held, here and below.
 void stamp(Stream& stream, Operation& operation);
-/// Keeps what the allocator knows when an operation is captured. Each launch of the graph then stamps a copy of it.
+/// Keeps the host's calls, and what the allocator knows, when an operation is captured. Each launch of the graph then stamps a copy of it.
 void stamp_captured(Operation& operation);
 
 /// The running operation's stamp; null if races aren't looked for. Only on the scheduler's thread.

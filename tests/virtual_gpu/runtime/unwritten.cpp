@@ -83,6 +83,7 @@ void check_read(const Operation& operation, const Range& range) {
                  operation.label->c_str(), size_t{to - from}, size_t{from}, size_t{from - begin},
                  found->second.is_free ? "which the allocator has taken back"
                                        : "which nothing has written since the allocator handed them out");
+    if (operation.stamp && operation.stamp->calls) print_calls(*operation.stamp->calls);
     ++num_reads;
     end_at_fault();
     remove(begin, begin + range.bytes);  // one report is enough
