@@ -182,7 +182,7 @@ class TinyStage final : public train::TrainableModel {
   TinyStage() : linear_(8, 8) {}
   nn::AnyRef root() override { return linear_; }
   at::Tensor hidden(const at::Tensor& input) override { return linear_(input); }
-  at::Tensor loss(const at::Tensor& input, const at::Tensor&, int64_t) override {
+  at::Tensor loss(const at::Tensor& input, const at::Tensor&, const ops::ValidTokens&) override {
     return linear_(input).sum();
   }
 

@@ -101,7 +101,7 @@ void Llama3Impl::layers_dropped() {
 }
 
 at::Tensor Llama3Impl::forward(const at::Tensor& input, const at::Tensor& labels_BS,
-                               int64_t global_valid_tokens, const ops::Documents& documents) {
+                               const ops::ValidTokens& global_valid_tokens, const ops::Documents& documents) {
   check_entered_through_ref();
   TITAN_CHECK(block_causal_ == static_cast<bool>(documents) || input.is_meta(), "llama3: attn_mask_type = \"",
               args_.attn_mask_type, "\" was called ", documents ? "with" : "without",
@@ -128,7 +128,7 @@ class TrainableLlama3 final : public train::TrainableModel {
     return model_(input, at::Tensor(), int64_t{0}, std::exchange(documents_, {}));
   }
   at::Tensor loss(const at::Tensor& input, const at::Tensor& labels_BS,
-                  int64_t global_valid_tokens) override {
+                  const ops::ValidTokens& global_valid_tokens) override {
     return model_(input, labels_BS, global_valid_tokens, std::exchange(documents_, {}));
   }
   void set_documents(const ops::Documents& documents) override { documents_ = documents; }

@@ -117,7 +117,7 @@ at::Tensor LinearCrossEntropyImpl::forward(const at::Tensor& hidden) {
 }
 
 at::Tensor LinearCrossEntropyImpl::forward(const at::Tensor& hidden, const at::Tensor& labels,
-                                           int64_t global_valid_tokens) {
+                                           const ops::ValidTokens& global_valid_tokens) {
   check_entered_through_ref();
   return ops::linear_cross_entropy(hidden, weight, labels,
                                    {.global_valid_tokens = global_valid_tokens,

@@ -27,13 +27,13 @@ struct LinearCrossEntropyBackward final : BackwardNode {
   at::Tensor grad_hidden, grad_weight;
   std::vector<at::Tensor> lent_grad_weight;
   at::ScalarType weight_dtype = at::kFloat;
-  double scale = 0;  // one over the number of tokens
+  ValidTokens tokens = 0;
   std::shared_ptr<GradSink> weight_sink;
 
   variable_list backward(const at::Tensor& grad) override {
     TITAN_CHECK(grad_hidden.defined() || grad_weight.defined() || !lent_grad_weight.empty(),
                 "linear_cross_entropy: second backward through the same loss");
-    const at::Tensor factor = grad * scale;  // stays on the device: reading it would make the host wait
+    const at::Tensor factor = grad / tokens;  // stays on the device: reading it would make the host wait
     variable_list grads(2);
     if (task_should_compute_output(Hidden)) grads[Hidden] = scaled(take(grad_hidden), factor);
     if (!task_should_compute_output(Weight)) return grads;
@@ -208,20 +208,39 @@ void check_arguments(const at::Tensor& hidden, const at::Tensor& weight, const a
                   labels.sizes() == hidden.sizes().slice(0, static_cast<size_t>(hidden.dim()) - 1),
               "linear_cross_entropy: expected an int64 label for each token, got ", labels.scalar_type(), " ",
               labels.sizes(), " for ", hidden.sizes());
-  TITAN_CHECK(options.global_valid_tokens >= 0 && options.products,
-              "linear_cross_entropy: ", options.global_valid_tokens, " valid tokens; products are ",
-              options.products ? "set" : "missing");
+  TITAN_CHECK(options.products, "linear_cross_entropy: products are missing");
   check_labels(labels, options.part.parts ? options.part.size : weight.size(0), options);
 }
 
 }  // namespace
 
+ValidTokens::ValidTokens(int64_t count) : count_(count) {
+  TITAN_CHECK(count >= 0, "a step can't have ", count, " valid tokens");
+}
+
+ValidTokens ValidTokens::on_device(at::Tensor inverse) {
+  TITAN_CHECK(inverse.dim() == 0 && inverse.scalar_type() == at::kDouble,
+              "one over the number of valid tokens has to be a float64 scalar, and is ",
+              inverse.scalar_type(), " ", inverse.sizes());
+  ValidTokens tokens = 0;
+  tokens.inverse_ = std::move(inverse);
+  return tokens;
+}
+
+std::optional<int64_t> ValidTokens::on_host() const {
+  return inverse_.defined() ? std::nullopt : std::optional(count_);
+}
+
+// Both ways round the inverse to the sum's dtype first, so they have the same bits.
+at::Tensor operator/(const at::Tensor& sum, const ValidTokens& number) {
+  if (number.inverse_.defined()) return sum * number.inverse_.to(sum.scalar_type());
+  return sum * (number.count_ > 0 ? 1.0 / static_cast<double>(number.count_) : 0.0);
+}
+
 at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight_VD,
                                 const at::Tensor& labels, const LossOptions& options) {
   check_arguments(hidden, weight_VD, labels, options);
   const bool recorded = compute_requires_grad(hidden, weight_VD);
-  const double scale =
-      options.global_valid_tokens > 0 ? 1.0 / static_cast<double>(options.global_valid_tokens) : 0.0;
   const at::ScalarType wide = composite::accumulate_type(hidden);
   ChunkLoop loop{options, {}, weight_VD, {}, {}, {}, {}};
   at::Tensor loss;
@@ -238,7 +257,7 @@ at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weig
       if (!lent) loop.grad_weight = {at::empty(weight_VD.sizes(), weight_VD.options().dtype(wide))};
     }
     loop.run();
-    loss = loop.loss_sum.mul(scale).to(wide);
+    loss = (loop.loss_sum / options.global_valid_tokens).to(wide);
   }
   if (!recorded) return loss;
   const auto node = record<LinearCrossEntropyBackward>(loss, hidden, weight_VD);
@@ -249,7 +268,7 @@ at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weig
     node->grad_weight = std::move(loop.grad_weight[0]);
   }
   node->weight_dtype = weight_VD.scalar_type();
-  node->scale = scale;
+  node->tokens = options.global_valid_tokens;
   node->weight_sink = options.weight_sink;
   return loss;
 }

@@ -2,8 +2,10 @@
 
 #include <string>
 #include <utility>
+#include <vector>
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
 #include "dist/work_graph.h"
@@ -17,11 +19,6 @@ namespace {
 
 // The first makes buffers and states, the second settles which of them are reused.
 constexpr int kUsualSteps = 2;
-
-constexpr size_t kMostGraphs = 4;
-
-// If steps differ so much, hardly any will come again.
-constexpr size_t kMostKinds = 16;
 
 template <class Record>
 void try_to_record(const char* what, int64_t step, const Record& record) {
@@ -46,42 +43,24 @@ struct StepGraphs::Recorded {
 };
 
 StepGraphs::StepGraphs(TrainerParts& parts, StepNumbers& numbers)
-    : parts_(parts), numbers_(numbers), copies_(dist::Stream::create(parts.device)) {}
+    : parts_(parts),
+      numbers_(numbers),
+      copies_(dist::Stream::create(parts.device)),
+      inverse_tokens_(at::empty({}, at::dtype(at::kDouble).device(parts.device))) {}
 StepGraphs::~StepGraphs() = default;
 
-StepGraphs::Kind StepGraphs::kind_of(const StepInput& input) {
-  Kind kind = {input.tokens.global};
-  for (const data::Batch& batch : input.batches)
-    kind.insert(kind.end(), batch.input_BS.sizes().begin(), batch.input_BS.sizes().end());
-  return kind;
-}
-
 ClippedStep StepGraphs::run(int64_t step, const StepInput& input) {
-  running_ = nullptr;
   for (const data::Batch& batch : input.batches)
     TITAN_CHECK(!batch.document_end,
                 "a step with attention within documents can't be recorded as a CUDA graph: documents differ "
                 "from step to "
                 "step");
-  const Kind kind = kind_of(input);
-  const auto known = recorded_.find(kind);
-  if (known != recorded_.end()) return launch(*known->second, input);
-  if (recorded_.size() == kMostGraphs || num_steps_.size() == kMostKinds) {
-    if (!std::exchange(has_warned_, true))
-      log::warning_rank0(str(
-          "step ", step,
-          " isn't like the steps before, in the sizes of its batches or its number of valid tokens; ",
-          recorded_.size(), " kinds of steps are recorded as CUDA graphs, and all others run without one"));
-    return run_as_usual(step, input);
+  if (num_usual_steps_ < kUsualSteps) {
+    ++num_usual_steps_;
+    return numbers_.clip(step, parts_.runner->forward_backward(input.batches, input.tokens.global));
   }
-  if (num_steps_[kind]++ < kUsualSteps) return run_as_usual(step, input);
-  num_steps_.erase(kind);
-  Recorded& recorded = *(recorded_[kind] = record(step, input));
-  return launch(recorded, input);
-}
-
-ClippedStep StepGraphs::run_as_usual(int64_t step, const StepInput& input) {
-  return numbers_.clip(step, parts_.runner->forward_backward(input.batches, input.tokens.global));
+  if (!recorded_) recorded_ = record(step, input);
+  return launch(input);
 }
 
 // A validation may have gathered parameters and kept them, in memory that a launch uses, or that a recording would
@@ -103,7 +82,8 @@ std::unique_ptr<StepGraphs::Recorded> StepGraphs::record(int64_t step, const Ste
   try_to_record("step", step, [&] {
     recorded->graph.record([&] {
       const at::AutoGradMode with_gradients(true);
-      const at::Tensor loss = parts_.runner->forward_backward(recorded->batches, input.tokens.global);
+      const at::Tensor loss =
+          parts_.runner->forward_backward(recorded->batches, ops::ValidTokens::on_device(inverse_tokens_));
       recorded->clipped = numbers_.clip(step, loss);
     });
   });
@@ -111,41 +91,42 @@ std::unique_ptr<StepGraphs::Recorded> StepGraphs::record(int64_t step, const Ste
     if (parameter.data.local.grad().defined())
       recorded->gradients.emplace_back(parameter.data.local, parameter.data.local.grad());
   log::info_rank0(
-      str("step ", step, " is recorded as a CUDA graph: further steps of ", input.batches.size(),
-          input.batches.size() == 1 ? " batch" : " batches", " and ", input.tokens.global,
-          " valid tokens launch it",
+      str("step ", step, " is recorded as a CUDA graph, which all further steps launch",
           parts_.optimizer.can_be_recorded()
               ? ""
               : ". The optimizer's part runs as usual: its rule takes the learning rate from the host"));
   return recorded;
 }
 
-ClippedStep StepGraphs::launch(Recorded& recorded, const StepInput& input) {
+ClippedStep StepGraphs::launch(const StepInput& input) {
   const at::NoGradGuard no_grad;
+  Recorded& recorded = *recorded_;
   reshard();
   const dist::Stream current = dist::Stream::current(parts_.device);
   copies_.wait(current);  // the launch before reads the same tensors
   {
     const dist::StreamGuard on_copies(copies_);
     for (size_t i = 0; i < input.batches.size(); ++i) {
+      TITAN_INTERNAL_ASSERT(input.batches[i].input_BS.sizes() == recorded.batches.at(i).input_BS.sizes(),
+                            "the batches of steps have different sizes");
       recorded.batches[i].input_BS.copy_(input.batches[i].input_BS, /*non_blocking=*/true);
       recorded.batches[i].labels_BS.copy_(input.batches[i].labels_BS, /*non_blocking=*/true);
     }
   }
   current.wait(copies_);
+  inverse_tokens_.fill_(1.0 / static_cast<double>(input.tokens.global));
   recorded.graph.launch();
   for (auto& [parameter, gradient] : recorded.gradients) parameter.mutable_grad() = gradient;
-  running_ = &recorded;
   return recorded.clipped;
 }
 
 void StepGraphs::update_weights(int64_t step, const ClippedStep& clipped) {
-  if (!running_ || !parts_.optimizer.can_be_recorded()) return numbers_.update_weights(clipped);
+  if (!recorded_ || !parts_.optimizer.can_be_recorded()) return numbers_.update_weights(clipped);
   parts_.optimizer.write_lrs();
-  if (!std::exchange(running_->has_update, true)) record_update(step, *running_);
-  running_->update.launch();
+  if (!std::exchange(recorded_->has_update, true)) record_update(step, *recorded_);
+  recorded_->update.launch();
   // Sharding and caches of casts have to notice.
-  for (const auto& [parameter, gradient] : running_->gradients)
+  for (const auto& [parameter, gradient] : recorded_->gradients)
     parameter.unsafeGetTensorImpl()->bump_version();
 }
 

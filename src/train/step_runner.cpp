@@ -59,8 +59,8 @@ StepSums sum_over_ranks(const StepValues& values, const TokenCounts& tokens, int
   return sums;
 }
 
-void check_valid_tokens(int64_t global_valid_tokens) {
-  TITAN_CHECK(global_valid_tokens > 0, "a step needs at least one valid token, got ", global_valid_tokens);
+void check_valid_tokens(const ops::ValidTokens& global_valid_tokens) {
+  TITAN_CHECK(global_valid_tokens.on_host() != 0, "a step needs at least one valid token");
 }
 
 ops::Documents documents_of(const data::Batch& batch, at::Device device) {
@@ -69,7 +69,7 @@ ops::Documents documents_of(const data::Batch& batch, at::Device device) {
 }
 
 at::Tensor checked_loss(TrainableModel& model, const at::Tensor& input, const at::Tensor& labels_BS,
-                        int64_t global_valid_tokens) {
+                        const ops::ValidTokens& global_valid_tokens) {
   at::Tensor loss = model.loss(input, labels_BS, global_valid_tokens);
   const bool is_wide = loss.scalar_type() == at::kFloat || loss.scalar_type() == at::kDouble;
   TITAN_CHECK(is_wide && loss.dim() == 0, "the model's loss must be a scalar in float32 or float64, but is ",

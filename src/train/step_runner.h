@@ -56,20 +56,20 @@ class StepRunner {
   /// When it returns, the gradients of the whole step are reduced. `global_valid_tokens` must be positive.
   /// After an exception, the next call starts afresh.
   virtual at::Tensor forward_backward(const std::vector<data::Batch>& batches,
-                                      int64_t global_valid_tokens) = 0;
+                                      const ops::ValidTokens& global_valid_tokens) = 0;
   /// Runs the forward of one batch, without gradients; returns the loss as above.
-  virtual at::Tensor forward(const data::Batch& batch, int64_t global_valid_tokens) = 0;
+  virtual at::Tensor forward(const data::Batch& batch, const ops::ValidTokens& global_valid_tokens) = 0;
   virtual const std::vector<ModelPart>& models() const = 0;
 };
 
-/// Throws Error unless global_valid_tokens > 0. Every runner calls it.
-void check_valid_tokens(int64_t global_valid_tokens);
+/// Throws Error if there are none. Every runner calls it.
+void check_valid_tokens(const ops::ValidTokens& global_valid_tokens);
 /// The documents of a batch for TrainableModel::set_documents, in host memory from which a copy to `device` is
 /// asynchronous; none without Batch::document_end.
 ops::Documents documents_of(const data::Batch& batch, at::Device device);
 /// model.loss(), checked: throws Error unless it is a scalar in float32 or float64.
 at::Tensor checked_loss(TrainableModel& model, const at::Tensor& input, const at::Tensor& labels_BS,
-                        int64_t global_valid_tokens);
+                        const ops::ValidTokens& global_valid_tokens);
 
 /// A step after clipping: device tensors that the host hasn't read.
 struct ClippedStep {

@@ -9,7 +9,7 @@
 namespace titan::train {
 
 at::Tensor WholeModelRunner::forward_backward(const std::vector<data::Batch>& batches,
-                                              int64_t global_valid_tokens) {
+                                              const ops::ValidTokens& global_valid_tokens) {
   check_valid_tokens(global_valid_tokens);
   TrainableModel& model = *models_[0].model;
   discard_gradients(model.root());  // left by a failed step
@@ -30,7 +30,7 @@ at::Tensor WholeModelRunner::forward_backward(const std::vector<data::Batch>& ba
   return total;
 }
 
-at::Tensor WholeModelRunner::forward(const data::Batch& batch, int64_t global_valid_tokens) {
+at::Tensor WholeModelRunner::forward(const data::Batch& batch, const ops::ValidTokens& global_valid_tokens) {
   check_valid_tokens(global_valid_tokens);
   const dist::TraceRange traced([] { return "forward 0"; });
   set_documents(batch);

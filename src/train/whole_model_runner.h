@@ -18,8 +18,9 @@ class WholeModelRunner final : public StepRunner {
  public:
   WholeModelRunner(TrainableModel& model, at::Device device)
       : models_{{&model}}, device_(device), copies_(device) {}
-  at::Tensor forward_backward(const std::vector<data::Batch>& batches, int64_t global_valid_tokens) override;
-  at::Tensor forward(const data::Batch& batch, int64_t global_valid_tokens) override;
+  at::Tensor forward_backward(const std::vector<data::Batch>& batches,
+                              const ops::ValidTokens& global_valid_tokens) override;
+  at::Tensor forward(const data::Batch& batch, const ops::ValidTokens& global_valid_tokens) override;
   const std::vector<ModelPart>& models() const override { return models_; }
 
  private:

@@ -74,7 +74,7 @@ class SmallStage : public train::TrainableModel {
     if (watch) watch(y);
     return y;
   }
-  at::Tensor loss(const at::Tensor& input, const at::Tensor&, int64_t) override {
+  at::Tensor loss(const at::Tensor& input, const at::Tensor&, const ops::ValidTokens&) override {
     return loss_of(hidden(input));
   }
 

@@ -106,7 +106,8 @@ class FaultyModel : public BigramModel {
         first_(first),
         at_forward_(std::move(at_forward)) {}
 
-  at::Tensor loss(const at::Tensor& tokens_BS, const at::Tensor& labels_BS, int64_t global_count) override {
+  at::Tensor loss(const at::Tensor& tokens_BS, const at::Tensor& labels_BS,
+                  const ops::ValidTokens& global_count) override {
     if (at_forward_) at_forward_(tokens_BS);
     const bool goes_wrong = ++num_calls_ >= first_ && world().rank() == bad_rank();
     if (goes_wrong && fault_ == Fault::InfiniteWeightGradient && !spoils_) {

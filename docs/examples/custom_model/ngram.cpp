@@ -103,7 +103,7 @@ class NgramModel : public TrainableModel {
   at::Tensor hidden(const at::Tensor& input) override { return model_(input); }
 
   at::Tensor loss(const at::Tensor& input, const at::Tensor& labels_BS,
-                  int64_t global_valid_tokens) override {
+                  const titan::ops::ValidTokens& global_valid_tokens) override {
     const at::Tensor logits_NV = model_(input).flatten(0, 1).to(at::kFloat);
     const at::Tensor sum =
         at::cross_entropy_loss(logits_NV, labels_BS.flatten(), {}, at::Reduction::Sum, -100);

@@ -87,7 +87,8 @@ class AveragerImpl : public titan::nn::Module {
     register_module("head", head_);
   }
 
-  at::Tensor forward(const at::Tensor& tokens_BS, const at::Tensor& labels_BS, int64_t global_valid_tokens) {
+  at::Tensor forward(const at::Tensor& tokens_BS, const at::Tensor& labels_BS,
+                     const titan::ops::ValidTokens& global_valid_tokens) {
     check_entered_through_ref();
     at::Tensor x_BSD = embedding_(tokens_BS);
     for (const Block& block : blocks) x_BSD = block(x_BSD);
@@ -108,7 +109,7 @@ class AveragerModel : public TrainableModel {
   AveragerModel(const AveragerArgs& args, const Construct& construct) : model(args, construct) {}
   titan::nn::AnyRef root() override { return model; }
   at::Tensor loss(const at::Tensor& tokens_BS, const at::Tensor& labels_BS,
-                  int64_t global_valid_tokens) override {
+                  const titan::ops::ValidTokens& global_valid_tokens) override {
     return model(tokens_BS, labels_BS, global_valid_tokens);
   }
   Averager model;

@@ -95,7 +95,7 @@ class Llama3Impl : public nn::Module, public nn::LayerSequence {
   /// the token losses divided by `global_valid_tokens`, a scalar of at least fp32. A block_causal model needs the
   /// batch's `documents`, except on the meta device.
   at::Tensor forward(const at::Tensor& input, const at::Tensor& labels_BS = {},
-                     int64_t global_valid_tokens = 0, const ops::Documents& documents = {});
+                     const ops::ValidTokens& global_valid_tokens = 0, const ops::Documents& documents = {});
 
   const Llama3Args& args() const { return args_; }
 

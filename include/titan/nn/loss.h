@@ -80,7 +80,8 @@ class LinearCrossEntropyImpl : public WeightedModule,
   /// labels: int64 [...], where -100 is ignored. Returns the sum of this batch's token losses divided by
   /// `global_valid_tokens`, the number of labels that aren't ignored in the whole optimizer step (0: the loss
   /// is 0). The result is a scalar in fp32, or float64 in a float64 model.
-  at::Tensor forward(const at::Tensor& hidden, const at::Tensor& labels, int64_t global_valid_tokens);
+  at::Tensor forward(const at::Tensor& hidden, const at::Tensor& labels,
+                     const ops::ValidTokens& global_valid_tokens);
 
   void set_products(ops::SharedProducts products) override { products_ = std::move(products); }
   void set_loss(Loss loss) override { loss_ = std::move(loss); }

@@ -6,6 +6,8 @@
 //   at::Tensor loss = ops::linear_cross_entropy(
 //       hidden, weight, labels, {.global_valid_tokens = count, .products = ops::default_products()});
 
+#include <optional>
+
 #include "titan/ops/linear.h"
 
 namespace titan::ops {
@@ -38,8 +40,27 @@ class TokenLoss {
   virtual TokenLosses evaluate(const TokenStatistics& statistics) const = 0;
 };
 
+/// The number of labels that aren't ignored in a whole optimizer step, on all ranks: what its loss is divided by.
+class ValidTokens {
+ public:
+  // NOLINTNEXTLINE(google-explicit-constructor): all but CUDA graphs pass numbers
+  ValidTokens(int64_t count);
+  /// For work that is recorded as a CUDA graph, which may have another number at each launch. `inverse`: one over the
+  /// number, a float64 scalar on the device.
+  static ValidTokens on_device(at::Tensor inverse);
+  /// Unset: only the device knows the number.
+  std::optional<int64_t> on_host() const;
+
+  /// sum * (1 / number), in the sum's dtype, with a gradient; 0 if the number is 0.
+  friend at::Tensor operator/(const at::Tensor& sum, const ValidTokens& number);
+
+ private:
+  int64_t count_;
+  at::Tensor inverse_;  // if defined, in place of the count
+};
+
 struct LossOptions {
-  int64_t global_valid_tokens = 0;  ///< the sum is divided by this; 0: the loss and its gradients are 0
+  ValidTokens global_valid_tokens = 0;  ///< the sum is divided by this; 0: the loss and its gradients are 0
   int64_t chunk_bytes =
       64 * 1024 * 1024;  ///< size of the logits that exist at one time; on a GPU, at least 4,096 rows do
   std::shared_ptr<const Products> products;

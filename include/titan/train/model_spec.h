@@ -33,6 +33,7 @@
 #include "titan/core/registry.h"
 #include "titan/nn/hooks.h"
 #include "titan/ops/documents.h"
+#include "titan/ops/loss.h"
 #include "titan/parallel/activation_checkpoint.h"
 #include "titan/parallel/fsdp.h"
 #include "titan/parallel/parallelism.h"
@@ -53,7 +54,7 @@ class TrainableModel {
   /// last of several stages, the result of the previous stage's hidden(). labels_BS: int64 [batch, sequence];
   /// labels of -100 are ignored.
   virtual at::Tensor loss(const at::Tensor& input, const at::Tensor& labels_BS,
-                          int64_t global_valid_tokens) = 0;
+                          const ops::ValidTokens& global_valid_tokens) = 0;
   /// For a pipeline stage that isn't the last: the tensor that goes to the next stage, of any shape and
   /// floating dtype. input: tokens at the first stage, else the result of the previous stage's hidden(). The
   /// result covers this rank's tokens: its part of each row under parallelisms that share rows, and its part

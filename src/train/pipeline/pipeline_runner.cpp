@@ -160,7 +160,7 @@ void GraphRoot::backward(const at::Tensor& grad) {
 class RunningStep {
  public:
   RunningStep(PipelineRunner& runner, const StepPlan& plan, const std::vector<data::Batch>& micro_batches,
-              int64_t global_valid_tokens)
+              const ops::ValidTokens& global_valid_tokens)
       : runner_(runner),
         plan_(plan),
         micro_batches_(micro_batches),
@@ -350,7 +350,7 @@ class RunningStep {
   PipelineRunner& runner_;
   const StepPlan& plan_;
   const std::vector<data::Batch>& micro_batches_;
-  int64_t global_valid_tokens_;
+  ops::ValidTokens global_valid_tokens_;
   ReceiveBuffers buffers_;
   std::vector<Cell> cells_;
   std::vector<Sent> sends_;
@@ -469,19 +469,19 @@ void PipelineRunner::set_schedules(const ScheduleParts& training,
 }
 
 at::Tensor PipelineRunner::forward_backward(const std::vector<data::Batch>& batches,
-                                            int64_t global_valid_tokens) {
+                                            const ops::ValidTokens& global_valid_tokens) {
   const at::Tensor loss = run(training_.value(), split_rows(batches, micro_batch_rows_), global_valid_tokens);
   tied_.sum();
   return loss;
 }
 
-at::Tensor PipelineRunner::forward(const data::Batch& batch, int64_t global_valid_tokens) {
+at::Tensor PipelineRunner::forward(const data::Batch& batch, const ops::ValidTokens& global_valid_tokens) {
   const StepPlan& plan = evaluation_.value();
   return run(plan, split_rows({batch}, batch.input_BS.size(0) / plan.num_micro_batches), global_valid_tokens);
 }
 
 at::Tensor PipelineRunner::run(const StepPlan& plan, const std::vector<data::Batch>& micro_batches,
-                               int64_t global_valid_tokens) {
+                               const ops::ValidTokens& global_valid_tokens) {
   check_valid_tokens(global_valid_tokens);
   TITAN_CHECK(micro_batches.size() == static_cast<size_t>(plan.num_micro_batches), "a plan for ",
               plan.num_micro_batches, " micro-batches got ", micro_batches.size());

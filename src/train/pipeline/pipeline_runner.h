@@ -137,8 +137,9 @@ class PipelineRunner final : public StepRunner {
   /// sequences. Collective over pp.
   void set_schedules(const ScheduleParts& training, const std::optional<ScheduleParts>& evaluation,
                      int64_t micro_batch_rows, TiedGradients tied);
-  at::Tensor forward_backward(const std::vector<data::Batch>& batches, int64_t global_valid_tokens) override;
-  at::Tensor forward(const data::Batch& batch, int64_t global_valid_tokens) override;
+  at::Tensor forward_backward(const std::vector<data::Batch>& batches,
+                              const ops::ValidTokens& global_valid_tokens) override;
+  at::Tensor forward(const data::Batch& batch, const ops::ValidTokens& global_valid_tokens) override;
   const std::vector<Stage>& models() const override { return stages_; }
 
   // ---- one schedule
@@ -151,7 +152,7 @@ class PipelineRunner final : public StepRunner {
   /// Error that names the action in which it occurred, and ends the pipeline: messages of that step may still
   /// be on the way, so further runs are refused.
   at::Tensor run(const StepPlan& plan, const std::vector<data::Batch>& micro_batches,
-                 int64_t global_valid_tokens);
+                 const ops::ValidTokens& global_valid_tokens);
   /// From now on each run() appends the times of its actions; null: it stops doing so. On a GPU these are the
   /// times when work was queued.
   void record_times(std::vector<ActionTime>* times) { times_ = times; }

@@ -163,7 +163,8 @@ class BufferedModel : public TrainableModel {
  public:
   explicit BufferedModel(const nn::Construct& construct) : model_(construct) {}
   nn::AnyRef root() override { return model_; }
-  at::Tensor loss(const at::Tensor& tokens_BS, const at::Tensor& labels_BS, int64_t valid_tokens) override {
+  at::Tensor loss(const at::Tensor& tokens_BS, const at::Tensor& labels_BS,
+                  const ops::ValidTokens& valid_tokens) override {
     return at::cross_entropy_loss(model_(tokens_BS).flatten(0, 1), labels_BS.flatten(), {},
                                   at::Reduction::Sum, -100) /
            valid_tokens;

@@ -23,7 +23,8 @@ class ResidualModel : public TrainableModel {
   ResidualModel(const nn::ResidualSizes& sizes, const nn::Construct& construct) : model(sizes, construct) {}
   nn::AnyRef root() override { return model; }
   at::Tensor hidden(const at::Tensor& input) override { return model(input); }
-  at::Tensor loss(const at::Tensor& input, const at::Tensor& labels, int64_t global_valid_tokens) override {
+  at::Tensor loss(const at::Tensor& input, const at::Tensor& labels,
+                  const ops::ValidTokens& global_valid_tokens) override {
     return model(input, labels, global_valid_tokens);
   }
   nn::Residual model;

@@ -58,7 +58,8 @@ class ResidualImpl : public Module, public LayerSequence {
     const at::Tensor h = hidden(input);
     return head ? head(h) : h;
   }
-  at::Tensor forward(const at::Tensor& input, const at::Tensor& labels, int64_t global_valid_tokens) {
+  at::Tensor forward(const at::Tensor& input, const at::Tensor& labels,
+                     const ops::ValidTokens& global_valid_tokens) {
     check_entered_through_ref();
     return head(hidden(input), labels, global_valid_tokens);
   }

@@ -99,6 +99,34 @@ TEST(LinearCrossEntropy, IsZeroWithoutValidTokens) {
   EXPECT_EQ(weight.grad().abs().sum().item<double>(), 0);
 }
 
+// The count of a CUDA graph, which is a tensor, gives the same bits as a number.
+TEST(LinearCrossEntropy, TakesTheCountFromTheDevice) {
+  const HeadCase c;
+  for (const at::ScalarType dtype : {at::kBFloat16, at::kFloat, at::kDouble}) {
+    const at::Tensor inverse = at::zeros({}, at::kDouble);
+    for (const int64_t count : {int64_t{7}, c.count(), int64_t{1'000'003}}) {
+      const auto loss_and_gradients = [&](const ValidTokens& tokens) {
+        const at::Tensor hidden = c.hidden.to(dtype).requires_grad_(),
+                         weight = c.weight.to(dtype).requires_grad_();
+        LossOptions options = options_for(1);
+        options.global_valid_tokens = tokens;
+        const at::Tensor loss = linear_cross_entropy(hidden, weight, c.labels, options);
+        loss.backward();
+        return std::vector{loss.detach(), hidden.grad(), weight.grad()};
+      };
+      inverse.fill_(1.0 / static_cast<double>(count));
+      const auto expected = loss_and_gradients(count),
+                 got = loss_and_gradients(ValidTokens::on_device(inverse));
+      for (size_t i = 0; i < expected.size(); ++i) {
+        EXPECT_EQ(got[i].scalar_type(), expected[i].scalar_type());
+        EXPECT_TRUE(at::equal(got[i], expected[i])) << dtype << " " << count << " " << i;
+      }
+    }
+  }
+}
+
+TEST(LinearCrossEntropy, RefusesANegativeCount) { EXPECT_THROW(options_for(-1), Error); }
+
 TEST(LinearCrossEntropy, ComputesTheLossAloneWithoutGradients) {
   const HeadCase c;
   at::NoGradGuard no_grad;

@@ -27,7 +27,7 @@ class ProductStage : public TrainableModel {
   explicit ProductStage(Function after) : linear(kDim, kDim), after_(std::move(after)) {}
   nn::AnyRef root() override { return linear; }
   at::Tensor hidden(const at::Tensor& input) override { return after_(linear(input.to(at::kFloat))); }
-  at::Tensor loss(const at::Tensor& input, const at::Tensor&, int64_t) override {
+  at::Tensor loss(const at::Tensor& input, const at::Tensor&, const ops::ValidTokens&) override {
     return hidden(input).sum();
   }
 
@@ -107,7 +107,7 @@ TEST(PipelineRunner, RefusesAScheduleThatCannotRun) {
 class WatchedStage : public ProductStage {
  public:
   WatchedStage() : ProductStage(unchanged) {}
-  at::Tensor loss(const at::Tensor& input, const at::Tensor& labels, int64_t count) override {
+  at::Tensor loss(const at::Tensor& input, const at::Tensor& labels, const ops::ValidTokens& count) override {
     places.insert(input.data_ptr());
     for (int i = 0; i < 4; ++i)
       others_.push_back(at::empty_like(input, input.options().requires_grad(false)));

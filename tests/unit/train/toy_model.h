@@ -35,7 +35,7 @@ class BigramModel : public TrainableModel {
       : model(vocab_size, construct) {}
   nn::AnyRef root() override { return model; }
   at::Tensor loss(const at::Tensor& tokens_BS, const at::Tensor& labels_BS,
-                  int64_t global_valid_tokens) override {
+                  const ops::ValidTokens& global_valid_tokens) override {
     at::Tensor logits_NV = model(tokens_BS).flatten(0, 1);
     return at::cross_entropy_loss(logits_NV, labels_BS.flatten(), {}, at::Reduction::Sum, -100) /
            global_valid_tokens;

@@ -48,7 +48,8 @@ std::optional<ValidationResult> validate_whole(TrainableModel& model, const Vali
 class HalfPrecisionLoss : public BigramModel {
  public:
   using BigramModel::BigramModel;
-  at::Tensor loss(const at::Tensor& tokens_BS, const at::Tensor& labels_BS, int64_t tokens) override {
+  at::Tensor loss(const at::Tensor& tokens_BS, const at::Tensor& labels_BS,
+                  const ops::ValidTokens& tokens) override {
     return BigramModel::loss(tokens_BS, labels_BS, tokens).to(at::kBFloat16);
   }
 };
