@@ -170,14 +170,14 @@ void StragglerWatch::compare(int64_t step) {
   for (size_t rank = 0; rank < size; ++rank, values += kFigures)
     paces_[rank] = {values[0], values[1], static_cast<int>(values[2]), values[3]};
   if (log_) {
-    log_->instant("own_s", own[0], "titan::train::StragglerWatch");
-    log_->instant("wait_s", own[1], "titan::train::StragglerWatch");
+    log_->instant("own_s", own[0], "titan::train::StragglerWatch", step);
+    log_->instant("wait_s", own[1], "titan::train::StragglerWatch", step);
   }
   const bool was_one = straggler_.has_value();
   update_straggler(step, find_straggler(paces_, settings_));
   // Repeated at every interval, and once when it is over, so that the end of a log shows the current state.
   if (log_ && world_.rank() == 0 && (was_one || straggler_))
-    log_->instant("straggler", straggler_ ? straggler_->rank : -1, "titan::train::StragglerWatch");
+    log_->instant("straggler", straggler_ ? straggler_->rank : -1, "titan::train::StragglerWatch", step);
 }
 
 // A rank becomes the straggler after being the slowest for `intervals` intervals, and recovers after as many

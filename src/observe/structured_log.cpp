@@ -333,7 +333,7 @@ struct StructuredLog::Impl {
   void push(StructuredEvent event) {
     event.thread = calling_thread();
     if (event.step == 0) event.step = step;
-    event.relative_step = relative_step;
+    event.relative_step = relative_step + event.step - step;
     event.step_tags = tags;
     if (queue.size() >= kMostQueued) {
       ++dropped;
@@ -492,23 +492,23 @@ void StructuredLog::end(Phase phase, int64_t /*step*/, bool failed) {
 
 void StructuredLog::logged(const StepMetrics& metrics) {
   const char* caller = "titan::train::MetricsLogger";
-  instant("loss", metrics.loss, caller);
-  instant("grad_norm", metrics.grad_norm, caller);
-  instant("tps", metrics.tps, caller);
-  instant("step_s", metrics.step_s, caller);
-  instant("data_loading_s", metrics.data_loading_s, caller);
-  instant("memory_gib", metrics.memory_gib, caller);
-  instant("memory_percent", metrics.memory_percent, caller);
-  instant("local_valid_tokens", static_cast<double>(metrics.local_valid_tokens), caller);
-  instant("global_valid_tokens", static_cast<double>(metrics.global_valid_tokens), caller);
+  instant("loss", metrics.loss, caller, metrics.step);
+  instant("grad_norm", metrics.grad_norm, caller, metrics.step);
+  instant("tps", metrics.tps, caller, metrics.step);
+  instant("step_s", metrics.step_s, caller, metrics.step);
+  instant("data_loading_s", metrics.data_loading_s, caller, metrics.step);
+  instant("memory_gib", metrics.memory_gib, caller, metrics.step);
+  instant("memory_percent", metrics.memory_percent, caller, metrics.step);
+  instant("local_valid_tokens", static_cast<double>(metrics.local_valid_tokens), caller, metrics.step);
+  instant("global_valid_tokens", static_cast<double>(metrics.global_valid_tokens), caller, metrics.step);
 }
 
 void StructuredLog::stopped(int signal) { instant("stopped", signal, kTrainer); }
 
-void StructuredLog::instant(const char* name, std::optional<double> value, const char* caller) {
+void StructuredLog::instant(const char* name, std::optional<double> value, const char* caller, int64_t step) {
   const int64_t now = steady_now_ns();
   std::lock_guard lock(impl_->mutex);
-  StructuredEvent event{.name = name, .caller = caller, .steady_ns = now};
+  StructuredEvent event{.name = name, .caller = caller, .steady_ns = now, .step = step};
   if (value) event.value = *value;
   impl_->push(event);
 }

@@ -63,7 +63,8 @@ class StructuredLog : public RunObserver {
   void stopped(int signal) override;
 
   // Thread-safe. Names and callers must outlive the log: use literals.
-  void instant(const char* name, std::optional<double> value = {}, const char* caller = "");
+  /// `step`: which one `value` is of; 0: the one in progress.
+  void instant(const char* name, std::optional<double> value = {}, const char* caller = "", int64_t step = 0);
   void start_span(const char* name, const char* caller = "");
   void end_span(const char* name, bool failed, const char* caller = "");
   /// Adds a span "startup" of `seconds` that ends now, for the time before this object existed.

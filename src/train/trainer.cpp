@@ -72,7 +72,9 @@ void Trainer::run_steps() {
     }
     end_step();
     // Only the first step may take long, to set things up; a rank that is late afterwards is lost.
-    if (is_first) parts_.world.set_timeout(std::chrono::seconds(options_.train_timeout_s));
+    if (!is_first) continue;
+    settle();
+    parts_.world.set_timeout(std::chrono::seconds(options_.train_timeout_s));
   }
   if (progress_.step < options_.steps && !stopping_)
     log::warning_rank0(str("the data ends after step ", progress_.step, " of ", options_.steps));
@@ -83,9 +85,10 @@ bool Trainer::train_step() {
   auto input = fetch();
   if (!input) return false;
   const TokenCounts tokens = input->tokens;
+  // Padding rows, which fill up batches if rows don't divide evenly over ranks, aren't counted.
+  const int64_t local_tokens = parts_.loader.num_rows() * input->batches.front().labels_BS.size(1);
   schedule_step();
-  const bool has_labels = tokens.global > 0;
-  if (has_labels) {
+  if (tokens.global > 0) {
     parts_.optimizer.zero_grad();
     ClippedStep clipped;
     at::Tensor loss;
@@ -99,8 +102,19 @@ bool Trainer::train_step() {
   } else {
     log::warning_rank0(
         str("step ", progress_.step, ": the global batch has no valid labels; weights unchanged"));
+    settle();
+    values_ = no_values(progress_.step);
   }
-  if (is_due(options_.log_freq)) log_step(has_labels ? settle() : no_values(progress_.step), tokens);
+  log_step();  // the step before: by now its numbers have been read
+  parts_.window.count_step(local_tokens);
+  if (is_due(options_.log_freq)) {
+    StepMetrics& metrics = unlogged_.emplace();
+    metrics.step = progress_.step;
+    metrics.local_valid_tokens = tokens.local;
+    metrics.global_valid_tokens = tokens.global;
+    metrics.lr = parts_.optimizer.lr();
+  }
+  if (!unread_) log_step();
   return true;
 }
 
@@ -112,8 +126,6 @@ std::optional<StepInput> Trainer::fetch() {
     if (!batches->empty()) parts_.loader.take_back_step();
     return std::nullopt;
   }
-  // Padding rows, which fill up batches if rows don't divide evenly over ranks, aren't counted.
-  parts_.window.count_step(parts_.loader.num_rows() * batches->front().labels_BS.size(1));
   return StepInput{*std::move(batches), *tokens};
 }
 
@@ -163,11 +175,11 @@ ClippedStep Trainer::run_graph(const StepInput& input) {
 // The previous step's late numbers are read here, once this step's work is queued, so that the device stays
 // busy while the host waits for them. A save may still be reading what the optimizer is about to write.
 void Trainer::update(StepInput input, const ClippedStep& clipped) {
-  settle();
+  read_numbers();
   if (parts_.checkpoints) parts_.checkpoints->wait_for_staging();
   for (const auto& [name, policy] : parts_.policies) policy->before_update();
   unread_ = std::move(input);
-  if (!numbers_->are_late()) settle();
+  if (!numbers_->are_late()) read_numbers();
   if (graphs_)
     graphs_->update_weights(progress_.step, clipped);
   else
@@ -176,11 +188,16 @@ void Trainer::update(StepInput input, const ClippedStep& clipped) {
 }
 
 const StepValues& Trainer::settle() {
-  if (!unread_) return values_;
+  read_numbers();
+  log_step();
+  return values_;
+}
+
+void Trainer::read_numbers() {
+  if (!unread_) return;
   const StepInput input = *std::exchange(unread_, std::nullopt);
   values_ = numbers_->read();
   judge(values_, input);
-  return values_;
 }
 
 // All ranks reach the same verdict: the norm is the same everywhere, and the losses' flag is exchanged.
@@ -221,21 +238,21 @@ double Trainer::loss_of_all(const StepValues& values) const {
   return parts_.world.everyone()->sum(values.local_loss, {"train::loss_of_all"}) / parts_.meshes.tp.size();
 }
 
-void Trainer::log_step(const StepValues& values, const TokenCounts& tokens) {
+// The speed and memory are those up to now: if numbers are read late, the next step is queued already, but the device
+// has only just finished this one.
+void Trainer::log_step() {
+  if (!unlogged_) return;
   const PhaseScope log = phase(Phase::Log);
-  StepMetrics metrics;
-  metrics.step = progress_.step;
-  metrics.grad_norm = values.grad_norm.norm;
-  metrics.local_valid_tokens = tokens.local;
-  metrics.global_valid_tokens = tokens.global;
-  metrics.lr = parts_.optimizer.lr();
+  StepMetrics metrics = *std::exchange(unlogged_, std::nullopt);
+  metrics.grad_norm = values_.grad_norm.norm;
   for (const auto& [name, policy] : parts_.policies) policy->add_metrics(metrics);
   if (parts_.checkpoints) {
     metrics.checkpoint_s = parts_.checkpoints->take_blocked_seconds();
     parts_.window.leave_out(*metrics.checkpoint_s);
   }
   parts_.window.close(metrics);
-  const StepSums sums = sum_over_ranks(values, tokens, metrics.n_tokens_seen, parts_.meshes, parts_.world);
+  const StepSums sums = sum_over_ranks(values_, {metrics.local_valid_tokens, metrics.global_valid_tokens},
+                                       metrics.n_tokens_seen, parts_.meshes, parts_.world);
   metrics.loss = sums.loss;
   metrics.max_loss = sums.max_loss;
   metrics.n_tokens_seen = progress_.tokens_before + sums.tokens_seen;

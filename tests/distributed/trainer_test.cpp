@@ -1,11 +1,15 @@
 // The training loop itself, with a model small enough to follow: its log, its end, and its errors.
 
+#include <gmock/gmock.h>
+
 #include <ATen/ops/equal.h>
 
 #include "distributed/trainer_case.h"
 
 namespace titan::train {
 namespace {
+
+using ::testing::ElementsAre;
 
 TEST(Trainer, StepsChangeTheWeights) {
   Started job = start({.options = {.steps = 2}});
@@ -119,6 +123,70 @@ TEST(Trainer, LateReadsChangeNoWeight) {
     weights.push_back(job.parameters.at(0).data.local.detach().clone());
   }
   EXPECT_LE((weights[0] - weights[1]).abs().max().item<double>(), 1e-6);
+}
+
+struct NotesReads : TrainerPolicy {
+  explicit NotesReads(std::vector<std::string>& events) : events(events) {}
+  void judge(Trainer& /*trainer*/, const StepValues& values) override {
+    events.push_back(str("read ", values.step));
+  }
+  std::vector<std::string>& events;
+};
+
+struct NotesLogs : RunObserver {
+  explicit NotesLogs(std::vector<std::string>& events) : events(events) {}
+  void begin(Phase phase, int64_t step) override {
+    if (phase == Phase::ForwardBackward) events.push_back(str("forward ", step));
+  }
+  void logged(const StepMetrics& metrics) override { events.push_back(str("log ", metrics.step)); }
+  std::vector<std::string>& events;
+};
+
+// A device that is read late always has the next step's work when the host waits for it, whether steps are logged or
+// not. The first step isn't late: only then does the shorter time limit begin.
+TEST(Trainer, LateReadsAndLogsFollowTheNextForward) {
+  const auto events_of = [](bool late, int64_t log_freq) {
+    std::vector<std::string> events;
+    Started job = start({.options = {.steps = 4, .log_freq = log_freq, .read_late = late}});
+    job.trainer.parts().policies.push_back({"reads", std::make_unique<NotesReads>(events)});
+    job.trainer.parts().observers.push_back(std::make_unique<NotesLogs>(events));
+    job.trainer.train();
+    return events;
+  };
+  EXPECT_THAT(events_of(/*late=*/true, 1),
+              ElementsAre("forward 1", "read 1", "log 1", "forward 2", "forward 3", "read 2", "log 2",
+                          "forward 4", "read 3", "log 3", "read 4", "log 4"));
+  EXPECT_THAT(events_of(/*late=*/true, 100),
+              ElementsAre("forward 1", "read 1", "log 1", "forward 2", "forward 3", "read 2", "forward 4",
+                          "read 3", "read 4"));
+  EXPECT_THAT(events_of(/*late=*/false, 2),
+              ElementsAre("forward 1", "read 1", "log 1", "forward 2", "read 2", "log 2", "forward 3",
+                          "read 3", "forward 4", "read 4", "log 4"));
+}
+
+// Also around a step without labels, which has nothing to read.
+TEST(Trainer, LateReadsLogTheSameNumbers) {
+  std::vector<std::vector<nlohmann::json>> rows;
+  for (const bool late : {false, true}) {
+    data::TemporaryFolder folder;
+    Started job = start({.feed = std::make_shared<CountedFeed>(5, /*empty_step=*/3),
+                         .options = {.steps = 5, .log_freq = 1, .read_late = late},
+                         .folder = folder.path()});
+    job.trainer.train();
+    if (world().rank() == 0) rows.push_back(logged(folder.path()));
+  }
+  if (world().rank() != 0) return;
+  ASSERT_EQ(rows[0].size(), 5u);
+  ASSERT_EQ(rows[1].size(), 5u);
+  for (size_t i = 0; i < 5; ++i) {
+    for (const char* key : {"step", "lr", "n_tokens_seen"})
+      EXPECT_EQ(rows[0][i].at(key), rows[1][i].at(key)) << i << " " << key;
+    for (const char* key : {"loss", "max_loss", "grad_norm"}) {
+      ASSERT_EQ(rows[0][i].at(key).is_number(), rows[1][i].at(key).is_number()) << i << " " << key;
+      if (rows[0][i].at(key).is_number())
+        EXPECT_NEAR(rows[0][i].at(key), rows[1][i].at(key), 1e-6) << i << " " << key;
+    }
+  }
 }
 
 TEST(Trainer, StepWithoutLabelsKeepsTheWeights) {

@@ -94,7 +94,7 @@ class RunObserver {
   /// Called at a start (0: from the beginning) and after a rewind to a checkpoint: the next step is the one
   /// after `step`. Records of later steps, from an earlier run or from before the rewind, are obsolete.
   virtual void begin_after(int64_t /*step*/) {}
-  /// This step's figures as rank 0 logs them; called on every rank.
+  /// A step's figures as rank 0 logs them; called on every rank. If numbers are read late, that is in the next step.
   virtual void logged(const StepMetrics& /*metrics*/) {}
   virtual void validated(const ValidationMetrics& /*metrics*/) {}
   /// All ranks have agreed to end the run early, because of this signal (0: for another reason).

@@ -66,8 +66,8 @@ struct TrainerOptions {
   int64_t log_freq = 10;
   double max_norm = 1.0;
   int64_t train_timeout_s = 100;  ///< time limit of collectives after the first step
-  /// The host reads a step's loss and gradient norm one step later, or when they are logged, so that a GPU
-  /// never waits for the host. The device itself skips a non-finite step, and the error comes one step later.
+  /// The host reads and logs a step's loss and gradient norm one step later, so that a GPU never waits for the
+  /// host. The device itself skips a non-finite step, and the error comes one step later.
   /// Needs the fused optimizer. Unset: true on a GPU with that optimizer.
   std::optional<bool> read_late;
   /// On a GPU: records steps as CUDA graphs (docs/gpu_performance.md). Needs read_late, and a current
@@ -107,7 +107,8 @@ class Trainer {
   /// True at step 1 and every `freq` steps.
   bool is_due(int64_t freq) const { return progress_.step == 1 || progress_.step % freq == 0; }
   PhaseScope phase(Phase phase) const { return {parts_.observers, phase, progress_.step}; }
-  /// The numbers of the last step. Waits for the device if they are read late.
+  /// The numbers of the last step, which is then logged if that is due. Waits for the device if they are read late.
+  /// Collective over the world.
   const StepValues& settle();
   /// The step's loss over the whole batch: the same bits on all ranks. Collective over the world.
   double loss_of_all(const StepValues& values) const;
@@ -138,7 +139,8 @@ class Trainer {
   void schedule_step();
   ClippedStep run_graph(const StepInput& input);
   void update(StepInput input, const ClippedStep& clipped);
-  void log_step(const StepValues& values, const TokenCounts& tokens);
+  void read_numbers();
+  void log_step();
   void judge(const StepValues& values, const StepInput& input);
   std::string explain(const NonFiniteStep& step);
   std::string describe_nonfinite(const StepValues& values) const;
@@ -154,9 +156,10 @@ class Trainer {
   TrainerOptions options_;
   Progress progress_;
   std::unique_ptr<StepNumbers> numbers_;
-  std::unique_ptr<StepGraphs> graphs_;  // null: steps aren't recorded
-  std::optional<StepInput> unread_;     // input of the step whose numbers haven't been read
-  StepValues values_;                   // the last ones read
+  std::unique_ptr<StepGraphs> graphs_;   // null: steps aren't recorded
+  std::optional<StepInput> unread_;      // input of the step whose numbers haven't been read
+  StepValues values_;                    // the last ones read
+  std::optional<StepMetrics> unlogged_;  // a step's metrics, until its loss has been read
   int64_t last_step_ = 0;
   bool stopping_ = false;
   bool is_loaded_ = false;

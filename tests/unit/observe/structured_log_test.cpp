@@ -63,14 +63,14 @@ TEST(StructuredLog, WritesSpansAndMetricsOfAStep) {
     log.begin(Phase::ForwardBackward, 7);
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
     log.end(Phase::ForwardBackward, 7, false);
-    StepMetrics metrics;
-    metrics.step = 7;
-    metrics.loss = 2.5;
-    log.logged(metrics);
     log.begin(Phase::Save, 7);
     log.end(Phase::Save, 7, false);
     log.end(Phase::Step, 7, false);
     log.begin(Phase::Step, 8);
+    StepMetrics metrics;
+    metrics.step = 7;  // read late
+    metrics.loss = 2.5;
+    log.logged(metrics);
     log.end(Phase::Step, 8, false);
   });
   EXPECT_EQ(rows.front().at("environment").at("titan"), "x");
@@ -89,6 +89,8 @@ TEST(StructuredLog, WritesSpansAndMetricsOfAStep) {
   EXPECT_EQ(forward[0].at("step_tags"), nlohmann::json::array());
   EXPECT_EQ(rows_named(rows, "loss").at(0).at("value"), 2.5);
   EXPECT_EQ(rows_named(rows, "loss").at(0).at("log_type"), "instant");
+  EXPECT_EQ(rows_named(rows, "loss").at(0).at("step"), 7);
+  EXPECT_EQ(rows_named(rows, "loss").at(0).at("relative_step"), 1);
   EXPECT_EQ(rows_named(rows, "training_start").size(), 1u);
   const auto steps = rows_named(rows, "step_end");
   ASSERT_EQ(steps.size(), 2u);
