@@ -46,14 +46,6 @@ PlanArguments with_settings(PlanArguments arguments, const std::vector<Layout::S
   return arguments;
 }
 
-plan::BytesByCategory most_by_category(const plan::Summary& summary) {
-  plan::BytesByCategory most{};
-  for (const plan::MemoryPoint& point : summary.over_time)
-    for (size_t category = 0; category < most.size(); ++category)
-      most[category] = std::max(most[category], point.bytes[category]);
-  return most;
-}
-
 // Exchanges between tensor-parallel ranks may keep their buffers for the backward.
 int64_t saved_bytes(const plan::Summary& summary) {
   const auto of = [&](plan::Category category) { return summary.at_backward[static_cast<size_t>(category)]; };
@@ -74,7 +66,7 @@ PlanAnswer answer(const PlanArguments& base, const plan::ClusterSpec& cluster,
             .mfu = plan.mfu(),
             .parameters = static_cast<double>(config.spec().sizes(config.args()).num_params),
             .peak_bytes = plan.peak_bytes(),
-            .most_bytes = most_by_category(plan.largest().summary),
+            .most_bytes = plan.largest().summary.most_bytes,
             .saved_bytes = saved_bytes(plan.largest().summary),
             .seconds = plan.busiest().seconds};
   } catch (const std::exception& error) {

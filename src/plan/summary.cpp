@@ -22,7 +22,9 @@ void add_memory(const Trace& trace, Summary& summary) {
     if (entry.kind == Entry::Kind::Allocate || entry.kind == Entry::Kind::Free) {
       const Allocation& allocation = trace.allocations()[entry.index];
       const int64_t change = entry.kind == Entry::Kind::Allocate ? allocation.bytes : -allocation.bytes;
-      now.bytes[static_cast<size_t>(allocation.category)] += change;
+      const auto category = static_cast<size_t>(allocation.category);
+      now.bytes[category] += change;
+      summary.most_bytes[category] = std::max(summary.most_bytes[category], now.bytes[category]);
       now.module = trace.name(allocation.module);
       in_use += change;
     }

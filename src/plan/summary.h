@@ -41,6 +41,7 @@ struct CollectiveTotals {
 
 struct Summary {
   MemoryPoint peak;                         ///< where most is allocated
+  BytesByCategory most_bytes{};             ///< the most that each category takes, at different times
   std::vector<NamedAmount> peak_by_module;  ///< the modules that allocated it, largest first
   /// At most kMostPoints, evenly over the trace, each the highest of its part.
   std::vector<MemoryPoint> over_time;

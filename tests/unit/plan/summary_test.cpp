@@ -30,5 +30,21 @@ TEST(Summary, HasWhatIsSavedWhenTheBackwardOfTheLastStepBegins) {
   EXPECT_EQ(activations(summary.peak.bytes), 5000);
 }
 
+// Each sample of memory over time is from where the sum is highest, which is never where the activations are.
+TEST(Summary, HasTheMostOfEachCategory) {
+  Trace trace;
+  trace.begin_step();
+  for (int i = 0; i < 1000; ++i) {
+    trace.allocated(1, {.bytes = 100});
+    trace.freed(1);
+    trace.allocated(2, {.bytes = 200, .category = Category::Buffers});
+    trace.freed(2);
+  }
+  const Summary summary = summarize(trace);
+  EXPECT_EQ(activations(summary.most_bytes), 100);
+  EXPECT_EQ(summary.most_bytes[static_cast<size_t>(Category::Buffers)], 200);
+  EXPECT_EQ(activations(summary.peak.bytes), 0);
+}
+
 }  // namespace
 }  // namespace titan::plan
