@@ -13,10 +13,10 @@ namespace titan::plan {
 
 struct DeviceSpec {
   std::string name;
-  bool is_cpu = false;             ///< without a GPU's streams, batches of calls and workspaces of cuBLAS
-  double memory_gib = 0;           ///< as the driver reports it
-  int64_t compute_capability = 0;  ///< 90: 9.0
-  int64_t multiprocessors = 0;
+  bool is_cpu = false;              ///< without a GPU's streams, batches of calls and workspaces of cuBLAS
+  double memory_gib = 0;            ///< as the driver reports it
+  int64_t compute_capability = 90;  ///< 9.0
+  int64_t multiprocessors = 132;
   double memory_gb_per_s = 0;  ///< by the data sheet
   double launch_us = 0;        ///< from the end of a kernel to the start of the next one on its stream
   double power = 1;  ///< share of its speed that it keeps under its power limit, in products and attention

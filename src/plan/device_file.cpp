@@ -98,8 +98,10 @@ void read_device(Keys& keys, DeviceSpec& device) {
     device.is_cpu = kind == "cpu";
   }
   keys.number("device.memory_gib", device.memory_gib, 1.0, 4096.0);
-  keys.number("device.compute_capability", device.compute_capability, 70, 999);
-  keys.number("device.multiprocessors", device.multiprocessors, 1, 1024);
+  if (keys.has("device.compute_capability"))
+    keys.number("device.compute_capability", device.compute_capability, 70, 999);
+  if (keys.has("device.multiprocessors"))
+    keys.number("device.multiprocessors", device.multiprocessors, 1, 1024);
   keys.number("device.memory_gb_per_s", device.memory_gb_per_s, 1e-3, kMost);
   keys.number("device.launch_us", device.launch_us, 0.0, kMost);
   if (keys.has("device.power")) keys.number("device.power", device.power, 0.01, 1.0);

@@ -254,7 +254,7 @@ TEST(PlanCommand, MeasuresThisMachine) {
   EXPECT_LT(found.at("step_s"), 100);
 }
 
-constexpr const char* kDevice = "[device]\nmultiprocessors = 132\nmemory_gb_per_s = 3000\nlaunch_us = 1\n";
+constexpr const char* kDevice = "[device]\nmemory_gb_per_s = 3000\nlaunch_us = 1\n";
 constexpr const char* kLinks =
     "[device.tflops]\nbfloat16 = 900\nfloat32 = 60\n[host]\ndevices = 8\ngb_per_s = 450\nlatency_us = 3\n"
     "[network]\ngb_per_s = 50\nlatency_us = 14\n";
@@ -262,11 +262,22 @@ constexpr const char* kLinks =
 TEST(PlanCommand, TakesDevicesFromFiles) {
   EXPECT_THAT(plan("llama3_8b", 8, {"--device", "h200"}).out, HasSubstr("NVIDIA H200"));
   const auto folder = fresh_folder("plan");
-  std::ofstream(folder / "small.toml")
-      << kDevice << "name = \"Small\"\nmemory_gib = 16\ncompute_capability = 90\n"
-      << kLinks;
+  std::ofstream(folder / "small.toml") << kDevice << "name = \"Small\"\nmemory_gib = 16\n" << kLinks;
   EXPECT_THAT(plan("llama3_8b", 8, {"--device", (folder / "small.toml").string()}).out,
               AllOf(HasSubstr("8 x Small"), HasSubstr("doesn't fit")));
+}
+
+// Also if no estimate is small enough for a full plan.
+TEST(PlanCommand, SaysHowMuchMemoryASearchMisses) {
+  const auto folder = fresh_folder("plan");
+  std::ofstream(folder / "small.toml") << kDevice << "name = \"Small\"\nmemory_gib = 2\n" << kLinks;
+  const CommandResult result =
+      plan("llama3_8b", 2,
+           {"--model.args.n_layers=4", "--device", (folder / "small.toml").string(), "--search",
+            "--sequences", "2", "--max-tp", "2", "--max-cp", "1", "--max-pp", "1"});
+  EXPECT_EQ(result.status, 2) << result.out;
+  EXPECT_THAT(result.err, AllOf(HasSubstr("no layout fits into 1.4 GiB: the smallest that was found (TP 2"),
+                                HasSubstr(" GiB too much")));
 }
 
 void expect_refused(const CommandResult& result, const std::string& key) {
@@ -305,7 +316,7 @@ TEST(PlanCommand, NamesTheKeyOfAWrongDeviceFile) {
     std::ofstream(file) << kDevice << "name = \"x\"\n" << lines << kLinks;
     return plan("llama3_8b", 8, {"--device", file.string()});
   };
-  expect_refused(planned_with("memory_gib = 80\n"), "device.compute_capability");
+  expect_refused(planned_with(""), "device.memory_gib is missing");
   expect_refused(planned_with("memory_gib = inf\ncompute_capability = 90\n"), "memory_gib");
   expect_refused(planned_with("memory_gib = 80\ncompute_capability = 9\n"), "compute_capability");
   expect_refused(planned_with("memory_gib = 80\ncompute_capability = 90\nnodes = 1\n"), "nodes");

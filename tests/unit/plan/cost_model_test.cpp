@@ -126,6 +126,37 @@ TEST(DeviceFile, WhatIsWrongIsNamedWithItsLine) {
   EXPECT_NE(problem_of("[device").find("not TOML"), std::string::npos);
 }
 
+TEST(DeviceFile, NeedsNeitherComputeCapabilityNorMultiprocessors) {
+  const auto file = std::filesystem::path(::testing::TempDir()) / "short.toml";
+  std::ofstream(file) << R"([device]
+name = "GPU"
+memory_gib = 79.6
+memory_gb_per_s = 3350
+launch_us = 2
+[device.tflops]
+bfloat16 = 989
+float8 = 1979
+float32 = 67
+[[device.efficiency]]
+dtype = "bfloat16"
+m = 4096
+n = 4096
+k = 4096
+share = 0.7
+[host]
+devices = 8
+gb_per_s = 450
+latency_us = 5
+[network]
+gb_per_s = 50
+latency_us = 15
+)";
+  const DeviceSpec device = load_device(file.string()).device;
+  EXPECT_EQ(device.compute_capability, 90);
+  EXPECT_EQ(device.multiprocessors, 132);
+  EXPECT_EQ(device.efficiency.size(), 1U);
+}
+
 TEST(DeviceFile, IsFoundByTheNameThatTheDriverGives) {
   EXPECT_EQ(device_called("NVIDIA H100 80GB HBM3"), "h100");
   EXPECT_EQ(device_called("NVIDIA H200"), "h200");
