@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "titan/core/error.h"
+#include "titan/optim/optimizer.h"
 #include "titan/parallel/pipeline_schedule.h"
 
 namespace titan::train {
@@ -29,7 +30,6 @@ namespace {
 
 // In a smaller model a step has other proportions.
 constexpr int64_t kFewLayers = 3, kMoreLayers = 5;
-constexpr double kGatheredBytes = 2, kWholeGradientBytes = 4;  // a parameter's
 
 // Then a step of two micro-batches shows what each of them takes.
 bool exchanges_once_a_step(const Layout& kind) {
@@ -37,17 +37,22 @@ bool exchanges_once_a_step(const Layout& kind) {
 }
 
 // A whole parameter's and its gradient's.
-double whole_bytes(const Layout& layout) {
-  return (kGatheredBytes + kWholeGradientBytes) / static_cast<double>(layout.tensor);
-}
-
-// Parameter, gradient and two moments.
-double state_bytes(const JobConfig& config) {
-  const double parameter = config.training.dtype == "bfloat16" ? 2 : 4;
-  return 2 * parameter + 2 * (config.optimizer.state_dtype == "bfloat16" ? 2 : parameter);
+double whole_bytes(const ParameterBytes& bytes, const Layout& layout) {
+  return (bytes.gathered + bytes.whole_gradient) / static_cast<double>(layout.tensor);
 }
 
 }  // namespace
+
+ParameterBytes parameter_bytes(const JobConfig& config) {
+  const auto size = [](at::ScalarType dtype) { return static_cast<double>(c10::elementSize(dtype)); };
+  const TrainingSettings& training = config.training;
+  const at::ScalarType dtype = scalar_type(training.dtype);
+  const optim::OptimizerSpec& rule = optim::optimizers().get(config.optimizer.name);
+  const at::ScalarType of_state = rule.state_dtype(rule.args.make(config.optimizer).get(), dtype);
+  return {.state = 2 * size(dtype) + static_cast<double>(rule.state.size()) * size(of_state),
+          .gathered = size(scalar_type(training.mixed_precision_param)),
+          .whole_gradient = size(scalar_type(training.mixed_precision_reduce))};
+}
 
 std::vector<PlanRequest> block_requests(const Layout& kind, int world) {
   const int64_t of_replica = kind.tensor * kind.context;
@@ -64,7 +69,8 @@ std::vector<PlanRequest> block_requests(const Layout& kind, int world) {
   return requests;
 }
 
-BlockCosts block_costs(const Layout& kind, const std::vector<PlanAnswer>& answers) {
+BlockCosts block_costs(const Layout& kind, const std::vector<PlanAnswer>& answers,
+                       const ParameterBytes& bytes) {
   for (const PlanAnswer& answer : answers)
     if (!answer.error.empty()) return {.error = answer.error};
   const auto amount = [&](size_t first, const auto& value) {
@@ -97,16 +103,14 @@ BlockCosts block_costs(const Layout& kind, const std::vector<PlanAnswer>& answer
   const auto saved = [](const PlanAnswer& answer) { return static_cast<double>(answer.saved_bytes); };
   costs.bytes.of_layer = 2 * most(plan::Category::Parameters).of_layer +
                          most(plan::Category::Optimizer).of_layer + amount(last, saved).of_layer +
-                         (kind.keeps_gathered ? whole_bytes(kind) * costs.parameters.of_layer : 0);
+                         (kind.keeps_gathered ? whole_bytes(bytes, kind) * costs.parameters.of_layer : 0);
   costs.bytes.rest =
       static_cast<double>(plan::total(answers[last + 1].most_bytes)) - kMoreLayers * costs.bytes.of_layer;
   return costs;
 }
 
 LayoutEstimator::LayoutEstimator(const JobConfig& base, const SearchOptions& options)
-    : options_(options),
-      layers_(base.spec().sizes(base.args()).num_layers),
-      state_bytes_(state_bytes(base)) {}
+    : options_(options), layers_(base.spec().sizes(base.args()).num_layers), bytes_(parameter_bytes(base)) {}
 
 LayoutEstimate LayoutEstimator::of(const Layout& layout, const BlockCosts& block) {
   const auto layers = static_cast<double>(layers_), batches = static_cast<double>(micro_batches(layout));
@@ -131,19 +135,19 @@ LayoutEstimate LayoutEstimator::of(const Layout& layout, const BlockCosts& block
       of_stage * stages * block.parameters.of_layer + (less > 0 ? 0 : block.parameters.rest / 2);
   const double stages_gathered = std::min(1.0, 3 / stages);
   const double whole = parameters / static_cast<double>(layout.tensor) *
-                       (kWholeGradientBytes + kGatheredBytes * stages_gathered);
+                       (bytes_.whole_gradient + bytes_.gathered * stages_gathered);
   const double of_parameter =
-      state_bytes_ / of_replica + (block_kind(layout).keeps_gathered ? whole_bytes(layout) : 0);
+      bytes_.state / of_replica + (block_kind(layout).keeps_gathered ? whole_bytes(bytes_, layout) : 0);
   const double activations = std::max(0.0, block.bytes.of_layer - of_parameter * block.parameters.of_layer);
   const double others = std::max(0.0, block.bytes.rest - of_parameter * block.parameters.rest);
-  return {step_s, state_bytes_ * parameters / sharing + whole + live * of_stage * activations + others};
+  return {step_s, bytes_.state * parameters / sharing + whole + live * of_stage * activations + others};
 }
 
 double LayoutEstimator::bytes_of_copies(const Layout& layout, const BlockCosts& block) const {
   const double parameters = block.parameters.of(static_cast<double>(layers_));
   const double of_replicas =
-      state_bytes_ * static_cast<double>(layout.replicate - 1) / static_cast<double>(options_.world);
-  return parameters * (of_replicas + (layout.keeps_gathered ? whole_bytes(layout) : 0));
+      bytes_.state * static_cast<double>(layout.replicate - 1) / static_cast<double>(options_.world);
+  return parameters * (of_replicas + (layout.keeps_gathered ? whole_bytes(bytes_, layout) : 0));
 }
 
 int64_t LayoutEstimator::micro_batches(const Layout& layout) const {

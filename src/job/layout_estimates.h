@@ -41,8 +41,17 @@ struct BlockCosts {
   std::string error;  ///< if it can't be planned
 };
 
+/// The memory of a parameter.
+struct ParameterBytes {
+  double state = 0;           ///< a shard's: itself, its gradient and the optimizer's state
+  double gathered = 0;        ///< where it is whole
+  double whole_gradient = 0;  ///< before its reduction
+};
+ParameterBytes parameter_bytes(const JobConfig& config);
+
 /// From the answers to block_requests().
-BlockCosts block_costs(const Layout& kind, const std::vector<PlanAnswer>& answers);
+BlockCosts block_costs(const Layout& kind, const std::vector<PlanAnswer>& answers,
+                       const ParameterBytes& bytes);
 
 struct LayoutEstimate {
   double step_s = 0;
@@ -54,6 +63,9 @@ class LayoutEstimator {
   /// The options outlive it.
   LayoutEstimator(const JobConfig& base, const SearchOptions& options);
 
+  BlockCosts costs_of(const Layout& kind, const std::vector<PlanAnswer>& answers) const {
+    return block_costs(kind, answers, bytes_);
+  }
   LayoutEstimate of(const Layout& layout, const BlockCosts& block);
 
   /// A replica's, in a step.
@@ -72,7 +84,7 @@ class LayoutEstimator {
 
   const SearchOptions& options_;
   int64_t layers_;
-  double state_bytes_;  // a parameter's
+  ParameterBytes bytes_;
   std::map<std::tuple<std::string, int, int, int, bool>, ScheduleFigures> figures_;
 };
 

@@ -12,6 +12,7 @@
 
 #include "core/units.h"
 #include "job/layout_estimates.h"
+#include "plan/cost_model.h"
 #include "titan/config/table.h"
 #include "titan/core/error.h"
 #include "titan/parallel/pipeline_schedule.h"
@@ -248,9 +249,9 @@ class Search {
     Layout alone = layout;
     alone.pipeline = 2;
     if (const BlockCosts* block = block_of(alone)) return micro_batches * block->seconds.of(layers);
-    constexpr double kContention = 1.1;  // with collectives, of which there may be none
+    // It may have been with collectives.
     const BlockCosts* block = block_of(layout);
-    return block ? micro_batches * block->computing.of(layers) / kContention : 0;
+    return block ? micro_batches * block->computing.of(layers) / (1 + plan::kContention) : 0;
   }
 
   // By what is known of the same layout with less recomputation and smaller micro-batches.
@@ -334,8 +335,9 @@ class Search {
       const std::vector<PlanAnswer> answers = planner_(requests);
       size_t begin = 0;
       for (const auto& [kind, end] : some) {
-        blocks_.emplace(kind, block_costs(kind, {answers.begin() + static_cast<std::ptrdiff_t>(begin),
-                                                 answers.begin() + static_cast<std::ptrdiff_t>(end)}));
+        blocks_.emplace(kind,
+                        estimator_.costs_of(kind, {answers.begin() + static_cast<std::ptrdiff_t>(begin),
+                                                   answers.begin() + static_cast<std::ptrdiff_t>(end)}));
         if (blocks_.at(kind).error.empty()) tried_[without_micro_batch(kind)].insert(kind.micro_batch);
         begin = end;
       }

@@ -22,8 +22,6 @@ constexpr double kNetworkShare = 0.94;
 // NVLink's switches add up by themselves: 476 GB/s of 450 in an all_reduce on 8 H100 (the same issue).
 constexpr double kSwitchSumShare = 1.06;
 constexpr double kSwitchSumLatencyUs = 25;
-// A collective's kernels take some of the multiprocessors and of the memory's speed. An assumption.
-constexpr double kContention = 0.10;
 // How many times the bytes of our casts to Float8 those that Inductor makes of torchao's move. Fitted.
 constexpr double kCompiledCasts = 2.1;
 // Host time of a transformer block by its launches (benchmarks/results/host_time.md).
@@ -138,8 +136,6 @@ double CostModel::host_seconds() const {
                  : kernels_ == Kernels::Compiled ? kHostUsCompiled
                                                  : kHostUsEager);
 }
-
-double CostModel::contention() const { return kContention; }
 
 double CostModel::seconds_of_bytes(double bytes) const {
   return bytes / (kMemoryShare * cluster_.device.memory_gb_per_s * 1e9);

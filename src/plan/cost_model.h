@@ -25,6 +25,9 @@ namespace titan::plan {
 constexpr double kMemoryShare = 0.9;
 /// The share of NVLink that NCCL's rings reach: 340 to 370 of 450 GB/s on 8 H100 (NVIDIA/nccl, issue 1218), 235 of 300 on 8 A100.
 constexpr double kHostLinkShare = 0.8;
+/// How much longer computation takes while a collective runs on the same device, whose kernels take multiprocessors and memory's speed. An
+/// assumption.
+constexpr double kContention = 0.10;
 
 /// The owner of a step's kernels.
 enum class Kernels : uint8_t {
@@ -58,8 +61,6 @@ class CostModel {
   /// From one rank to another.
   Transfer of_message(double bytes, int from, int to) const;
 
-  /// How much longer computation takes while a collective runs on the same device, whose kernels take multiprocessors and memory's speed.
-  double contention() const;
   const ClusterSpec& cluster() const { return cluster_; }
 
   /// The share of the peak that a product reaches.

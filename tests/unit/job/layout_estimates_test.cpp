@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include "titan/optim/optimizer.h"
+
 namespace titan::train {
 namespace {
 
@@ -29,8 +31,28 @@ std::vector<PlanAnswer> answers() {
   return plans;
 }
 
+constexpr ParameterBytes kBytes{.state = 16, .gathered = 2, .whole_gradient = 4};
+
+TEST(ParameterBytes, AreThoseOfTheJobsDtypesAndOptimizer) {
+  JobConfig config;
+  EXPECT_EQ(parameter_bytes(config).state, 4 + 4 + 2 * 4);
+  EXPECT_EQ(parameter_bytes(config).gathered, 2);
+  EXPECT_EQ(parameter_bytes(config).whole_gradient, 4);
+  config.training.mixed_precision_param = "float32";
+  config.training.mixed_precision_reduce = "bfloat16";
+  EXPECT_EQ(parameter_bytes(config).gathered, 4);
+  EXPECT_EQ(parameter_bytes(config).whole_gradient, 2);
+  config.optimizer.state_dtype = "bfloat16";
+  EXPECT_EQ(parameter_bytes(config).state, 4 + 4 + 2 * 2);
+  const optim::OptimizerRule<optim::OptimizerSettings> one_moment{
+      .state = {"momentum"}, .step = [](const optim::OptimizerSettings&, const optim::Update&) {}};
+  if (!optim::optimizers().contains("one_moment")) optim::optimizers().add("one_moment", one_moment);
+  config.optimizer.name = "one_moment";
+  EXPECT_EQ(parameter_bytes(config).state, 4 + 4 + 4);
+}
+
 TEST(BlockCosts, AreThoseOfALayerAndTheRest) {
-  const BlockCosts costs = block_costs({}, answers());
+  const BlockCosts costs = block_costs({}, answers(), kBytes);
   EXPECT_EQ(costs.error, "");
   EXPECT_DOUBLE_EQ(costs.once.of_layer, 0.5);
   EXPECT_DOUBLE_EQ(costs.seconds.of_layer, 1.5);
@@ -39,16 +61,16 @@ TEST(BlockCosts, AreThoseOfALayerAndTheRest) {
 }
 
 TEST(BlockCosts, CountWholeParametersAndGradientsOnlyWhereTheyStay) {
-  EXPECT_DOUBLE_EQ(block_costs({}, answers()).bytes.of_layer, 7);
-  EXPECT_DOUBLE_EQ(block_costs({}, answers()).bytes.of(5), 500 + 400 + 200 + 15);
-  EXPECT_DOUBLE_EQ(block_costs({.tensor = 2, .keeps_gathered = true}, answers()).bytes.of_layer,
+  EXPECT_DOUBLE_EQ(block_costs({}, answers(), kBytes).bytes.of_layer, 7);
+  EXPECT_DOUBLE_EQ(block_costs({}, answers(), kBytes).bytes.of(5), 500 + 400 + 200 + 15);
+  EXPECT_DOUBLE_EQ(block_costs({.tensor = 2, .keeps_gathered = true}, answers(), kBytes).bytes.of_layer,
                    7 + 10 * (2 + 4) / 2.0);
 }
 
 TEST(BlockCosts, HaveTheReasonWhyThereAreNone) {
   std::vector<PlanAnswer> refused = answers();
   refused[1].error = "no";
-  EXPECT_EQ(block_costs({}, refused).error, "no");
+  EXPECT_EQ(block_costs({}, refused, kBytes).error, "no");
 }
 
 TEST(BlockCosts, OfPipelinesComeFromOneReplica) {
