@@ -243,10 +243,12 @@ PlanArguments parse_plan_arguments(const Arguments& words) {
   parser.value("--timeline", arguments.timeline, "FILE",
                "write what each stream does in a step: a trace for https://ui.perfetto.dev");
   parser.value("--svg", arguments.svg, "FILE", "write a picture of streams and memory over a step");
-  parser.number("--for-run", arguments.for_run, CLI::PositiveNumber,
-                "the plan is for the run of this process, which has started the plan: end when it ends, and "
-                "don't look for changes that would make the job fit",
-                "PID");
+  parser
+      .number("--for-run", arguments.for_run, CLI::PositiveNumber,
+              "the plan is for the run of this process, which has started the plan: end when it ends, and "
+              "don't look for changes that would make the job fit",
+              "PID")
+      ->group("");  // titan train's own: the help doesn't list it
   parser.flag("--search", arguments.search,
               "find the fastest layout of the job that fits, and show the best ten");
   parser.number("--sequences", arguments.sequences, CLI::Range(1, 100'000'000),
@@ -274,22 +276,26 @@ PlanArguments parse_plan_arguments(const Arguments& words) {
   sort_words(parser, job, parser.app.remaining());
   arguments.config = job.config;
   arguments.overrides = job.overrides;
-  if (!arguments.calibrate.empty()) {
-    if (!job.config.empty() || !job.overrides.empty() || arguments.search || arguments.json)
-      parser.refuse("--calibrate plans nothing: it takes no config, settings, --search or --json");
-    arguments.world_size = std::max(arguments.world_size, 1);
-    return arguments;
-  }
-  if (arguments.world_size == 0) parser.refuse("--world is missing");
   const bool has_limits = arguments.sequences > 0 || arguments.max_tensor > 0 || arguments.max_context > 0 ||
                           arguments.max_pipeline > 0 || keep_precision || arguments.least_memory ||
                           !arguments.output.empty() ||
                           arguments.search_seconds != PlanArguments().search_seconds;
+  const bool shows_one_job = !(arguments.timeline.empty() && arguments.svg.empty());
+  if (!arguments.calibrate.empty()) {
+    if (!job.config.empty() || !job.overrides.empty() || arguments.search || arguments.json || has_limits ||
+        shows_one_job || arguments.for_run > 0 || arguments.kernels != PlanArguments().kernels)
+      parser.refuse("--calibrate plans nothing: with it go only --world and --device");
+    arguments.world_size = std::max(arguments.world_size, 1);
+    return arguments;
+  }
+  if (arguments.world_size == 0) parser.refuse("--world is missing");
   if (has_limits && !arguments.search)
     parser.refuse(
         "--sequences, --max-tp, --max-cp, --max-pp, --seconds, --keep-precision, --least-memory and --output "
         "need --search");
-  if (arguments.search && !(arguments.timeline.empty() && arguments.svg.empty()))
+  if (arguments.search && arguments.for_run > 0)
+    parser.refuse("--for-run is for the plan of a run, and --search plans many jobs");
+  if (arguments.search && shows_one_job)
     parser.refuse(
         "--timeline and --svg show one job, and --search plans many; plan the config of its --output");
   if (arguments.config.empty() && arguments.overrides.empty())

@@ -156,6 +156,31 @@ void write_config(const PlanArguments& arguments, const Layout& layout, int64_t 
                                           "\n\n", config::print_toml(train::job_schema(), config)));
 }
 
+// Degrees that the command line names stay; throws ConfigError if it names another setting that a search chooses.
+void keep_named_degrees(const std::vector<std::string>& words, const train::JobConfig& base,
+                        train::SearchOptions& options) {
+  const train::ParallelismSettings& degrees = base.parallelism;
+  std::vector<std::string> chosen;
+  for (const Layout::Setting& setting : Layout{.pipeline = 2, .schedule = ""}.settings(/*world=*/2, 1, 2)) {
+    const std::string key = setting.section + "." + setting.key;
+    if (setting.section == "training" || !config::override_value(words, key)) continue;
+    if (setting.key == "tensor_parallel_degree")
+      options.tensor = degrees.tensor_parallel_degree;
+    else if (setting.key == "context_parallel_degree")
+      options.context = degrees.context.degree;
+    else if (setting.key == "pipeline_parallel_degree")
+      options.pipeline = degrees.pipeline_parallel_degree;
+    else if (setting.key == "data_parallel_replicate_degree")
+      options.replicate = degrees.data_parallel_replicate_degree;
+    else
+      chosen.push_back(key);
+  }
+  if (!chosen.empty())
+    throw ConfigError(str("titan plan: --search chooses ", c10::Join(", ", chosen),
+                          " itself: leave it out. It keeps to degrees of tensor, context and pipeline "
+                          "parallelism and of replicas"));
+}
+
 struct Search {
   train::JobConfig base;
   train::SearchOptions options;
@@ -271,7 +296,10 @@ std::vector<std::string> choose_degrees(const TrainArguments& arguments, const t
 int search_command(const PlanArguments& arguments) {
   const plan::ClusterSpec cluster = plan::load_device(arguments.device);
   const Search found = search(
-      arguments, cluster, [](train::SearchOptions&, const train::JobConfig&) {},
+      arguments, cluster,
+      [&](train::SearchOptions& options, const train::JobConfig& base) {
+        keep_named_degrees(arguments.overrides, base, options);
+      },
       [](const std::string& line) { std::cerr << line << std::endl; });
   const auto& [base, options, result] = found;
   const int64_t num_layers = base.spec().sizes(base.args()).num_layers;

@@ -203,8 +203,8 @@ TEST(PlanCommand, SearchesForTheFastestLayout) {
   const std::string best = folder / "best.toml";
   const CommandResult result =
       plan("llama3_8b", 8,
-           {"--model.args.n_layers=4", "--search", "--sequences", "8", "--max-tp", "2", "--max-cp", "1",
-            "--max-pp", "2", "--keep-precision", "--output", best, "--json"});
+           {"--model.args.n_layers=4", "--parallelism.context_parallel_degree=1", "--search", "--sequences",
+            "8", "--max-tp", "2", "--max-pp", "2", "--keep-precision", "--output", best, "--json"});
   ASSERT_EQ(result.status, 0) << result.err;
   const json found = json::parse(result.out);
   const json& layouts = found.at("best");
@@ -299,6 +299,11 @@ TEST(PlanCommand, NamesTheKeyOfAWrongValue) {
   expect_refused(plan("llama3_8b", 8, {"--for-run", "1"}), "process 1 of --for-run didn't start this one");
   expect_refused(plan("llama3_8b", 8, {"--max-tp", "2"}), "need --search");
   expect_refused(plan("llama3_8b", 8, {"--search", "--svg", "a.svg"}), "--search plans many");
+  expect_refused(
+      plan(
+          "llama3_8b", 8,
+          {"--search", "--activation_checkpoint.mode=full", "--parallelism.pipeline_parallel_schedule=1F1B"}),
+      "--search chooses parallelism.pipeline_parallel_schedule, activation_checkpoint.mode itself");
   expect_refused(plan("llama3_8b", 8,
                       {"--search", "--sequences", "7", "--max-tp", "1", "--max-cp", "1", "--max-pp", "1"}),
                  "no layout divides 8 ranks and 7 sequences");

@@ -12,6 +12,7 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 TEST(TrainArguments, SeparatesConfigOptionsAndSettings) {
   auto arguments = parse_train_arguments({"--nproc", "2", "a.toml", "--training.steps", "5", "--log-rank=all",
@@ -132,6 +133,33 @@ TEST(LaunchArguments, PrintsHelp) {
   const std::string help = help_of(parse_launch_arguments, {"-h"});
   for (const char* word : {"usage: titan launch -n N", "-n,--nproc N", "--log-rank RANKS", "exit code"})
     EXPECT_THAT(help, HasSubstr(word));
+}
+
+TEST(PlanArguments, RefusesWhatACalibrationDoesNotUse) {
+  const Words calibrate = {"--calibrate", "a.toml"};
+  EXPECT_EQ(problem_of(parse_plan_arguments, calibrate + Words{"--world", "2", "--device", "h100"}),
+            "no problem");
+  for (const Words& more : {Words{"--output", "b.toml"},
+                            {"--svg", "a.svg"},
+                            {"--timeline", "a.json"},
+                            {"--max-tp", "2"},
+                            {"--seconds", "3"},
+                            {"--for-run", "7"},
+                            {"--kernels", "eager"},
+                            {"--search"},
+                            {"--json"},
+                            {"config.toml"},
+                            {"--training.steps=5"}})
+    EXPECT_THAT(problem_of(parse_plan_arguments, calibrate + more), HasSubstr("--calibrate plans nothing"))
+        << more[0];
+}
+
+TEST(PlanArguments, ARunsOwnOptionIsNotForUsers) {
+  const Words words = {"a.toml", "--world", "2", "--for-run", "7"};
+  EXPECT_EQ(parse_plan_arguments(words).for_run, 7);
+  EXPECT_THAT(problem_of(parse_plan_arguments, words + Words{"--search"}), HasSubstr("--for-run"));
+  const std::string help = help_of(parse_plan_arguments, {"--help"});
+  EXPECT_THAT(help, AllOf(HasSubstr("--search"), Not(HasSubstr("--for-run"))));
 }
 
 TEST(CompareArguments, NeedsTwoRuns) {
