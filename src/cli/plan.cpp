@@ -256,12 +256,13 @@ std::vector<std::vector<std::string>> smaller_jobs(const train::JobConfig& confi
 
 constexpr size_t kMostChanges = 3;
 
-// The fastest of those that fit, at the same number of tokens a step where the batch is cut.
+// The fastest of those that fit, with as many sequences a step.
 std::vector<Change> changes_that_fit(const Plan& plan, plan::PlannedGpu& gpu) {
   std::vector<Change> changes;
   for (std::vector<std::string>& words : smaller_jobs(plan.config)) {
     PlanArguments arguments = plan.arguments;
-    if (words[0].starts_with("--training.local_batch_size"))
+    // Otherwise the batch of a step would follow the local one, and the number of replicas.
+    if (plan.config.training.global_batch_size <= 0)
       words.push_back(str("--training.global_batch_size=", sequences_of(plan.config, arguments.world_size)));
     arguments.overrides.insert(arguments.overrides.end(), words.begin(), words.end());
     try {
@@ -280,7 +281,9 @@ std::vector<Change> changes_that_fit(const Plan& plan, plan::PlannedGpu& gpu) {
 }
 
 std::string changes_text(const std::vector<Change>& changes) {
-  if (changes.empty()) return "no single change of a degree, the batch or recomputation makes it fit\n";
+  if (changes.empty())
+    return "no single change of a degree, the batch or recomputation makes it fit; titan plan --search tries "
+           "combinations of them\n";
   TextTable table{{{"what makes it fit", "GiB", "tokens/s of a device"}}, {false, true, true}};
   for (const Change& change : changes)
     table.rows.push_back({c10::Join(" ", change.words), gib_text(change.plan.peak_bytes()),

@@ -113,6 +113,24 @@ TEST(PlanCommand, SaysWhatWouldMakeAJobFit) {
   EXPECT_EQ(fitting.at("memory").at("peak_gib"), changes[0].at("peak_gib"));
 }
 
+// Doubled degrees leave half as many replicas, which then have twice as many sequences each.
+TEST(PlanCommand, KeepsTheBatchInEveryChange) {
+  const json found =
+      plan_json("llama3_8b", 8, {"--activation_checkpoint.mode=none", "--training.local_batch_size=3"});
+  EXPECT_EQ(found.at("fits"), false);
+  const json& changes = found.at("changes_that_fit");
+  ASSERT_FALSE(changes.empty());
+  for (const json& change : changes)
+    EXPECT_THAT(change.at("settings").dump(), HasSubstr("--training.global_batch_size=24"));
+}
+
+TEST(PlanCommand, SaysThatNoSingleChangeMakesAJobFit) {
+  EXPECT_THAT(
+      plan("llama3_405b", 8, {"--model.args.n_layers=32", "--parallelism.tensor_parallel_degree=8"}).out,
+      HasSubstr(
+          "no single change of a degree, the batch or recomputation makes it fit; titan plan --search"));
+}
+
 // This pipeline takes half a minute and more.
 TEST(PlanCommand, EndsWithTheRunThatItIsFor) {
   const std::string words = std::string(" plan ") + TITAN_SOURCE_DIR +
