@@ -1,6 +1,7 @@
 // titan plan --search: which layout trains a job fastest.
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <filesystem>
 #include <functional>
@@ -16,6 +17,7 @@
 #include "cli/plan_workers.h"
 #include "cli/text.h"
 #include "core/file.h"
+#include "core/process.h"
 #include "core/units.h"
 #include "dist/device_backend.h"
 #include "job/plan_search.h"
@@ -265,7 +267,15 @@ std::vector<std::string> choose_degrees(const TrainArguments& arguments, const t
   request.overrides.emplace_back("--training.device=auto");
   request.world_size = arguments.num_ranks;
   plan::ClusterSpec cluster = plan::load_device(device);
-  if (device == "cpu") cluster.host.devices = std::max<int64_t>(cluster.host.devices, arguments.num_ranks);
+  std::string of_each;
+  if (device == "cpu") {
+    cluster.host.devices = std::max<int64_t>(cluster.host.devices, arguments.num_ranks);
+    cluster.device.memory_gib = machine_memory_gib() / arguments.num_ranks;
+    of_each = str(", with ", number("%.1f", cluster.device.memory_gib),
+                  " GiB of this machine's memory each and the speeds of configs/devices/cpu.toml");
+  }
+  constexpr double limit_s = 60, progress_every_s = 10;
+  log::info(str("looking for the degrees that are \"auto\" with titan plan, for at most ", limit_s, " s"));
   const Search found = search(
       request, cluster,
       [](train::SearchOptions& options, const train::JobConfig& base) {
@@ -276,11 +286,15 @@ std::vector<std::string> choose_degrees(const TrainArguments& arguments, const t
         options.pipeline = base.parallelism.pipeline_parallel_degree;
         options.replicate = base.parallelism.data_parallel_replicate_degree;
         options.num_best = 4;
-        options.seconds = 60;
+        options.seconds = limit_s;
       },
-      [](const std::string&) {});
+      [last = std::chrono::steady_clock::now()](const std::string& line) mutable {
+        if (seconds_since(last) < progress_every_s) return;
+        last = std::chrono::steady_clock::now();
+        log::info("titan plan: " + line);
+      });
   const FoundLayout& best = found.result.best[0];
-  log::info(str("degrees by titan plan for ", arguments.num_ranks, " x ", cluster.device.name, ": ",
+  log::info(str("degrees by titan plan for ", arguments.num_ranks, " x ", cluster.device.name, of_each, ": ",
                 best.layout.text(), "; a step of ", found.options.sequences, " sequences takes ",
                 duration(best.plan.step_s), " by the plan. ",
                 found.result.best.size() > 1 ? why_it_loses(best, found.result.best[1], false)

@@ -359,7 +359,9 @@ TEST(AutoDegrees, ThePlanChoosesThemForARun) {
                                                   "auto", "--parallelism.pipeline_parallel_degree", "auto"});
   EXPECT_EQ(result.status, 0) << result.err;
   const std::string log = result.out + result.err;
-  EXPECT_THAT(log, AllOf(HasSubstr("degrees by titan plan for 2 x CPU"), HasSubstr("The second one"),
+  EXPECT_THAT(log, AllOf(HasSubstr("looking for the degrees that are \"auto\""),
+                         HasSubstr("degrees by titan plan for 2 x CPU"),
+                         HasSubstr(" GiB of this machine's memory each"), HasSubstr("The second one"),
                          HasSubstr("step:  2")));
 }
 
