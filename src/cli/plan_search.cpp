@@ -71,8 +71,10 @@ PlanAnswer answer(const PlanArguments& base, const plan::ClusterSpec& cluster,
             .most_bytes = plan.largest().summary.most_bytes,
             .saved_bytes = saved_bytes(plan.largest().summary),
             .seconds = plan.busiest().seconds};
-  } catch (const std::exception& error) {
+  } catch (const ConfigError& error) {
     return {.error = error.what()};
+  } catch (const std::exception& error) {
+    return {.error = error.what(), .has_failed = true};
   }
 }
 
@@ -95,7 +97,12 @@ json to_json(const FoundLayout& found, int world) {
           {"tokens_per_s_per_device", tokens_per_s(plan, world)},
           {"mfu", plan.mfu},
           {"peak_gib", static_cast<double>(plan.peak_bytes) / kGiB},
+          {"estimate", {{"step_s", found.estimated_s}, {"peak_gib", found.estimated_bytes / kGiB}}},
           {"time", time}};
+}
+
+json to_json(const train::SearchResult::Unplanned& unplanned) {
+  return {{"layouts", unplanned.num}, {"last", unplanned.last}};
 }
 
 /// "Its step is 120 ms longer: exposed_communication +150 ms, compute -30 ms."
@@ -130,9 +137,9 @@ std::string to_text(const train::SearchResult& result, int world, bool by_memory
     return number("%.0f %%", 100 * plan.seconds[static_cast<size_t>(activity)] / plan.step_s);
   };
   for (size_t i = 0; i < result.best.size(); ++i) {
-    const auto& [layout, plan] = result.best[i];
+    const PlanAnswer& plan = result.best[i].plan;
     table.rows.push_back(
-        {str(i + 1), layout.text(), short_number(std::round(tokens_per_s(plan, world))),
+        {str(i + 1), result.best[i].layout.text(), short_number(std::round(tokens_per_s(plan, world))),
          number("%.1f", 100 * plan.mfu), duration(plan.step_s),
          number("%.1f", static_cast<double>(plan.peak_bytes) / kGiB), percent(plan, plan::Activity::Compute),
          percent(plan, plan::Activity::ExposedCommunication), percent(plan, plan::Activity::Bubble)});
@@ -196,7 +203,12 @@ Search search(const PlanArguments& arguments, const plan::ClusterSpec& cluster,
   const auto open = [&]() -> PlanWorkers::Answer {
     at::set_num_threads(1);  // the few numbers of a plan aren't worth the threads that wait for each other
     plan::PlannedGpu::open(cluster.device);
-    return [&](const train::PlanRequest& request) { return answer(arguments, cluster, request); };
+    return [&](const train::PlanRequest& request) {
+      const auto start = std::chrono::steady_clock::now();
+      PlanAnswer result = answer(arguments, cluster, request);
+      result.planning_s = seconds_since(start);
+      return result;
+    };
   };
   const auto num_workers = static_cast<int>(std::clamp(std::thread::hardware_concurrency(), 1U, 8U));
   PlanWorkers workers(num_workers, open);
@@ -225,10 +237,16 @@ Search search(const PlanArguments& arguments, const plan::ClusterSpec& cluster,
     throw ConfigError(
         str("the limit of ", found.options.seconds, " s ended the search when ", result.num_planned,
             " layouts were planned, of which none fits; --seconds of titan plan allows more time"));
-  if (result.best.empty())
-    throw ConfigError(str("none of the ", result.num_planned, " layouts that promised most fits into ",
-                          number("%.1f", static_cast<double>(found.options.usable_bytes) / kGiB), " GiB",
-                          result.last_error.empty() ? "" : str("; one was refused: ", result.last_error)));
+  if (result.best.empty()) {
+    const auto gib = [](double bytes) { return number("%.1f", bytes / kGiB) + " GiB"; };
+    const auto& [smallest, bytes] = result.smallest;
+    const auto usable = static_cast<double>(found.options.usable_bytes);
+    throw ConfigError(
+        str(bytes > 0 ? str("no layout fits into ", gib(usable), ": the smallest that was found (",
+                            smallest.text(), ") takes ", gib(bytes), ", ", gib(bytes - usable), " too much")
+                      : "no layout can be planned",
+            unplanned_text(result)));
+  }
   return found;
 }
 
@@ -325,7 +343,8 @@ int search_command(const PlanArguments& arguments) {
     return print(str(base.model_title(), " on ", arguments.world_size, " x ", cluster.device.name, ", ",
                      options.sequences, " sequences a step: ", result.num_layouts, " layouts, ",
                      result.num_estimated, " estimated, ", result.num_planned, " planned, ",
-                     result.num_too_large, " of these don't fit\n", time_limit_text(result, options), "\n",
+                     result.num_too_large, " of these don't fit", unplanned_text(result), "\n",
+                     time_limit_text(result, options), "\n",
                      to_text(result, arguments.world_size, arguments.least_memory), written));
   }
   json best = json::array();
@@ -339,6 +358,8 @@ int search_command(const PlanArguments& arguments) {
                     {"too_large", result.num_too_large},
                     {"time_is_up", result.time_is_up},
                     {"left", result.num_left},
+                    {"refused", to_json(result.refused)},
+                    {"failed", to_json(result.failed)},
                     {"best", best}}
                    .dump(1) +
                "\n");

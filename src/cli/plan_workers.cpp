@@ -65,14 +65,23 @@ PlanRequest request_of(const json& message) {
 }
 
 json to_json(const PlanAnswer& answer) {
-  return {
-      {"error", answer.error},     {"step_s", answer.step_s},         {"tokens", answer.tokens},
-      {"mfu", answer.mfu},         {"parameters", answer.parameters}, {"peak_bytes", answer.peak_bytes},
-      {"seconds", answer.seconds}, {"most_bytes", answer.most_bytes}, {"saved_bytes", answer.saved_bytes}};
+  return {{"error", answer.error},
+          {"has_failed", answer.has_failed},
+          {"planning_s", answer.planning_s},
+          {"step_s", answer.step_s},
+          {"tokens", answer.tokens},
+          {"mfu", answer.mfu},
+          {"parameters", answer.parameters},
+          {"peak_bytes", answer.peak_bytes},
+          {"seconds", answer.seconds},
+          {"most_bytes", answer.most_bytes},
+          {"saved_bytes", answer.saved_bytes}};
 }
 
 PlanAnswer answer_of(const json& message) {
   return {.error = message["error"],
+          .has_failed = message["has_failed"],
+          .planning_s = message["planning_s"],
           .step_s = message["step_s"],
           .tokens = message["tokens"],
           .mfu = message["mfu"],
@@ -107,7 +116,7 @@ struct LinePipe {
     while (const auto message = read_line(requests))
       if (!write_line(answers, to_json(answer(request_of(*message))))) break;
   } catch (const std::exception& error) {
-    write_line(answers, to_json(PlanAnswer{.error = error.what()}));
+    write_line(answers, to_json(PlanAnswer{.error = error.what(), .has_failed = true}));
   }
   ::_exit(0);
 }
@@ -170,14 +179,16 @@ std::vector<PlanAnswer> PlanWorkers::plan(const std::vector<PlanRequest>& reques
       if (waiting[w].revents == 0) continue;
       const auto message = read_line(workers_[w].answers);
       results[*busy_with[w]] =
-          message ? answer_of(*message) : PlanAnswer{.error = "the process that planned it ended"};
+          message ? answer_of(*message)
+                  : PlanAnswer{.error = "the process that planned it ended", .has_failed = true};
       has_ended[w] = !message;
       busy_with[w].reset();
       --open;
       give(w);
     }
   }
-  for (; next < requests.size(); ++next) results[next].error = "all processes that plan have ended";
+  for (; next < requests.size(); ++next)
+    results[next] = {.error = "all processes that plan have ended", .has_failed = true};
   return results;
 }
 

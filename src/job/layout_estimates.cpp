@@ -72,7 +72,7 @@ std::vector<PlanRequest> block_requests(const Layout& kind, int world) {
 BlockCosts block_costs(const Layout& kind, const std::vector<PlanAnswer>& answers,
                        const ParameterBytes& bytes) {
   for (const PlanAnswer& answer : answers)
-    if (!answer.error.empty()) return {.error = answer.error};
+    if (!answer.error.empty()) return {.error = answer.error, .has_failed = answer.has_failed};
   const auto amount = [&](size_t first, const auto& value) {
     const double few = value(answers[first]), more = value(answers[first + 1]);
     const double of_layer = (more - few) / (kMoreLayers - kFewLayers);

@@ -38,7 +38,8 @@ struct BlockCosts {
   Amount once{};       ///< seconds of a step, whatever its micro-batches
   Amount computing{};  ///< seconds of a micro-batch, without any waiting
   Amount bytes{}, parameters{};
-  std::string error;  ///< if it can't be planned
+  std::string error;        ///< if it can't be planned
+  bool has_failed = false;  ///< as a PlanAnswer's
 };
 
 /// The memory of a parameter.

@@ -146,6 +146,26 @@ class Layouts {
 
 // ---- the search
 
+/// How long plans take by their work: a line through what they took so far. Blocks are next to no work, so they show what any plan takes.
+class PlanningTime {
+ public:
+  void add(double work, double seconds) {
+    ++num_;
+    work_ += work;
+    seconds_ += seconds;
+    squares_ += work * work;
+    products_ += work * seconds;
+  }
+  double of(double work) const {
+    const double spread = num_ * squares_ - work_ * work_;
+    const double slope = spread > 0 ? std::max(0.0, (num_ * products_ - work_ * seconds_) / spread) : 0;
+    return std::max(0.0, (seconds_ - slope * work_) / num_) + slope * work;
+  }
+
+ private:
+  double num_ = 0, work_ = 0, seconds_ = 0, squares_ = 0, products_ = 0;
+};
+
 struct Ranked {
   Layout layout;
   LayoutEstimate estimate;
@@ -171,9 +191,11 @@ class Search {
     progress_(str(layouts_.size(), " layouts"));
     estimate_all();
     result_.num_estimated = ranked_.size();
+    if (ranked_.empty() && !result_.time_is_up)
+      throw ConfigError("no layout can be planned" + unplanned_text(result_));
+    for (const Ranked& each : ranked_)
+      if (is_too_large(each.estimate)) does_not_fit(each.layout, each.estimate.bytes);
     std::erase_if(ranked_, [&](const Ranked& each) { return is_too_large(each.estimate); });
-    if (ranked_.empty() && !result_.last_error.empty())
-      throw ConfigError(str("no layout can be planned; the last one: ", result_.last_error));
     std::ranges::stable_sort(ranked_, {}, [&](const Ranked& each) {
       const auto& [step_s, bytes] = each.estimate;
       return options_.least_memory ? std::pair(bytes, step_s) : std::pair(step_s, bytes);
@@ -194,6 +216,15 @@ class Search {
   }
   double value_of(const PlanAnswer& plan) const {
     return options_.least_memory ? static_cast<double>(plan.peak_bytes) : plan.step_s;
+  }
+  void does_not_fit(const Layout& layout, double bytes) {
+    if (SearchResult::Smallest& smallest = result_.smallest; smallest.bytes == 0 || bytes < smallest.bytes)
+      smallest = {layout, bytes};
+  }
+  void has_no_plan(const Layout& layout, const std::string& error, bool has_failed) {
+    SearchResult::Unplanned& unplanned = has_failed ? result_.failed : result_.refused;
+    ++unplanned.num;
+    unplanned.last = str(layout.text(), ": ", error);
   }
   bool is_time_up(double share) const { return seconds_since(start_) > share * options_.seconds; }
 
@@ -303,7 +334,7 @@ class Search {
         continue;
       }
       if (!found->second.error.empty()) {
-        result_.last_error = found->second.error;
+        has_no_plan(layout, found->second.error, found->second.has_failed);
         continue;
       }
       const LayoutEstimate estimate = estimator_.of(layout, found->second);
@@ -333,6 +364,8 @@ class Search {
         some.emplace_back(std::move(kind), requests.size());
       }
       const std::vector<PlanAnswer> answers = planner_(requests);
+      for (const PlanAnswer& block : answers)
+        if (block.error.empty()) planning_time_.add(0, block.planning_s);
       size_t begin = 0;
       for (const auto& [kind, end] : some) {
         blocks_.emplace(kind,
@@ -368,7 +401,10 @@ class Search {
       if (sharded.recompute == layout.recompute) estimate.bytes += estimator_.of(sharded, *block).bytes;
       return !is_too_large(estimate) && least_seconds(sharded) <= limit;
     }
-    return false;
+    sharded.recompute = layout.recompute;
+    // If there was no time for that one, they may, and estimate() counts them.
+    return result_.time_is_up && !blocks_.contains(block_kind(sharded)) &&
+           !too_large_.contains(without_micro_batch(sharded)) && !is_too_slow(sharded, limit);
   }
 
   // ---- the second round
@@ -379,30 +415,31 @@ class Search {
       return result_.best.size() < options_.num_best ||
              value_of(each.estimate) * most_pessimistic_ < value_of(result_.best[options_.num_best - 1].plan);
     };
+    const size_t num_before = num_asked_;
     auto next = candidates.begin();
+    std::vector<Ranked> skipped;
     while (true) {
       std::vector<Ranked> batch;
       for (; next != candidates.end() && may_be_among_the_best(*next) && batch.size() < options_.num_at_once;
-           ++next) {
-        if (has_time_for(next->layout)) {
-          batch.push_back(*next);
-        } else {
-          result_.time_is_up = true;
-          ++result_.num_left;
-        }
-      }
-      if (batch.empty()) return;
+           ++next)
+        (has_time_for(next->layout) ? batch : skipped).push_back(*next);
+      if (batch.empty()) break;
       plan(batch);
     }
+    std::erase_if(skipped, [&](const Ranked& each) { return !may_be_among_the_best(each); });
+    if (skipped.empty()) return;
+    // The forecasts of their time are better now.
+    if (num_asked_ > num_before) return plan_while_promising(skipped);
+    result_.time_is_up = true;
+    result_.num_left += skipped.size();
   }
 
-  // A plan takes as long as its layers' micro-batches. The first ones are planned in any case.
+  // A plan's layers' micro-batches. The first ones are planned in any case.
   double work_of(const Layout& layout) const {
     return static_cast<double>(num_layers_ * estimator_.micro_batches(layout));
   }
   bool has_time_for(const Layout& layout) const {
-    const double end = seconds_since(start_) + seconds_of_work_ * work_of(layout);
-    return seconds_of_work_ == 0 || end < options_.seconds;
+    return num_asked_ == 0 || seconds_since(start_) + planning_time_.of(work_of(layout)) < options_.seconds;
   }
 
   // Adds what fits to the best.
@@ -411,29 +448,29 @@ class Search {
     for (const Ranked& each : batch)
       requests.push_back(
           {each.layout.settings(options_.world, options_.sequences, num_layers_), options_.world});
-    const auto begin = std::chrono::steady_clock::now();
     const std::vector<PlanAnswer> plans = planner_(requests);
-    double most_work = 0;
-    for (const Ranked& each : batch) most_work = std::max(most_work, work_of(each.layout));
-    seconds_of_work_ = std::max(seconds_of_work_, seconds_since(begin) / most_work);
+    num_asked_ += plans.size();
     for (size_t i = 0; i < batch.size(); ++i) {
       const auto& [layout, estimate] = batch[i];
       const PlanAnswer& plan = plans[i];
       if (!plan.error.empty()) {
-        result_.last_error = plan.error;
+        has_no_plan(layout, plan.error, plan.has_failed);
         continue;
       }
       ++result_.num_planned;
+      planning_time_.add(work_of(layout), plan.planning_s);
       most_pessimistic_ = std::min(most_pessimistic_, value_of(plan) / value_of(estimate));
       const bool fits = plan.peak_bytes <= options_.usable_bytes;
       progress_(str(layout.text(), ": ", std::lround(1e3 * plan.step_s), " ms (estimate ",
                     std::lround(1e3 * estimate.step_s), " ms), ",
                     std::lround(static_cast<double>(plan.peak_bytes) / kGiB), " GiB (estimate ",
                     std::lround(estimate.bytes / kGiB), " GiB)", fits ? "" : ", doesn't fit"));
-      if (fits)
-        result_.best.push_back({layout, plan});
-      else
+      if (fits) {
+        result_.best.push_back({layout, plan, estimate.step_s, estimate.bytes});
+      } else {
         ++result_.num_too_large;
+        does_not_fit(layout, static_cast<double>(plan.peak_bytes));
+      }
     }
     std::ranges::stable_sort(result_.best, {},
                              [&](const FoundLayout& found) { return value_of(found.plan); });
@@ -464,7 +501,8 @@ class Search {
   std::set<Layout> too_large_;                 // whatever larger micro-batch they have
   std::set<Layout> fits_easily_;               // whatever less recomputation they have
   std::vector<Ranked> ranked_;
-  double seconds_of_work_ = 0;   // the longest that the plan of a layer's micro-batch has taken
+  PlanningTime planning_time_;
+  size_t num_asked_ = 0;         // layouts that the planner was asked for in the second round
   double most_pessimistic_ = 1;  // the smallest quotient of a plan's value and its estimate
   SearchResult result_;
 };
@@ -519,6 +557,14 @@ std::string Layout::text() const {
   if (keeps_gathered) add("parameters stay gathered");
   if (float8) add("Float8");
   return text;
+}
+
+std::string unplanned_text(const SearchResult& result) {
+  const auto text_of = [](const SearchResult::Unplanned& unplanned, const char* what) {
+    return unplanned.num == 0 ? "" : str("\n", what, ": ", unplanned.num, "; the last one: ", unplanned.last);
+  };
+  return text_of(result.refused, "layouts that the program refused") +
+         text_of(result.failed, "layouts that could not be planned because of an error");
 }
 
 SearchResult search_layouts(const JobConfig& base, const SearchOptions& options, const Planner& planner,

@@ -61,7 +61,9 @@ struct PlanRequest {
 };
 
 struct PlanAnswer {
-  std::string error;  ///< if it can't be planned
+  std::string error;        ///< if it can't be planned
+  bool has_failed = false;  ///< with an error that isn't the program's refusal of these settings
+  double planning_s = 0;    ///< the time that planning took
   double step_s = 0, tokens = 0, mfu = 0;
   double parameters = 0;               ///< the model's
   int64_t peak_bytes = 0;              ///< from the device
@@ -93,6 +95,7 @@ struct SearchOptions {
 struct FoundLayout {
   Layout layout;
   PlanAnswer plan;
+  double estimated_s = 0, estimated_bytes = 0;  ///< before the plan
 };
 
 struct SearchResult {
@@ -103,8 +106,25 @@ struct SearchResult {
   size_t num_too_large = 0;  ///< planned, but they don't fit
   bool time_is_up = false;   ///< before the search was through
   size_t num_left = 0;       ///< that could still be among the best; 0 unless time is up
-  std::string last_error;    ///< why the program refused a layout
+
+  /// Layouts without a plan.
+  struct Unplanned {
+    size_t num = 0;
+    std::string last;  ///< and why
+  };
+  Unplanned refused;  ///< by the program
+  Unplanned failed;   ///< by any other error
+
+  /// The smallest of the layouts that don't fit, by its plan or else its estimate.
+  struct Smallest {
+    Layout layout;
+    double bytes = 0;  ///< 0: there is none
+  };
+  Smallest smallest;
 };
+
+/// How many were refused and have failed, with the last one's reason: sentences, or "" if there are none.
+std::string unplanned_text(const SearchResult& result);
 
 /// Throws ConfigError if no layout can be planned. `progress` gets a line now and then.
 SearchResult search_layouts(const JobConfig& base, const SearchOptions& options, const Planner& planner,

@@ -294,8 +294,9 @@ TEST(PlanCommand, SaysHowMuchMemoryASearchMisses) {
            {"--model.args.n_layers=4", "--device", (folder / "small.toml").string(), "--search",
             "--sequences", "2", "--max-tp", "2", "--max-cp", "1", "--max-pp", "1"});
   EXPECT_EQ(result.status, 2) << result.out;
-  EXPECT_THAT(result.err, AllOf(HasSubstr("no layout fits into 1.4 GiB: the smallest that was found (TP 2"),
-                                HasSubstr(" GiB too much")));
+  EXPECT_THAT(result.err,
+              AllOf(HasSubstr("no layout fits into 1.4 GiB: the smallest that was found ("),
+                    HasSubstr("TP 2, micro-batch 1, recompute full) takes "), HasSubstr(" GiB too much")));
 }
 
 void expect_refused(const CommandResult& result, const std::string& key) {

@@ -42,6 +42,8 @@ TEST(PlanWorkers, AnswerInTheOrderOfTheRequests) {
 
 TEST(PlanWorkers, PassAllOfAnAnswer) {
   const PlanAnswer answer{.error = "a \"word\"\n",
+                          .has_failed = true,
+                          .planning_s = 0.7,
                           .step_s = 0.1,
                           .tokens = 2,
                           .mfu = 0.3,
@@ -58,6 +60,7 @@ TEST(PlanWorkers, ContinueWithoutOneThatEnds) {
   PlanWorkers workers(2, doubling);
   const std::vector<PlanAnswer> answers = workers.plan({of(13), of(1), of(2), of(3)});
   EXPECT_EQ(answers[0].error, "the process that planned it ended");
+  EXPECT_TRUE(answers[0].has_failed);
   for (size_t i = 1; i < answers.size(); ++i) EXPECT_EQ(answers[i].error, "");
 }
 

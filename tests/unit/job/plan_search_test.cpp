@@ -19,7 +19,9 @@
 namespace titan::train {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 constexpr int kWorld = 16;
 constexpr int64_t kSequences = 32, kNumLayers = 32;
@@ -142,6 +144,19 @@ SearchOptions options_for(const FakeCluster& cluster) {
           .max_context = 2,
           .max_pipeline = 8,
           .may_use_float8 = true};
+}
+
+/// `planner`, but jobs with such a setting have an error.
+Planner refusing(const Planner& planner, const std::string& key, const std::string& value,
+                 bool has_failed = false) {
+  return [=](const std::vector<PlanRequest>& requests) {
+    std::vector<PlanAnswer> answers = planner(requests);
+    for (size_t i = 0; i < requests.size(); ++i)
+      for (const Layout::Setting& setting : requests[i].settings)
+        if (setting.key == key && setting.value == value)
+          answers[i] = {.error = key + " isn't possible", .has_failed = has_failed};
+    return answers;
+  };
 }
 
 SearchResult search_with(const FakeCluster& cluster, const SearchOptions& options) {
@@ -322,6 +337,42 @@ TEST(PlanSearch, SaysWhatIsLeftWhenTimeIsUp) {
   EXPECT_FALSE(some.best.empty());
 }
 
+// Also replicas of parameters for whose sharded layout there was no time.
+TEST(PlanSearch, CountsEveryLayoutThatItHadNoTimeFor) {
+  const FakeCluster cluster{.usable_bytes = 1e15, .fixed_s = 5};  // where everything may be among the best
+  SearchOptions options = options_for(cluster);
+  options.only_degrees = true;
+  options.max_pipeline = 1;
+  options.num_best = 100000;
+  options.seconds = 0;
+  const SearchResult result = search_with(cluster, options);
+  EXPECT_EQ(result.num_planned, 2U);
+  EXPECT_EQ(result.num_left + result.num_planned, result.num_layouts);
+}
+
+// A plan takes 50 s whatever it plans, and 1 s a micro-batch, so by the time of the fastest layout's only one, the others' four take 204 s.
+TEST(PlanSearch, HasTimeForLongPlansAfterShortOnes) {
+  const FakeCluster cluster{.usable_bytes = 1000e9};
+  SearchOptions options = options_for(cluster);
+  options.sequences = 4 * kWorld;
+  options.tensor = options.context = options.pipeline = options.replicate = 1;
+  options.may_use_float8 = false;
+  options.num_at_once = 1;
+  options.seconds = 100;
+  const Planner planner = [&](const std::vector<PlanRequest>& requests) {
+    std::vector<PlanAnswer> answers = cluster.planner()(requests);
+    for (size_t i = 0; i < requests.size(); ++i)
+      for (const Layout::Setting& setting : requests[i].settings)
+        if (setting.key == "local_batch_size") answers[i].planning_s = 50 + 4 / std::stod(setting.value);
+    return answers;
+  };
+  const SearchResult result = search_layouts(searched_job(), options, planner, [](const std::string&) {});
+  EXPECT_FALSE(result.time_is_up);
+  EXPECT_EQ(result.num_left, 0U);
+  EXPECT_EQ(result.num_planned, result.num_estimated);
+  EXPECT_GT(result.num_planned, 3U);  // that is, also those of more than one micro-batch
+}
+
 std::string search_error(const SearchOptions& options, const Planner& planner) {
   try {
     search_layouts(searched_job(), options, planner, [](const std::string&) {});
@@ -337,40 +388,56 @@ TEST(PlanSearch, SaysWhyThereIsNoLayout) {
   const Planner refusing = [](const std::vector<PlanRequest>& requests) {
     return std::vector<PlanAnswer>(requests.size(), PlanAnswer{.error = "no GPU is that large"});
   };
-  EXPECT_THAT(search_error(options, refusing),
-              HasSubstr("no layout can be planned; the last one: no GPU is that large"));
+  EXPECT_THAT(
+      search_error(options, refusing),
+      AllOf(HasSubstr("no layout can be planned\nlayouts that the program refused: "),
+            HasSubstr("; the last one: "), HasSubstr(": no GPU is that large"), Not(HasSubstr("error"))));
   options.sequences = 7;
   options.max_tensor = options.max_context = options.max_pipeline = 1;
   EXPECT_THAT(search_error(options, cluster.planner()),
               HasSubstr("no layout divides 16 ranks and 7 sequences"));
 }
 
-TEST(PlanSearch, ReportsWhenNothingFits) {
+// Without any full plan, because the estimates are too large already, also if some layouts are refused.
+TEST(PlanSearch, FindsTheSmallestWhenNothingFits) {
   const FakeCluster cluster{.usable_bytes = 1e9};
-  const SearchResult result = search_with(cluster, options_for(cluster));
-  EXPECT_TRUE(result.best.empty());
-  EXPECT_EQ(result.num_left, 0U);
+  SearchOptions options = options_for(cluster);
+  options.replicate = 1;
+  for (const int64_t largest_context : {2, 1}) {
+    const Planner planner = largest_context == 2
+                                ? cluster.planner()
+                                : refusing(cluster.planner(), "context_parallel_degree", "2");
+    const SearchResult result = search_layouts(searched_job(), options, planner, [](const std::string&) {});
+    EXPECT_TRUE(result.best.empty());
+    EXPECT_EQ(result.num_left, 0U);
+    EXPECT_EQ(result.num_planned, 0U);
+    double least = std::numeric_limits<double>::infinity();
+    for_each_layout(options, [&](const Layout& layout) {
+      if (layout.replicate > 1 || layout.context > largest_context) return;
+      const PlanAnswer plan = cluster.plan({layout.settings(kWorld, kSequences, kNumLayers), kWorld});
+      least = std::min(least, static_cast<double>(plan.peak_bytes));
+    });
+    EXPECT_NEAR(result.smallest.bytes, least, 0.2 * least) << result.smallest.layout.text();
+  }
 }
 
-// A pipeline's blocks are planned without other replicas, so no layout's estimate depends on which was first.
-TEST(PlanSearch, PlansTheBlocksOfPipelinesOnOneReplica) {
+TEST(PlanSearch, CountsWhatWasRefusedAndWhatFailed) {
   const FakeCluster cluster;
-  std::map<std::pair<std::string, std::string>, std::vector<int>>
-      worlds;  // the blocks', by tensor and context
-  const Planner planner = [&](const std::vector<PlanRequest>& requests) {
-    for (const PlanRequest& request : requests) {
-      std::map<std::string, std::string> values;
-      for (const auto& [section, key, value] : request.settings) values[key] = value;
-      if (values.contains("n_layers"))
-        worlds[{values["tensor_parallel_degree"], values["context_parallel_degree"]}].push_back(
-            request.world);
-    }
-    return cluster.planner()(requests);
-  };
-  search_layouts(searched_job(), options_for(cluster), planner, [](const std::string&) {});
-  for (const auto& [degrees, found] : worlds)
-    for (const int world : found)
-      EXPECT_TRUE(world == kWorld || world == std::stoi(degrees.first) * std::stoi(degrees.second)) << world;
+  Planner planner = refusing(cluster.planner(), "context_parallel_degree", "2");
+  planner = refusing(planner, "mode", "\"full\"", /*has_failed=*/true);
+  SearchOptions options = options_for(cluster);
+  options.usable_bytes = static_cast<int64_t>(30e9);
+  const SearchResult result = search_layouts(searched_job(), options, planner, [](const std::string&) {});
+  EXPECT_FALSE(result.best.empty());
+  EXPECT_GT(result.refused.num, 10U);
+  EXPECT_THAT(result.refused.last,
+              AllOf(HasSubstr("CP 2"), HasSubstr("context_parallel_degree isn't possible")));
+  EXPECT_GT(result.failed.num, 10U);
+  EXPECT_THAT(result.failed.last, AllOf(HasSubstr("recompute full"), HasSubstr("mode isn't possible")));
+  EXPECT_THAT(
+      unplanned_text(result),
+      AllOf(HasSubstr(str("layouts that the program refused: ", result.refused.num, "; the last one: ")),
+            HasSubstr(str("because of an error: ", result.failed.num, "; the last one: "))));
 }
 
 }  // namespace
