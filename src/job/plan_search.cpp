@@ -22,8 +22,8 @@ namespace titan::train {
 namespace {
 
 constexpr std::array<const char*, 3> kRecompute = {"none", "selective", "full"};  // least first
-/// Estimates of memory are rough: some are too small by this share. Hardly one is too large.
-constexpr double kMemoryMargin = 1.3, kMostTooLarge = 1.15;
+/// Estimates of memory are rough: some are too small by this share, and few are too large.
+constexpr double kMemoryMargin = 1.3, kMostTooLarge = 1.2;
 /// If all larger micro-batches together can save no more than this share of a sequence's time, they aren't tried.
 constexpr double kLeastGain = 0.005;
 /// The share that they can save if only one is known.
