@@ -82,7 +82,7 @@ titan::dist::InitOptions options_from(const std::vector<std::string>& words) {
   for (const std::string& word : words) {
     if (word == "--sockets") options.direct_memory = false;  // as if the ranks were on several hosts
     if (word == "--cuda") options.device = "cuda";           // all ranks share the GPUs there are, hence gloo
-    if (word == "--nccl") {  // a GPU for each rank; virtual ones can be slow
+    if (word == "--nccl") {                                  // a GPU for each rank; virtual ones can be slow
       options.backend = "nccl", options.device = "cuda";
       options.timeout = std::chrono::minutes(5);
     }
