@@ -93,7 +93,7 @@ sanitize() {
   [ -n "$sanitizer" ] || { echo "compute-sanitizer isn't installed"; return 1; }
   for tool in memcheck racecheck initcheck synccheck; do
     for layer in ops float8 optim; do
-      timeout 15 "$sanitizer" --tool $tool --error-exitcode 9 --kernel-regex kns=titan $programs/titan_${layer}_test --gtest_filter="$on_gpu" || status=$?
+      timeout 9 "$sanitizer" --tool $tool --error-exitcode 9 --kernel-regex kns=titan $programs/titan_${layer}_test --gtest_filter="$on_gpu" || status=$?
     done
   done
   return $status
@@ -126,16 +126,16 @@ speed() {
   grep -m 1 'model name' /proc/cpuinfo
 } >"$file"
 export -f speed measure compare_with_virtual sanitize unit_tests benchmarks
+# A virtual GPU takes minutes to compute what some of these do, and their numbers mean nothing there.
+only_memory=()
+[ -e /dev/nvidia0 ] || only_memory=(env VIRTUAL_GPU_MEMORY_ONLY=1 VIRTUAL_GPU_POISON=0)
 if $only_speed; then
-  part 45 "Where a step's time goes" "${train[@]}" --training.steps=6 --job.dump_folder=$folder/roofline --report-roofline
+  part 45 "Where a step's time goes" "${only_memory[@]}" "${train[@]}" --training.steps=6 --job.dump_folder=$folder/roofline --report-roofline
   part 220 "A step of the 1.5B model" bash -c "speed 1b"
   part 265 "A step of 8B's first eight layers" bash -c "speed 8b_8"
   echo "gpu_day: the results are in $file" >&2
   exit $failed
 fi
-# A virtual GPU takes minutes to compute what these do, and their numbers mean nothing there.
-only_memory=()
-[ -e /dev/nvidia0 ] || only_memory=(env VIRTUAL_GPU_MEMORY_ONLY=1 VIRTUAL_GPU_POISON=0)
 part 60 "Unit tests" bash -c "programs=$programs; unit_tests"
 part 150 "Distributed and end-to-end tests" ctest --test-dir build -L cuda -j "$(nproc)" --timeout 120 --output-on-failure
 part 120 "Launches and memory, beside a virtual GPU's" "${only_memory[@]}" bash -c "$(declare -p folder programs train); compare_with_virtual"

@@ -169,18 +169,28 @@ void write_config(const PlanArguments& arguments, const Layout& layout, int64_t 
 void keep_named_degrees(const std::vector<std::string>& words, const train::JobConfig& base,
                         train::SearchOptions& options) {
   const train::ParallelismSettings& degrees = base.parallelism;
+  if (config::override_value(words, "model.converters")) options.may_use_float8 = false;
+  const auto keep = [&](int64_t& given, int64_t degree, int64_t most, const std::string& key) {
+    if (degree > most)
+      throw ConfigError(str("titan plan: ", key, " = ", degree, " is more than the ", most,
+                            " that the search may use (--max-tp, --max-cp, --max-pp)"));
+    if (options.world % degree != 0)
+      throw ConfigError(
+          str("titan plan: ", key, " = ", degree, " doesn't divide the ", options.world, " devices"));
+    given = degree;
+  };
   std::vector<std::string> chosen;
   for (const Layout::Setting& setting : Layout{.pipeline = 2, .schedule = ""}.settings(/*world=*/2, 1, 2)) {
     const std::string key = setting.section + "." + setting.key;
     if (setting.section == "training" || !config::override_value(words, key)) continue;
     if (setting.key == "tensor_parallel_degree")
-      options.tensor = degrees.tensor_parallel_degree;
+      keep(options.tensor, degrees.tensor_parallel_degree, options.max_tensor, key);
     else if (setting.key == "context_parallel_degree")
-      options.context = degrees.context.degree;
+      keep(options.context, degrees.context.degree, options.max_context, key);
     else if (setting.key == "pipeline_parallel_degree")
-      options.pipeline = degrees.pipeline_parallel_degree;
+      keep(options.pipeline, degrees.pipeline_parallel_degree, options.max_pipeline, key);
     else if (setting.key == "data_parallel_replicate_degree")
-      options.replicate = degrees.data_parallel_replicate_degree;
+      keep(options.replicate, degrees.data_parallel_replicate_degree, options.world, key);
     else
       chosen.push_back(key);
   }
@@ -234,18 +244,18 @@ Search search(const PlanArguments& arguments, const plan::ClusterSpec& cluster,
       [&](const std::vector<train::PlanRequest>& requests) { return workers.plan(requests); }, progress);
   const train::SearchResult& result = found.result;
   if (result.best.empty() && result.time_is_up)
-    throw ConfigError(
-        str("the limit of ", found.options.seconds, " s ended the search when ", result.num_planned,
-            " layouts were planned, of which none fits; --seconds of titan plan allows more time"));
+    throw ConfigError(str("the limit of ", found.options.seconds, " s ended the search when ",
+                          result.num_planned, " layouts were planned, of which none fits",
+                          unplanned_text(result), "; --seconds of titan plan allows more time"));
   if (result.best.empty()) {
     const auto gib = [](double bytes) { return number("%.1f", bytes / kGiB) + " GiB"; };
     const auto& [smallest, bytes] = result.smallest;
     const auto usable = static_cast<double>(found.options.usable_bytes);
-    throw ConfigError(
-        str(bytes > 0 ? str("no layout fits into ", gib(usable), ": the smallest that was found (",
-                            smallest.text(), ") takes ", gib(bytes), ", ", gib(bytes - usable), " too much")
-                      : "no layout can be planned",
-            unplanned_text(result)));
+    throw ConfigError(str(
+        bytes > 0 ? str("no layout fits into ", gib(usable), ": the smallest that was found (",
+                        smallest.text(), ") takes about ", gib(bytes), ", ", gib(bytes - usable), " too much")
+                  : "no layout can be planned",
+        unplanned_text(result)));
   }
   return found;
 }

@@ -12,7 +12,9 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/ones_like.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
+#include <torch/csrc/autograd/autograd.h>
 
 #include "core/units.h"
 #include "dist/device_backend.h"
@@ -100,7 +102,7 @@ void measure_products(const Measurement& measure, bool is_cpu, DeviceSpec& devic
   }
 }
 
-// Causal attention of 16 heads, forward; its backward is taken to reach the same share.
+// Causal attention of 16 heads. A pair of a query and a key takes 4 operations a feature forward, and 10 backward (observe/operation_costs.cpp).
 void measure_attention(const Measurement& measure, bool is_cpu, DeviceSpec& device,
                        const std::function<void(const std::string&)>& progress) {
   device.attention.clear();
@@ -109,16 +111,28 @@ void measure_attention(const Measurement& measure, bool is_cpu, DeviceSpec& devi
   const std::vector<int64_t> lengths =
       is_cpu ? std::vector<int64_t>{64, 256, 1024} : std::vector<int64_t>{512, 2048, 8192};
   for (const int64_t length : lengths) {
-    const at::Tensor q = measure.tensor({1, heads, length, size}, at::kBFloat16);
-    const double seconds = measure.seconds_of(
-        [&] { return at::scaled_dot_product_attention(q, q, q, {}, 0.0, /*is_causal=*/true); });
-    const double flops = 2.0 * static_cast<double>(heads * length * length * size);
-    const double share = std::clamp(flops / seconds / device.peak_flops(at::kBFloat16), 1e-3, 1.0);
+    const at::AutoGradMode with_gradients(true);
+    const auto input = [&] {
+      return measure.tensor({1, heads, length, size}, at::kBFloat16).requires_grad_();
+    };
+    const at::Tensor q = input(), k = input(), v = input();
+    const auto attend = [&] {
+      return at::scaled_dot_product_attention(q, k, v, {}, 0.0, /*is_causal=*/true);
+    };
+    const at::Tensor out = attend(), grad = at::ones_like(out);
+    const double features_of_pairs = 0.5 * static_cast<double>(heads * length * length * size);
+    const auto share_of = [&](double flops, double seconds) {
+      return std::round(1e3 * std::clamp(flops / seconds / device.peak_flops(at::kBFloat16), 1e-3, 1.0)) /
+             1e3;
+    };
     device.attention.push_back({.sequence = length,
-                                .forward = std::round(1e3 * share) / 1e3,
-                                .backward = std::round(1e3 * share) / 1e3,
+                                .forward = share_of(4 * features_of_pairs, measure.seconds_of(attend)),
+                                .backward = share_of(10 * features_of_pairs, measure.seconds_of([&] {
+                                  torch::autograd::grad({out}, {q, k, v}, {grad}, /*retain_graph=*/true);
+                                })),
                                 .kernel = ""});
-    progress(str("attention over ", length, " tokens: ", device.attention.back().forward, " of the peak"));
+    progress(str("attention over ", length, " tokens: ", device.attention.back().forward,
+                 " of the peak, backward ", device.attention.back().backward));
   }
 }
 

@@ -1,5 +1,7 @@
 #include "titan/train/run_observer.h"
 
+#include <utility>
+
 #include "core/process.h"
 #include "core/units.h"
 #include "dist/device_backend.h"
@@ -26,6 +28,7 @@ void MetricsWindow::start() {
 
 void MetricsWindow::count_step(int64_t local_tokens) {
   ++steps_;
+  data_loading_s_ += std::exchange(next_data_loading_s_, 0);
   local_tokens_ += local_tokens;
   local_tokens_seen_ += local_tokens;
 }

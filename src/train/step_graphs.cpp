@@ -52,9 +52,8 @@ StepGraphs::~StepGraphs() = default;
 ClippedStep StepGraphs::run(int64_t step, const StepInput& input) {
   for (const data::Batch& batch : input.batches)
     TITAN_CHECK(!batch.document_end,
-                "a step with attention within documents can't be recorded as a CUDA graph: documents differ "
-                "from step to "
-                "step");
+                "a step with attention within documents can't be recorded as a CUDA graph, because documents "
+                "differ from step to step");
   if (num_usual_steps_ < kUsualSteps) {
     ++num_usual_steps_;
     return numbers_.clip(step, parts_.runner->forward_backward(input.batches, input.tokens.global));
@@ -101,6 +100,8 @@ std::unique_ptr<StepGraphs::Recorded> StepGraphs::record(int64_t step, const Ste
 ClippedStep StepGraphs::launch(const StepInput& input) {
   const at::NoGradGuard no_grad;
   Recorded& recorded = *recorded_;
+  TITAN_INTERNAL_ASSERT(input.batches.size() == recorded.batches.size(),
+                        "steps have different numbers of batches");
   reshard();
   const dist::Stream current = dist::Stream::current(parts_.device);
   copies_.wait(current);  // the launch before reads the same tensors

@@ -84,7 +84,7 @@ titan::dist::InitOptions options_from(const std::vector<std::string>& words) {
     if (word == "--cuda") options.device = "cuda";           // all ranks share the GPUs there are, hence gloo
     if (word == "--nccl") {                                  // a GPU for each rank; virtual ones can be slow
       options.backend = "nccl", options.device = "cuda";
-      options.timeout = std::chrono::minutes(5);
+      options.timeout = std::chrono::minutes(4);
     }
     if (word == "--check-collectives") options.check_collectives = true;
     if (word.starts_with("--file=")) choose_file(word.substr(7));

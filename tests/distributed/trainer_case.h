@@ -2,11 +2,13 @@
 
 // A trainer with a model small enough to follow, on all ranks of the test, and ways to make it fail.
 
+#include <chrono>
 #include <fstream>
 #include <functional>
 #include <limits>
 #include <map>
 #include <numeric>
+#include <thread>
 
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
@@ -39,16 +41,17 @@ inline int bad_rank() { return world().size() / 2; }
 // A fault, which occurs at every step.
 enum class Fault { None, InfiniteLoss, InfiniteGradient, InfiniteWeightGradient, LossAlone };
 
-// Recorded steps in memory: the tokens count up, and `empty_step` has no label.
+// Recorded steps in memory: the tokens count up, `empty_step` has no label, and `slow_step` takes kSlow.
 class CountedFeed : public data::Feed {
  public:
-  explicit CountedFeed(int64_t num_steps, int64_t empty_step = -1)
-      : num_steps_(num_steps), empty_step_(empty_step) {}
+  static constexpr std::chrono::milliseconds kSlow{200};
+  explicit CountedFeed(int64_t num_steps, int64_t empty_step = -1, int64_t slow_step = -1)
+      : num_steps_(num_steps), empty_step_(empty_step), slow_step_(slow_step) {}
 
   void check_shape(int64_t, int64_t) const override {}
   data::LaneState start(int64_t lane, int64_t) const override { return {.lane = lane}; }
   std::unique_ptr<data::Lane> open(const data::LaneState& state, int64_t) const override {
-    return std::make_unique<CountedLane>(state, empty_step_);
+    return std::make_unique<CountedLane>(state, empty_step_, slow_step_);
   }
   std::vector<data::LaneState> redeal(const std::vector<data::LaneState>& lanes, int64_t) const override {
     return lanes;
@@ -59,9 +62,11 @@ class CountedFeed : public data::Feed {
  private:
   class CountedLane : public data::Lane {
    public:
-    CountedLane(const data::LaneState& state, int64_t empty_step) : state_(state), empty_step_(empty_step) {}
+    CountedLane(const data::LaneState& state, int64_t empty_step, int64_t slow_step)
+        : state_(state), empty_step_(empty_step), slow_step_(slow_step) {}
     int64_t fill(data::Row row) override {
       const bool is_empty = ++state_.position == empty_step_;
+      if (state_.lane == 0 && state_.position == slow_step_) std::this_thread::sleep_for(kSlow);
       std::iota(row.input.begin(), row.input.end(), state_.lane + state_.position);
       std::iota(row.labels.begin(), row.labels.end(), state_.lane + state_.position + 1);
       if (is_empty) std::fill(row.labels.begin(), row.labels.end(), data::kIgnoredLabel);
@@ -71,11 +76,11 @@ class CountedFeed : public data::Feed {
 
    private:
     data::LaneState state_;
-    int64_t empty_step_;
+    int64_t empty_step_, slow_step_;
   };
 
   int64_t num_steps_;
-  int64_t empty_step_;
+  int64_t empty_step_, slow_step_;
 };
 
 // Makes the gradient of the module's own parameters infinite, but not those of its inputs and outputs.

@@ -189,6 +189,21 @@ TEST(Trainer, LateReadsLogTheSameNumbers) {
   }
 }
 
+TEST(Trainer, LateReadsLogTheTimeOfLoadingWithItsStep) {
+  for (const bool late : {false, true}) {
+    data::TemporaryFolder folder;
+    Started job = start({.feed = std::make_shared<CountedFeed>(5, /*empty_step=*/-1, /*slow_step=*/3),
+                         .options = {.steps = 5, .log_freq = 1, .read_late = late},
+                         .folder = folder.path()});
+    job.trainer.train();
+    if (world().rank() != 0) continue;  // which has lane 0
+    const auto rows = logged(folder.path());
+    ASSERT_EQ(rows.size(), 5u);
+    for (const size_t i : {1, 2, 3})
+      EXPECT_EQ(rows[i].at("data_loading_s") > 0.1, i == 2) << i << " " << late;
+  }
+}
+
 TEST(Trainer, StepWithoutLabelsKeepsTheWeights) {
   Started job = start({.feed = std::make_shared<CountedFeed>(1, /*empty_step=*/1), .options = {.steps = 1}});
   job.trainer.train();

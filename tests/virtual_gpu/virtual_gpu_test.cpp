@@ -250,6 +250,14 @@ TEST_F(VirtualGpu, FindsReadsOfBytesThatNothingHasWritten) {
   EXPECT_EQ(new_reads(), 0);
   rows.slice(1, 0, 7).sum();
   EXPECT_EQ(new_reads(), 1);
+  // Scales of a product.
+  const Tensor ones = at::ones({16, 16}, on_gpu).to(at::kFloat8_e4m3fn), scale = at::ones({}, on_gpu);
+  const auto multiply = [&](const Tensor& scale_b) {
+    at::_scaled_mm(ones, ones.t(), scale, scale_b, {}, {}, at::kBFloat16);
+    return new_reads();
+  };
+  EXPECT_EQ(multiply(scale), 0);
+  EXPECT_EQ(multiply(at::empty({}, on_gpu)), 1);
   // A kernel of LibTitan's, which may read what it has written itself.
   launch_planted("sound_kernel", at::empty({64}, on_gpu), written, 1);
   EXPECT_EQ(new_reads(), 0);
@@ -428,7 +436,7 @@ TEST_F(VirtualGpu, CallsThatAreNotAllowedDuringACaptureFailAsCudas) {
         found = run();
       const cudaError_t expected = on_other_thread ? error_on_other_thread : error;
       EXPECT_STREQ(cudaGetErrorName(found), cudaGetErrorName(expected));
-      // A call that isn't allowed ends the capture, and the stream takes nothing more.
+      // A call that isn't allowed ends the capture, and the stream takes no more copies or events.
       const cudaError_t later = expected == cudaSuccess ? cudaSuccess : cudaErrorStreamCaptureInvalidated;
       EXPECT_STREQ(cudaGetErrorName(cudaEventRecord(within, stream)), cudaGetErrorName(later));
       EXPECT_STREQ(cudaGetErrorName(cudaMemsetAsync(device, 0, 64, stream)), cudaGetErrorName(later));

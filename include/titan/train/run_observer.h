@@ -140,7 +140,8 @@ class MetricsWindow {
   /// Starts the clock, as the training loop starts.
   void start();
   void count_step(int64_t local_tokens);
-  void count_data_loading(double seconds) { data_loading_s_ += seconds; }
+  /// For the next count_step(): the step before may not have been logged yet.
+  void count_data_loading(double seconds) { next_data_loading_s_ += seconds; }
   /// Tokens in this rank's rows, since the count started.
   int64_t local_tokens_seen() const { return local_tokens_seen_; }
   /// Restarts that count, because a checkpoint with its own count was loaded.
@@ -170,7 +171,7 @@ class MetricsWindow {
   int64_t steps_ = 0;
   int64_t local_tokens_ = 0;
   int64_t local_tokens_seen_ = 0;
-  double data_loading_s_ = 0;
+  double data_loading_s_ = 0, next_data_loading_s_ = 0;
   double left_out_s_ = 0;
   int64_t num_warned_ = 0;  // allocator retries and failures already warned about
 };

@@ -32,9 +32,13 @@ struct Product {
     return value;
   }
 };
+size_t bytes_of(cudaDataType type);
+
 struct Layout {
   cudaDataType type = CUDA_R_32F;
   int64_t rows = 0, columns = 0, leading = 0;
+  /// To the end of the last column.
+  size_t bytes() const { return static_cast<size_t>((columns - 1) * leading + rows) * bytes_of(type); }
 };
 
 template <class T, class Opaque>
@@ -89,13 +93,23 @@ struct Factor {
 
   int64_t num_inner() const { return inner_is_contiguous ? layout.rows : layout.columns; }
   int64_t num_outer() const { return inner_is_contiguous ? layout.columns : layout.rows; }
-  size_t bytes() const {
-    return static_cast<size_t>(layout.leading * layout.columns) * bytes_of(layout.type);
-  }
 
   // Scales of blocks of 32 are in tiles of 128 rows by 4 blocks, in the order that tensor cores read.
+  int64_t num_tiles() const { return (num_inner() / 32 + 3) / 4; }
+  Range scales() const {
+    switch (scale_mode) {
+      case CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0:  // tiles may have padding
+        return {.data = scale, .bytes = static_cast<size_t>((num_outer() + 127) / 128 * num_tiles() * 512)};
+      case CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F:
+        return {.data = scale,
+                .bytes = static_cast<size_t>(num_outer()) * sizeof(float),
+                .is_computed_with = true};
+      default:
+        return {.data = scale, .bytes = sizeof(float), .is_computed_with = true};
+    }
+  }
   float block_scale(int64_t outer, int64_t inner) const {
-    const int64_t block = inner / 32, tiles = (num_inner() / 32 + 3) / 4;
+    const int64_t block = inner / 32, tiles = num_tiles();
     const int64_t tile = outer / 128 * tiles + block / 4;
     const int64_t place = tile * 512 + outer % 32 * 16 + outer % 128 / 32 * 4 + block % 4;
     const int exponent = static_cast<const uint8_t*>(scale)[place];
@@ -248,10 +262,17 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t description
       static_cast<cudaDataType>(product.get<int>(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, d.type));
   // A matrix with gaps between its columns isn't looked at.
   const auto read = [](const Factor& f) {
-    return Range{.data = f.data, .bytes = f.bytes(), .is_computed_with = f.layout.leading == f.layout.rows};
+    return Range{
+        .data = f.data, .bytes = f.layout.bytes(), .is_computed_with = f.layout.leading == f.layout.rows};
   };
-  const size_t d_bytes = static_cast<size_t>(d.leading * d.columns) * bytes_of(d.type);
-  submit(stream, computation("cublasLtMatmul", {read(a), read(b), {d_data, d_bytes, true}}, [=] {
+  const size_t d_bytes = d.bytes();
+  std::vector<Range> ranges{read(a), read(b), {d_data, d_bytes, true}};
+  for (const Factor* f : {&a, &b})
+    if (f->scale) ranges.push_back(f->scales());
+  if (bias)
+    ranges.push_back(
+        {.data = bias, .bytes = static_cast<size_t>(d.rows) * bytes_of(bias_type), .is_computed_with = true});
+  submit(stream, computation("cublasLtMatmul", std::move(ranges), [=] {
            if (!computes() && d_bytes > small_bytes) return;
            const std::vector<float> a_elements = a.elements(), b_elements = b.elements();
            const int64_t size = a.num_inner();

@@ -176,7 +176,10 @@ std::string place_of(int stream) {
 
 // Null unless VIRTUAL_GPU_STACKS asks for them: they take a third of a small test's time.
 std::shared_ptr<const Calls> calls_here() {
-  static const bool wanted = std::getenv("VIRTUAL_GPU_STACKS") != nullptr;
+  static const bool wanted = [] {
+    const char* given = std::getenv("VIRTUAL_GPU_STACKS");
+    return given && std::string_view(given) != "0";
+  }();
   if (!wanted) return nullptr;
   auto calls = std::make_shared<Calls>();
   calls->count = backtrace(calls->frames.data(), static_cast<int>(calls->frames.size()));
@@ -342,14 +345,15 @@ void print_calls(const Calls& calls) {
                                          "libstdc++", "ld-linux"};
   for (int i = 0; i < calls.count; ++i) {
     Dl_info info{};
-    if (dladdr(calls.frames[i], &info) == 0 || !info.dli_fname) continue;
+    char* const call = static_cast<char*>(calls.frames[i]) - 1;  // the address is that after the call
+    if (dladdr(call, &info) == 0 || !info.dli_fname) continue;
     const std::string_view path = info.dli_fname, object = path.substr(path.rfind('/') + 1);
     if (std::ranges::any_of(others, [&](std::string_view other) { return object.starts_with(other); }))
       continue;
     char* const name =
         info.dli_sname ? abi::__cxa_demangle(info.dli_sname, nullptr, nullptr, nullptr) : nullptr;
     std::fprintf(stderr, "    %.*s+%#tx %s\n", static_cast<int>(object.size()), object.data(),
-                 static_cast<char*>(calls.frames[i]) - static_cast<char*>(info.dli_fbase),
+                 call - static_cast<char*>(info.dli_fbase),
                  name             ? name
                  : info.dli_sname ? info.dli_sname
                                   : "");

@@ -63,9 +63,9 @@ void release_lock(const void* lock, const void* caller);
 std::shared_ptr<const Clock> known_to_host_thread();
 void host_thread_knows(const Clock& clock);
 
-/// Counts a race that has been printed, and ends the program if races do.
+/// Counts a race that has been printed, and ends the program if VIRTUAL_GPU_RACES is fatal.
 void count_race();
-/// Ends the program if races do.
+/// Ends the program if VIRTUAL_GPU_RACES is fatal.
 void end_at_fault();
 
 }  // namespace virtual_gpu

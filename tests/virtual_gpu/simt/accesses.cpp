@@ -99,9 +99,10 @@ class Accesses {
           page.allocation = {number_of(found.data), number_of(found.data) + found.bytes};
           if (!page.allocation.contains(at, bytes)) end(kind, at, bytes, "outside any allocation");
         }
-        if (kind != Kind::read && page.bytes[in_page].writer == 0)
+        if (kind != Kind::read)
           for (size_t i = in_page; i < in_page + part; ++i)
-            if (kind == Kind::atomic || page.bytes[i].reader != 0) page.is_read_before_write.set(i);
+            if (page.bytes[i].writer == 0 && (kind == Kind::atomic || page.bytes[i].reader != 0))
+              page.is_read_before_write.set(i);
         visit(std::span(page.bytes).subspan(in_page, part), at, kind);
         done += part;
       }
