@@ -231,12 +231,12 @@ std::optional<int64_t> ValidTokens::on_host() const {
   return inverse_.defined() ? std::nullopt : std::optional(count_);
 }
 
-// Both ways round the inverse to the sum's dtype first, so they have the same bits. (Of a narrower sum, only one would.)
+// Both ways multiply in at least fp32, so they have the same bits.
 at::Tensor operator/(const at::Tensor& sum, const ValidTokens& number) {
-  TITAN_CHECK(sum.scalar_type() == at::kFloat || sum.scalar_type() == at::kDouble,
-              "a sum of losses has to be in fp32 or float64, and is in ", sum.scalar_type());
-  if (number.inverse_.defined()) return sum * number.inverse_.to(sum.scalar_type());
-  return sum * (number.count_ > 0 ? 1.0 / static_cast<double>(number.count_) : 0.0);
+  if (!number.inverse_.defined())
+    return sum * (number.count_ > 0 ? 1.0 / static_cast<double>(number.count_) : 0.0);
+  const at::ScalarType wide = composite::accumulate_type(sum);
+  return (sum.to(wide) * number.inverse_.to(wide)).to(sum.scalar_type());
 }
 
 at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight_VD,

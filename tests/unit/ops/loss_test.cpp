@@ -125,6 +125,16 @@ TEST(LinearCrossEntropy, TakesTheCountFromTheDevice) {
   }
 }
 
+// Also of a model that sums its losses in 16 bits.
+TEST(ValidTokens, DivideWithTheSameBitsFromTheDevice) {
+  for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf, at::kFloat, at::kDouble}) {
+    const at::Tensor sums = at::arange(1, 400).to(dtype), inverse = at::full({}, 1.0 / 1'001, at::kDouble);
+    const at::Tensor given = sums / ValidTokens(1'001), from_device = sums / ValidTokens::on_device(inverse);
+    EXPECT_EQ(from_device.scalar_type(), dtype);
+    EXPECT_TRUE(at::equal(given, from_device)) << dtype;
+  }
+}
+
 TEST(LinearCrossEntropy, RefusesANegativeCount) { EXPECT_THROW(options_for(-1), Error); }
 
 TEST(LinearCrossEntropy, ComputesTheLossAloneWithoutGradients) {
