@@ -27,7 +27,7 @@ PREAMBLES = {
     + """struct TinyModel : titan::train::TrainableModel {
            TinyModel(const TinyArgs&, const titan::nn::Construct&);
            titan::nn::AnyRef root() override;
-           at::Tensor loss(const at::Tensor&, const at::Tensor&, int64_t) override;
+           at::Tensor loss(const at::Tensor&, const at::Tensor&, const titan::ops::ValidTokens&) override;
          };""",
     "Parallelism with its own communication": """struct SlicesSettings;
          void share_rows(const titan::nn::AnyRef&, const titan::DeviceMesh&, const SlicesSettings&);
