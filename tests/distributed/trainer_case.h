@@ -44,7 +44,7 @@ enum class Fault { None, InfiniteLoss, InfiniteGradient, InfiniteWeightGradient,
 // Recorded steps in memory: the tokens count up, `empty_step` has no label, and `slow_step` takes kSlow.
 class CountedFeed : public data::Feed {
  public:
-  static constexpr std::chrono::milliseconds kSlow{200};
+  static constexpr std::chrono::milliseconds kSlow{600};
   explicit CountedFeed(int64_t num_steps, int64_t empty_step = -1, int64_t slow_step = -1)
       : num_steps_(num_steps), empty_step_(empty_step), slow_step_(slow_step) {}
 

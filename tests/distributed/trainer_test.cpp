@@ -199,8 +199,8 @@ TEST(Trainer, LateReadsLogTheTimeOfLoadingWithItsStep) {
     if (world().rank() != 0) continue;  // which has lane 0
     const auto rows = logged(folder.path());
     ASSERT_EQ(rows.size(), 5u);
-    for (const size_t i : {1, 2, 3})
-      EXPECT_EQ(rows[i].at("data_loading_s") > 0.1, i == 2) << i << " " << late;
+    for (const size_t other : {1, 3})
+      EXPECT_GT(rows[2].at("data_loading_s"), rows[other].at("data_loading_s")) << late;
   }
 }
 
