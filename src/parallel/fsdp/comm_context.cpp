@@ -290,13 +290,11 @@ void CommContext::issue_gather() {
   if (group.backward_reads_parameters()) group.start_unshard();
 }
 
-// Other ranks may reach visits that this rank's backward didn't, and then wait for this rank's part.
-void CommContext::issue_remaining_gathers() {
-  while (next_gather_ >= 0) {
-    const int64_t visit = ends_[static_cast<size_t>(next_gather_)];
-    issue_gather();
-    visits_[static_cast<size_t>(visit)].group->cancel_unshard();
-  }
+// Starts the gathers that are due when the backward reaches the visit of `turn`, and those ahead of it.
+void CommContext::gather_ahead(int64_t turn) {
+  while (next_gather_ >= turn) issue_gather();
+  const int64_t last = std::max<int64_t>(prefetched_by(turn), 0);
+  while (next_gather_ >= last && !runs_before(next_gather_, turn)) issue_gather();
 }
 
 void CommContext::pre_backward(int64_t iteration, int64_t visit) {
@@ -304,33 +302,35 @@ void CommContext::pre_backward(int64_t iteration, int64_t visit) {
               " of a sharded model, but forward number ", iteration_,
               " has run since: run each backward before the next forward");
   if (!in_backward_) start_backward();
-  const int64_t turn = visits_[static_cast<size_t>(visit)].end;
-  while (next_gather_ >= turn) issue_gather();
-  skip_to(visit);
-  ParamGroup& group = *visits_[static_cast<size_t>(visit)].group;
-  if (group.backward_reads_parameters()) {
-    group.start_unshard();
-    group.finish_unshard();
-  }
-  const int64_t last = std::max<int64_t>(prefetched_by(turn), 0);
-  while (next_gather_ >= last && !runs_before(next_gather_, turn)) issue_gather();
-}
-
-// Before this rank waits for a gather: visits that ran after this one and weren't reached never will be, since the engine
-// runs the newest operations first. Those that began before it enclose it, and may still collect gradients.
-void CommContext::skip_to(int64_t visit) {
-  Visit& now = visits_[static_cast<size_t>(visit)];
+  const Visit& now = visits_[static_cast<size_t>(visit)];
   TITAN_CHECK(!now.skipped, "the backward of '", now.group->name(),
               "' came after that of a module that ran before it in the forward, so its gradients were "
               "reduced already: "
               "a sharded model's backward has to run its modules in the reverse of their forwards' order");
-  for (int64_t end = now.end + 1; end < reached_; ++end) {
-    if (ends_[static_cast<size_t>(end)] < visit) continue;
-    Visit& skipped = visits_[static_cast<size_t>(ends_[static_cast<size_t>(end)])];
-    skipped.skipped = skipped.ready = true;
-  }
+  skip_to(now.end, visit);
   reached_ = std::min(reached_, now.end);
-  issue_ready_reductions();
+  ParamGroup& group = *now.group;
+  while (next_gather_ >= now.end) issue_gather();
+  if (group.backward_reads_parameters()) {
+    group.start_unshard();
+    group.finish_unshard();
+  }
+  gather_ahead(now.end);
+}
+
+// Before this rank waits for a gather: visits that ran after `visit` and weren't reached never will be, since the engine
+// runs the newest operations first. Those that began before it enclose it, and may still collect gradients.
+// Another rank may have reached them: this one gathers and reduces for them in the same order.
+void CommContext::skip_to(int64_t turn, int64_t visit) {
+  while (reached_ > turn + 1) {
+    gather_ahead(--reached_);
+    const int64_t passed = ends_[static_cast<size_t>(reached_)];
+    if (passed < visit) continue;
+    Visit& skipped = visits_[static_cast<size_t>(passed)];
+    skipped.skipped = skipped.ready = true;
+    skipped.group->cancel_unshard();
+    issue_ready_reductions();
+  }
 }
 
 void CommContext::post_backward(int64_t iteration, int64_t visit) {
@@ -379,7 +379,7 @@ void CommContext::advance_reductions(size_t num_young) {
 }
 
 void CommContext::finish_backward() {
-  issue_remaining_gathers();
+  skip_to(-1, 0);
   for (Visit& visit : visits_) visit.ready = true;
   issue_ready_reductions();
   issue_last_reductions();

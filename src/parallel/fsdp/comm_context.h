@@ -83,12 +83,12 @@ class ParamGroup;
 /// forwards ended, and gathers in that order. (The two orders differ where a group encloses others: the
 /// outermost module's own group, or an embedding with the output that is tied to it.) A visit that a rank's
 /// backward skips is still gathered and reduced, in its turn, as soon as the backward reaches one that ran
-/// before it: another rank that did reach the skipped one may wait for its reduction before it issues its
-/// next gather. The forward alone decides which visits
+/// before it. The forward alone decides which visits
 /// take part: those with an output that requires a gradient. (If a group runs several times in one forward,
 /// all ranks' backwards have to reach the same runs; if it has several modules, all ranks' forwards have to
-/// end with the same one.) Gathers and reductions use separate process groups, so their relative order is
-/// free.
+/// end with the same one.) Gathers and reductions use separate process groups, but the order between them is
+/// the same on all ranks, too: a host that waits in one of them, because its queue of launches is full or
+/// launches block, never issues the other.
 class CommContext : public std::enable_shared_from_this<CommContext> {
  public:
   explicit CommContext(at::Device device);
@@ -182,9 +182,9 @@ class CommContext : public std::enable_shared_from_this<CommContext> {
   void start_backward();
   void abandon_backward();
   void issue_gather();
-  void issue_remaining_gathers();
+  void gather_ahead(int64_t turn);
   void issue_ready_reductions();
-  void skip_to(int64_t visit);
+  void skip_to(int64_t turn, int64_t visit);
   void issue_reduction(ParamGroup& group);
   void issue_last_reductions();
   void advance_reductions(size_t num_young);
