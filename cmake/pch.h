@@ -1,6 +1,6 @@
 #pragma once
 
-// For the layers that define modules or autograd functions; the others use pch_tensor.h.
+// For the layers that define modules or autograd functions, or that include most of LibTorch; the others use pch_tensor.h.
 
 #include <algorithm>
 #include <cstdint>

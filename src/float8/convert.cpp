@@ -11,7 +11,6 @@
 #include "float8/cast.h"
 #include "float8/products.h"
 #include "titan/nn/layers.h"
-#include "titan/nn/loss.h"
 
 namespace titan::float8 {
 

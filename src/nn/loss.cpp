@@ -1,4 +1,4 @@
-#include "titan/nn/loss.h"
+#include "titan/nn/layers.h"
 
 #include "titan/core/error.h"
 #include "titan/tensor/placement.h"

@@ -9,7 +9,6 @@
 #include "distributed/toy_case.h"
 #include "memory_meter.h"
 #include "titan/nn/layers.h"
-#include "titan/nn/loss.h"
 
 namespace titan {
 namespace {

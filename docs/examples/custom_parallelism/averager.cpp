@@ -8,7 +8,6 @@
 #include "slices.h"
 #include "titan/nn/containers.h"
 #include "titan/nn/layers.h"
-#include "titan/nn/loss.h"
 #include "titan/parallel/tensor_parallel.h"
 #include "titan/train/model_spec.h"
 #include "titan/train/parallel_dims.h"

@@ -16,7 +16,6 @@
 #include "titan/config/table.h"
 #include "titan/nn/containers.h"
 #include "titan/nn/layers.h"
-#include "titan/nn/loss.h"
 #include "titan/train/model_spec.h"
 
 namespace titan::models {

@@ -1,6 +1,6 @@
 #pragma once
 
-// The layers of a transformer besides the loss head, and the interfaces by which wrappers change a layer:
+// The layers of a transformer, and the interfaces by which wrappers change a layer:
 // tensor parallelism cuts its weight, Float8 replaces its products, and context parallelism replaces its
 // attention.
 //
@@ -12,6 +12,7 @@
 #include <initializer_list>
 #include <utility>
 
+#include "titan/nn/loss.h"
 #include "titan/nn/module.h"
 #include "titan/ops/functional.h"
 
@@ -286,5 +287,53 @@ class AttentionImpl : public Module, public AttentionUser {
   std::shared_ptr<AttentionCore> core_;  // null: ops::causal_attention
 };
 TITAN_MODULE(Attention);
+
+// ---- the loss head
+
+struct LossHeadOptions {
+  Init init;
+  at::Tensor tied_weight = {};  ///< the embedding's [vocab, dim], for models that share it
+  int64_t chunk_bytes =
+      64 * 1024 * 1024;  ///< size of the logits that exist at one time; on a GPU, at least 4,096 rows do
+  Construct construct = {};
+  Loss loss = nullptr;
+};
+
+/// The model's last layer and its loss in one call. It turns hidden states into logits or, with labels, into
+/// the loss, without storing all logits.
+class LinearCrossEntropyImpl : public WeightedModule,
+                               public ProductsUser,
+                               public Splittable,
+                               public LossUser {
+ public:
+  LinearCrossEntropyImpl(int64_t dim, int64_t vocab_size, const LossHeadOptions& options);
+
+  /// hidden: [..., dim]; logits: [..., vocab], in hidden's dtype.
+  at::Tensor forward(const at::Tensor& hidden);
+  /// labels: int64 [...], where -100 is ignored. Returns the sum of this batch's token losses divided by
+  /// `global_valid_tokens`, the number of labels that aren't ignored in the whole optimizer step (0: the loss
+  /// is 0). The result is a scalar in fp32, or float64 in a float64 model.
+  at::Tensor forward(const at::Tensor& hidden, const at::Tensor& labels,
+                     const ops::ValidTokens& global_valid_tokens);
+
+  void set_products(ops::SharedProducts products) override { products_ = std::move(products); }
+  void set_loss(Loss loss) override { loss_ = std::move(loss); }
+
+  /// Supports only Split::Columns, where each rank has a part of the vocabulary. The loss is whole on every
+  /// rank (loss parallel), and the hidden states' gradient is a summand. The call without labels returns this
+  /// rank's part of the logits.
+  std::vector<ParamSplit> param_splits(Split split) const override;
+  void set_split(Split split, std::shared_ptr<const ops::RankParts> parts) override;
+  /// For a split vocabulary: whether to compute the loss from whole logits, gathered chunk by chunk.
+  void set_gather_logits(bool gather) { part_.gather_logits = gather; }
+
+ private:
+  int64_t vocab_size_;
+  int64_t chunk_bytes_;
+  ops::VocabularyPart part_;
+  ops::SharedProducts products_;
+  Loss loss_;
+};
+TITAN_MODULE(LinearCrossEntropy);
 
 }  // namespace titan::nn

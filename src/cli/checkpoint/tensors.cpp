@@ -11,7 +11,9 @@
 #include <tuple>
 #include <vector>
 
-#include <ATen/ATen.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/empty.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/StringUtil.h>
 #include <c10/util/accumulate.h>

@@ -20,7 +20,6 @@
 #include "titan/core/error.h"
 #include "titan/nn/containers.h"
 #include "titan/nn/layers.h"
-#include "titan/nn/loss.h"
 
 namespace titan {
 

@@ -6,7 +6,6 @@
 
 #include "titan/nn/containers.h"
 #include "titan/nn/layers.h"
-#include "titan/nn/loss.h"
 
 namespace titan::nn {
 

@@ -8,7 +8,7 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include "titan/core/error.h"
-#include "titan/nn/loss.h"
+#include "titan/nn/layers.h"
 #include "titan/ops/loss.h"
 #include "titan/tensor/placement.h"
 #include "unit/golden.h"

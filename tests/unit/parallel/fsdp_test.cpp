@@ -11,7 +11,6 @@
 #include "titan/dist/device_mesh.h"
 #include "titan/dist/world.h"
 #include "titan/nn/layers.h"
-#include "titan/nn/loss.h"
 #include "titan/parallel/fsdp.h"
 #include "titan/parallel/parameters.h"
 

@@ -14,7 +14,6 @@
 #include "titan/dist/world.h"
 #include "titan/nn/containers.h"
 #include "titan/nn/layers.h"
-#include "titan/nn/loss.h"
 #include "titan/parallel/fsdp.h"
 #include "titan/parallel/parameters.h"
 #include "titan/parallel/tensor_parallel.h"
