@@ -66,18 +66,22 @@ bool Communicator::connect() {
   return all_came;
 }
 
-std::function<bool()> Communicator::arrive() {
-  Shared& s = *shared_;
-  const uint32_t round = s.round;
-  if (s.num_arrived.fetch_add(1) + 1 == static_cast<uint32_t>(size_)) {
-    s.num_arrived = 0;
-    s.round = round + 1;
+std::function<bool()> Communicator::arrive_at(Meeting& meeting) {
+  const uint32_t round = meeting.round;
+  if (meeting.num_arrived.fetch_add(1) + 1 == static_cast<uint32_t>(size_)) {
+    meeting.num_arrived = 0;
+    meeting.round = round + 1;
   }
-  return [this, &s, round] { return s.round != round || is_aborted_; };
+  return [this, &meeting, round] { return meeting.round != round || is_aborted_; };
 }
 
 bool Communicator::host_barrier() {
-  poll(arrive());
+  poll(arrive_at(shared_->of_hosts));
+  return !is_aborted();
+}
+
+bool Communicator::wait_for_operations() {
+  poll([this] { return num_finished_ == next_ticket_ || is_aborted_; });
   return !is_aborted();
 }
 
@@ -85,7 +89,7 @@ void Communicator::announce_connection(int sender, int receiver) {
   shared_->connections[sender][receiver] |= sender == rank_ ? 1u : 2u;
 }
 void Communicator::wait_for_connection(int sender, int receiver) {
-  poll([&] { return shared_->connections[sender][receiver] == 3u || is_aborted(); });
+  poll([&] { return is_connected(sender, receiver) || is_aborted(); });
 }
 
 }  // namespace virtual_gpu

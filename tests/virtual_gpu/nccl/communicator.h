@@ -23,10 +23,19 @@ struct Mailbox {
   char steps[num_steps][step_bytes];
 };
 
-/// Memory that the ranks of a communicator share: zeroed at first, and mapped by every process.
-struct Shared {
+/// Where the ranks wait for each other.
+struct Meeting {
   std::atomic<uint32_t> num_arrived;
   std::atomic<uint32_t> round;
+};
+
+/// Memory that the ranks of a communicator share: zeroed at first, and mapped by every process.
+struct Shared {
+  Meeting of_hosts, of_devices;
+  /// Each rank's arguments of a split.
+  struct {
+    int color, key;
+  } splits[max_ranks];
   /// 1: the sender has come to connect, 2: the receiver has, 3: both have. [sender][receiver]
   std::atomic<uint32_t> connections[max_ranks][max_ranks];
   char slots[max_ranks][slot_bytes];
@@ -52,25 +61,31 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   /// Waits on the host until all ranks are here. @returns false after an abort
   bool host_barrier();
-  /// Counts this rank as arrived; the condition holds when all are, or after an abort.
-  std::function<bool()> arrive();
+  /// Counts this rank's device as arrived; the condition holds when all are, or after an abort.
+  std::function<bool()> arrive() { return arrive_at(shared_->of_devices); }
 
   /// Places in the order of this communicator's operations.
   uint64_t take_ticket() { return next_ticket_++; }
   bool is_turn(uint64_t ticket) const { return num_finished_ == ticket; }
   void finish(uint64_t ticket) { num_finished_ = ticket + 1; }
+  /// Waits on the host until all operations have run. @returns false after an abort
+  bool wait_for_operations();
 
   /// In strict mode, what NCCL does when two ranks first send to each other: waits on the host until the peer has made
   /// the matching call.
+  bool is_connected(int sender, int receiver) const { return shared_->connections[sender][receiver] == 3u; }
   void announce_connection(int sender, int receiver);
   void wait_for_connection(int sender, int receiver);
 
-  ncclResult_t state = ncclSuccess;  ///< ncclInProgress while a communicator that doesn't block is made
+  /// Unless it blocks, its calls that wait for other ranks return ncclInProgress, which is its state until they have ended.
+  bool blocks = true;
+  std::atomic<ncclResult_t> state = ncclSuccess;
   int num_splits = 0;
   std::vector<double> factors;  ///< for reductions made by ncclRedOpCreatePreMulSum
 
  private:
   Communicator(std::string name, int rank, int size) : name_(std::move(name)), rank_(rank), size_(size) {}
+  std::function<bool()> arrive_at(Meeting& meeting);
 
   std::string name_;
   int rank_ = 0;

@@ -72,6 +72,31 @@ Task exchange(Turn turn, std::vector<Round> rounds) {
   c.finish(ticket);
 }
 
+// For ncclGetLastError.
+thread_local const char* last_error_text = "";
+
+// NCCL refuses calls with a communicator that it is still making or connecting.
+ncclResult_t check_is_ready(const Communicator& c) {
+  if (c.is_aborted()) return ncclRemoteError;
+  if (c.state != ncclInProgress) return c.state;
+  last_error_text = "a call with a communicator whose previous call is still ncclInProgress";
+  return ncclInvalidArgument;
+}
+
+// Runs work that waits for other ranks: in this call, or, if the communicator doesn't block, beside it.
+template <class Work>
+ncclResult_t run_waiting(const CommunicatorPtr& c, Work work) {
+  if (c->blocks) return work();
+  c->state = ncclInProgress;
+  int device = 0;
+  cudaGetDevice(&device);
+  std::thread([c, work, device] {
+    cudaSetDevice(device);
+    c->state = work();
+  }).detach();
+  return ncclInProgress;
+}
+
 thread_local int group_depth = 0;
 
 struct Collective {
@@ -117,6 +142,7 @@ ncclResult_t submit_grouped_collectives() {
 }
 
 ncclResult_t submit_exchange(Collective collective) {
+  if (const ncclResult_t error = check_is_ready(*collective.communicator)) return error;
   if (group_depth == 0) return submit_now(std::move(collective));
   grouped_collectives.push_back(std::move(collective));
   return ncclSuccess;
@@ -144,10 +170,11 @@ struct Transfer {
   bool is_send = false;
   cudaStream_t stream = nullptr;
 
-  Mailbox& mailbox() const {
-    const int sender = is_send ? communicator->rank() : peer;
-    const int receiver = is_send ? peer : communicator->rank();
-    return communicator->shared().mailboxes[sender][receiver];
+  int sender() const { return is_send ? communicator->rank() : peer; }
+  int receiver() const { return is_send ? peer : communicator->rank(); }
+  Mailbox& mailbox() const { return communicator->shared().mailboxes[sender()][receiver()]; }
+  bool is_connected() const {
+    return peer == communicator->rank() || communicator->is_connected(sender(), receiver());
   }
 };
 
@@ -190,63 +217,69 @@ Task move_all(Turn turn, std::vector<Transfer> transfers) {
   c.finish(ticket);
 }
 
-// NCCL connects two ranks when one first sends to the other, and blocks both hosts until that is done.
-void connect_strictly(const std::vector<Transfer>& transfers) {
-  for (const bool waits : {false, true}) {
-    for (const Transfer& t : transfers) {
-      if (t.peer == t.communicator->rank()) continue;
-      const int sender = t.is_send ? t.communicator->rank() : t.peer;
-      const int receiver = t.is_send ? t.peer : t.communicator->rank();
-      if (waits)
-        t.communicator->wait_for_connection(sender, receiver);
-      else
-        t.communicator->announce_connection(sender, receiver);
-    }
+// One operation moves all transfers of a communicator, on the first one's stream; other streams wait for it.
+ncclResult_t queue_transfers(const CommunicatorPtr& c, const std::vector<Transfer>& transfers) {
+  if (c->is_aborted()) return ncclRemoteError;
+  const cudaStream_t stream = transfers.front().stream;
+  std::vector<Transfer> moved;
+  std::vector<cudaStream_t> other_streams;
+  Operation operation;
+  bool sends = false;
+  bool receives = false;
+  for (const Transfer& t : transfers) {
+    operation.ranges.push_back({t.data, t.bytes, !t.is_send});
+    (t.is_send ? sends : receives) = true;
+    if (t.stream != stream && std::ranges::find(other_streams, t.stream) == other_streams.end())
+      other_streams.push_back(t.stream);
+    if (!is_left_out(t.bytes)) moved.push_back(t);
   }
-}
-
-// One operation per communicator moves all its transfers, on the first one's stream; other streams wait for it.
-ncclResult_t submit_group() {
-  std::vector<Transfer> waiting = std::exchange(grouped, {});
-  if (const ncclResult_t result = submit_grouped_collectives(); result != ncclSuccess) return result;
-  if (is_strict()) connect_strictly(waiting);
-  while (!waiting.empty()) {
-    const CommunicatorPtr c = waiting.front().communicator;
-    const cudaStream_t stream = waiting.front().stream;
-    std::vector<Transfer> mine;
-    std::vector<cudaStream_t> other_streams;
-    Operation operation;
-    bool sends = false;
-    bool receives = false;
-    std::erase_if(waiting, [&](const Transfer& t) {
-      if (t.communicator != c) return false;
-      operation.ranges.push_back({t.data, t.bytes, !t.is_send});
-      (t.is_send ? sends : receives) = true;
-      if (t.stream != stream && std::ranges::find(other_streams, t.stream) == other_streams.end())
-        other_streams.push_back(t.stream);
-      if (!is_left_out(t.bytes)) mine.push_back(t);
-      return true;
-    });
-    operation.name = sends && receives ? "ncclSend and ncclRecv" : sends ? "ncclSend" : "ncclRecv";
-    if (c->is_aborted()) return ncclRemoteError;
-    cudaEvent_t event = nullptr;
-    cudaEventCreate(&event);
-    for (cudaStream_t other : other_streams) {
-      cudaEventRecord(event, other);
-      cudaStreamWaitEvent(stream, event, 0);
-    }
-    set_task(operation, c, stream, [mine](const Turn& turn) { return move_all(turn, mine); });
-    submit(stream, std::move(operation));
-    for (cudaStream_t other : other_streams) {
-      cudaEventRecord(event, stream);
-      cudaStreamWaitEvent(other, event, 0);
-    }
-    cudaEventDestroy(event);
+  operation.name = sends && receives ? "ncclSend and ncclRecv" : sends ? "ncclSend" : "ncclRecv";
+  cudaEvent_t event = nullptr;
+  cudaEventCreate(&event);
+  for (cudaStream_t other : other_streams) {
+    cudaEventRecord(event, other);
+    cudaStreamWaitEvent(stream, event, 0);
   }
+  set_task(operation, c, stream, [moved](const Turn& turn) { return move_all(turn, moved); });
+  submit(stream, std::move(operation));
+  for (cudaStream_t other : other_streams) {
+    cudaEventRecord(event, stream);
+    cudaStreamWaitEvent(other, event, 0);
+  }
+  cudaEventDestroy(event);
   return ncclSuccess;
 }
 
+// In strict mode: NCCL connects two ranks when one first sends to the other, and the calls of both end when that is done.
+ncclResult_t connect_and_queue(const CommunicatorPtr& c, const std::vector<Transfer>& transfers) {
+  if (!is_strict() || std::ranges::all_of(transfers, &Transfer::is_connected))
+    return queue_transfers(c, transfers);
+  return run_waiting(c, [c, transfers] {
+    for (const Transfer& t : transfers)
+      if (!t.is_connected()) c->wait_for_connection(t.sender(), t.receiver());
+    return queue_transfers(c, transfers);
+  });
+}
+
+ncclResult_t submit_group() {
+  const std::vector<Transfer> transfers = std::exchange(grouped, {});
+  ncclResult_t result = submit_grouped_collectives();
+  std::vector<std::pair<CommunicatorPtr, std::vector<Transfer>>> by_communicator;
+  for (const Transfer& t : transfers) {
+    if (is_strict()) t.communicator->announce_connection(t.sender(), t.receiver());
+    auto mine =
+        std::ranges::find(by_communicator, t.communicator, [](const auto& entry) { return entry.first; });
+    if (mine == by_communicator.end()) mine = by_communicator.insert(mine, {t.communicator, {}});
+    mine->second.push_back(t);
+  }
+  for (const auto& [c, mine] : by_communicator)
+    if (result == ncclSuccess || result == ncclInProgress)
+      if (const ncclResult_t of_this = connect_and_queue(c, mine); of_this != ncclSuccess) result = of_this;
+  return result;
+}
+
 ncclResult_t transfer(Transfer t) {
+  if (const ncclResult_t error = check_is_ready(*t.communicator)) return error;
   grouped.push_back(std::move(t));
   return group_depth > 0 ? ncclSuccess : submit_group();
 }
@@ -266,21 +299,21 @@ CommunicatorPtr end(ncclComm_t handle) {
   return std::exchange(handle->communicator, nullptr);
 }
 
+void note_use(const CommunicatorPtr& c, const ncclConfig_t* config) {
+  ++num_communicators;
+  count_call("communicator");
+  if (config && config->maxCTAs != NCCL_CONFIG_UNDEF_INT)
+    count_call("communicator of at most " + std::to_string(config->maxCTAs) + " CTAs");
+  if (config && config->blocking != NCCL_CONFIG_UNDEF_INT) c->blocks = config->blocking != 0;
+}
+
 ncclResult_t make(ncclComm_t* handle, const std::string& name, int rank, int size,
                   const ncclConfig_t* config) {
   CommunicatorPtr c = Communicator::open(name, rank, size);
   if (!c) return ncclSystemError;
-  ++num_communicators;
+  note_use(c, config);
   *handle = new ncclComm{c};
-  count_call("communicator");
-  if (config && config->maxCTAs != NCCL_CONFIG_UNDEF_INT)
-    count_call("communicator of at most " + std::to_string(config->maxCTAs) + " CTAs");
-  if (config && config->blocking == 0) {
-    c->state = ncclInProgress;
-    std::thread([c] { c->state = c->connect() ? ncclSuccess : ncclRemoteError; }).detach();
-    return ncclInProgress;
-  }
-  return c->connect() ? ncclSuccess : ncclRemoteError;
+  return run_waiting(c, [c] { return c->connect() ? ncclSuccess : ncclRemoteError; });
 }
 
 // The ranks of the same color, ordered by key; what ncclCommSplit documents.
@@ -289,15 +322,12 @@ struct Part {
   int size = 0;
 };
 std::optional<Part> split(Communicator& c, int color, int key) {
-  const int mine[2] = {color, key};
-  std::memcpy(c.shared().slots[c.rank()], mine, sizeof mine);
+  auto& given = c.shared().splits;
+  given[c.rank()] = {color, key};
   if (!c.host_barrier()) return std::nullopt;
   std::vector<std::pair<int, int>> members;
-  for (int rank = 0; rank < c.size(); ++rank) {
-    int theirs[2];
-    std::memcpy(theirs, c.shared().slots[rank], sizeof theirs);
-    if (theirs[0] == color) members.emplace_back(theirs[1], rank);
-  }
+  for (int rank = 0; rank < c.size(); ++rank)
+    if (given[rank].color == color) members.emplace_back(given[rank].key, rank);
   if (!c.host_barrier()) return std::nullopt;
   std::ranges::sort(members);
   const auto self = std::ranges::find(members, std::pair(key, c.rank()));
@@ -335,15 +365,26 @@ ncclResult_t ncclCommInitRankScalable(ncclComm_t* handle, int size, int rank, in
                                       ncclConfig_t* config) {
   return make(handle, ids[0].internal, rank, size, config);
 }
+// It is the parent that waits; it has made the new communicator when it is ready again.
 ncclResult_t ncclCommSplit(ncclComm_t handle, int color, int key, ncclComm_t* out, ncclConfig_t* config) {
-  Communicator& c = *communicator_of(handle);
-  const std::optional<Part> part = split(c, color, key);
-  if (!part) return ncclRemoteError;
-  const int number = c.num_splits++;
+  const CommunicatorPtr c = communicator_of(handle);
   *out = nullptr;
-  if (color == NCCL_SPLIT_NOCOLOR) return ncclSuccess;
-  const std::string name = c.name() + "_" + std::to_string(number) + "_" + std::to_string(color);
-  return make(out, name, part->rank, part->size, config);
+  if (const ncclResult_t error = check_is_ready(*c)) return error;
+  if (color < 0 && color != NCCL_SPLIT_NOCOLOR) return ncclInvalidArgument;
+  const std::string name = c->name() + "_" + std::to_string(c->num_splits++) + "_" + std::to_string(color);
+  const std::optional<ncclConfig_t> given = config ? std::optional(*config) : std::nullopt;
+  return run_waiting(c, [=] {
+    const std::optional<Part> part = split(*c, color, key);
+    if (!part) return ncclRemoteError;
+    if (color == NCCL_SPLIT_NOCOLOR) return ncclSuccess;
+    const CommunicatorPtr child = Communicator::open(name, part->rank, part->size);
+    if (!child) return ncclSystemError;
+    child->blocks = c->blocks;
+    note_use(child, given ? &*given : nullptr);
+    if (!child->connect()) return ncclRemoteError;
+    *out = new ncclComm{child};
+    return ncclSuccess;
+  });
 }
 // Called by the ranks that stay, which needn't hear of the others.
 ncclResult_t ncclCommShrink(ncclComm_t handle, int* excluded, int num_excluded, ncclComm_t* out,
@@ -375,14 +416,18 @@ ncclResult_t ncclCommDestroy(ncclComm_t handle) {
   end(handle);
   return ncclSuccess;
 }
-ncclResult_t ncclCommFinalize(ncclComm_t) { return ncclSuccess; }
+ncclResult_t ncclCommFinalize(ncclComm_t handle) {
+  const CommunicatorPtr c = communicator_of(handle);
+  if (const ncclResult_t error = check_is_ready(*c)) return error;
+  return run_waiting(c, [c] { return c->wait_for_operations() ? ncclSuccess : ncclRemoteError; });
+}
 ncclResult_t ncclCommAbort(ncclComm_t handle) {
   if (handle) end(handle)->abort();
   return ncclSuccess;
 }
 ncclResult_t ncclCommGetAsyncError(ncclComm_t handle, ncclResult_t* error) {
   const Communicator& c = *communicator_of(handle);
-  *error = c.is_aborted() ? ncclRemoteError : c.state;
+  *error = c.is_aborted() ? ncclRemoteError : c.state.load();
   return ncclSuccess;
 }
 ncclResult_t ncclCommCount(const ncclComm_t handle, int* count) {
@@ -413,6 +458,8 @@ const char* ncclGetErrorString(ncclResult_t result) {
       return "unhandled cuda error";
     case ncclSystemError:
       return "unhandled system error";
+    case ncclInvalidArgument:
+      return "invalid argument";
     case ncclRemoteError:
       return "remote process exited or there was a network error";
     case ncclInProgress:
@@ -421,7 +468,7 @@ const char* ncclGetErrorString(ncclResult_t result) {
       return "error of the virtual NCCL";
   }
 }
-const char* ncclGetLastError(ncclComm_t) { return ""; }
+const char* ncclGetLastError(ncclComm_t) { return last_error_text; }
 
 ncclResult_t ncclGroupStart() {
   ++group_depth;

@@ -1,0 +1,432 @@
+// NCCL besides its numbers: who waits for whom, what a communicator says meanwhile, and what an abort ends. Ranks are threads of this
+// process. Runs under scripts/virtual_gpus.sh, also with VIRTUAL_GPU_NCCL=strict.
+// https://docs.nvidia.com/deeplearning/nccl/user-guide, "Creating a Communicator" and "Point-to-point communication".
+
+#include <chrono>
+#include <cstdlib>
+#include <functional>
+#include <future>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+#include <nccl.h>
+
+namespace {
+
+using namespace std::chrono_literals;
+using std::chrono::steady_clock;
+
+constexpr auto a_while = 200ms;
+constexpr size_t long_message = size_t{1} << 20;  // floats; more than is in transit between two ranks
+
+bool is_strict() {
+  const char* mode = std::getenv("VIRTUAL_GPU_NCCL");
+  return mode && std::string_view(mode) == "strict";
+}
+
+template <class Condition>
+bool holds_soon(Condition condition) {
+  for (const auto end = steady_clock::now() + 20s; !condition(); std::this_thread::sleep_for(1ms))
+    if (steady_clock::now() > end) return false;
+  return true;
+}
+
+ncclConfig_t non_blocking() {
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  config.blocking = 0;
+  return config;
+}
+
+ncclResult_t state_of(ncclComm_t communicator) {
+  ncclResult_t state = ncclInternalError;
+  EXPECT_EQ(ncclCommGetAsyncError(communicator, &state), ncclSuccess);
+  return state;
+}
+bool becomes_ready(ncclComm_t communicator) {
+  return holds_soon([&] { return state_of(communicator) != ncclInProgress; }) &&
+         state_of(communicator) == ncclSuccess;
+}
+
+// A rank has a stream and some numbers on the device, which are its number at first.
+struct Rank {
+  explicit Rank(int number = 0) : number(number) {
+    EXPECT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+    EXPECT_EQ(cudaMalloc(reinterpret_cast<void**>(&data), long_message * sizeof(float)), cudaSuccess);
+    set(static_cast<float>(number));
+  }
+  ~Rank() {
+    if (communicator) ncclCommAbort(communicator);
+    cudaStreamSynchronize(stream);
+    cudaFree(data);
+    cudaStreamDestroy(stream);
+  }
+  Rank(const Rank&) = delete;
+  Rank& operator=(const Rank&) = delete;
+
+  void set(float value) {
+    const std::vector<float> values(long_message, value);
+    EXPECT_EQ(
+        cudaMemcpyAsync(data, values.data(), values.size() * sizeof(float), cudaMemcpyHostToDevice, stream),
+        cudaSuccess);
+    EXPECT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+  }
+  std::vector<float> numbers(size_t count) const {
+    std::vector<float> values(count);
+    EXPECT_EQ(cudaMemcpyAsync(values.data(), data, count * sizeof(float), cudaMemcpyDeviceToHost, stream),
+              cudaSuccess);
+    EXPECT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+    return values;
+  }
+  float first() const { return numbers(1)[0]; }
+
+  ncclResult_t sum(ncclComm_t with, size_t count = 1) const {
+    return ncclAllReduce(data, data, count, ncclFloat, ncclSum, with, stream);
+  }
+  ncclResult_t send(int peer, size_t count = 1) const {
+    return ncclSend(data, count, ncclFloat, peer, communicator, stream);
+  }
+  ncclResult_t receive(int peer, size_t count = 1) const {
+    return ncclRecv(data, count, ncclFloat, peer, communicator, stream);
+  }
+  bool is_done() const { return cudaStreamQuery(stream) == cudaSuccess; }
+  bool ends() const {
+    return holds_soon([&] { return is_done(); });
+  }
+  bool stays_busy() const {
+    std::this_thread::sleep_for(a_while);
+    return !is_done();
+  }
+  void abort() { EXPECT_EQ(ncclCommAbort(std::exchange(communicator, nullptr)), ncclSuccess); }
+
+  int number;
+  ncclComm_t communicator = nullptr;
+  cudaStream_t stream = nullptr;
+  float* data = nullptr;
+};
+
+// Calls the function for each rank, all at the same time.
+void on_all(std::vector<std::unique_ptr<Rank>>& ranks, const std::function<void(Rank&)>& function) {
+  std::vector<std::thread> threads;
+  for (const auto& rank : ranks) threads.emplace_back([&function, &rank] { function(*rank); });
+  for (std::thread& thread : threads) thread.join();
+}
+
+std::vector<std::unique_ptr<Rank>> make_ranks(int size, ncclConfig_t config = NCCL_CONFIG_INITIALIZER) {
+  std::vector<std::unique_ptr<Rank>> ranks;
+  for (int rank = 0; rank < size; ++rank) ranks.push_back(std::make_unique<Rank>(rank));
+  ncclUniqueId id;
+  EXPECT_EQ(ncclGetUniqueId(&id), ncclSuccess);
+  on_all(ranks, [&](Rank& rank) {
+    ncclConfig_t own = config;
+    const ncclResult_t result = ncclCommInitRankConfig(&rank.communicator, size, id, rank.number, &own);
+    EXPECT_EQ(result, config.blocking == 0 ? ncclInProgress : ncclSuccess);
+    EXPECT_TRUE(becomes_ready(rank.communicator));
+  });
+  return ranks;
+}
+
+// A call on a thread of its own, which may wait for another rank.
+class Call {
+ public:
+  explicit Call(std::function<ncclResult_t()> call)
+      : result_(std::async(std::launch::async, std::move(call))) {}
+  bool has_returned() const { return result_.wait_for(0s) == std::future_status::ready; }
+  bool waits() const {
+    std::this_thread::sleep_for(a_while);
+    return !has_returned();
+  }
+  ncclResult_t result() { return result_.get(); }
+
+ private:
+  std::future<ncclResult_t> result_;
+};
+
+TEST(Nccl, ACollectiveThatAnotherRankDoesNotJoinNeverEnds) {
+  const auto ranks = make_ranks(2);
+  EXPECT_EQ(ranks[0]->sum(ranks[0]->communicator), ncclSuccess);
+  cudaEvent_t event = nullptr;
+  ASSERT_EQ(cudaEventCreate(&event), cudaSuccess);
+  ASSERT_EQ(cudaEventRecord(event, ranks[0]->stream), cudaSuccess);
+  EXPECT_TRUE(ranks[0]->stays_busy());
+  EXPECT_EQ(cudaEventQuery(event), cudaErrorNotReady);
+  EXPECT_EQ(state_of(ranks[0]->communicator), ncclSuccess) << "nobody has failed";
+  EXPECT_EQ(ranks[1]->sum(ranks[1]->communicator), ncclSuccess);
+  EXPECT_TRUE(ranks[0]->ends());
+  EXPECT_EQ(ranks[0]->first(), 1);
+  cudaEventDestroy(event);
+}
+
+TEST(Nccl, AnAbortReleasesACollectiveOfItsOwnRankOnly) {
+  const auto ranks = make_ranks(3);
+  for (const int rank : {0, 1})
+    EXPECT_EQ(ranks[rank]->sum(ranks[rank]->communicator, long_message), ncclSuccess);
+  EXPECT_TRUE(ranks[0]->stays_busy());
+  ranks[0]->abort();
+  EXPECT_TRUE(ranks[0]->ends());
+  EXPECT_TRUE(ranks[1]->stays_busy()) << "NCCL tells other ranks nothing";
+  EXPECT_EQ(state_of(ranks[1]->communicator), ncclSuccess);
+  ranks[1]->abort();
+  EXPECT_TRUE(ranks[1]->ends());
+}
+
+// The later ones of several operations in the queue don't begin.
+TEST(Nccl, AnAbortReleasesAllThatIsQueued) {
+  const auto ranks = make_ranks(2);
+  Rank& rank = *ranks[0];
+  ncclComm_t const communicator = rank.communicator;
+  for (int i = 0; i < 3; ++i) EXPECT_EQ(rank.sum(communicator), ncclSuccess);
+  Rank other_stream;
+  EXPECT_EQ(other_stream.sum(communicator), ncclSuccess);
+  EXPECT_TRUE(rank.stays_busy());
+  rank.abort();
+  EXPECT_TRUE(rank.ends());
+  EXPECT_TRUE(other_stream.ends());
+  EXPECT_EQ(other_stream.first(), 0);
+}
+
+TEST(Nccl, AnAbortedParentSaysSoAndTakesNoMoreCalls) {
+  auto ranks = make_ranks(3);
+  EXPECT_EQ(ranks[0]->sum(ranks[0]->communicator), ncclSuccess);
+  EXPECT_TRUE(ranks[0]->stays_busy());
+  int excluded = 1;
+  ncclComm_t rest[3] = {};
+  on_all(ranks, [&](Rank& rank) {
+    if (rank.number == excluded) return;
+    EXPECT_EQ(ncclCommShrink(rank.communicator, &excluded, 1, &rest[rank.number], nullptr, NCCL_SHRINK_ABORT),
+              ncclSuccess);
+  });
+  EXPECT_TRUE(ranks[0]->ends());
+  EXPECT_EQ(state_of(ranks[0]->communicator), ncclRemoteError);
+  EXPECT_EQ(ranks[0]->sum(ranks[0]->communicator), ncclRemoteError);
+  EXPECT_EQ(ranks[0]->send(2), ncclRemoteError);
+  ncclComm_t part = nullptr;
+  EXPECT_EQ(ncclCommSplit(ranks[0]->communicator, 0, 0, &part, nullptr), ncclRemoteError);
+  for (const int rank : {0, 2}) EXPECT_EQ(ncclCommAbort(rest[rank]), ncclSuccess);
+}
+
+TEST(Nccl, SplitsByColorAndKey) {
+  auto ranks = make_ranks(5);
+  struct Given {
+    int color, key;
+  };
+  // The last three have the same color; of equal keys, the parent's order holds.
+  const Given given[] = {{NCCL_SPLIT_NOCOLOR, 0}, {7, 0}, {3, 1}, {3, 1}, {3, 0}};
+  ncclComm_t parts[5];
+  on_all(ranks, [&](Rank& rank) {
+    const auto [color, key] = given[rank.number];
+    EXPECT_EQ(ncclCommSplit(rank.communicator, color, key, &parts[rank.number], nullptr), ncclSuccess);
+  });
+  EXPECT_EQ(parts[0], nullptr);
+  const int expected_ranks[] = {0, 0, 1, 2, 0}, expected_sizes[] = {0, 1, 3, 3, 3};
+  for (int i = 1; i < 5; ++i) {
+    int rank = -1, size = -1;
+    EXPECT_EQ(ncclCommUserRank(parts[i], &rank), ncclSuccess);
+    EXPECT_EQ(ncclCommCount(parts[i], &size), ncclSuccess);
+    EXPECT_EQ(rank, expected_ranks[i]) << i;
+    EXPECT_EQ(size, expected_sizes[i]) << i;
+    EXPECT_EQ(ranks[i]->sum(parts[i]), ncclSuccess);
+  }
+  for (int i = 1; i < 5; ++i) EXPECT_EQ(ranks[i]->first(), i == 1 ? 1 : 2 + 3 + 4);
+  for (const auto& rank : ranks) EXPECT_EQ(rank->sum(rank->communicator), ncclSuccess);
+  for (const auto& rank : ranks) EXPECT_EQ(rank->first(), 0 + 1 + 9 + 9 + 9) << "the parent works on";
+  for (int i = 1; i < 5; ++i) EXPECT_EQ(ncclCommDestroy(parts[i]), ncclSuccess);
+  EXPECT_EQ(ncclCommSplit(ranks[0]->communicator, -5, 0, &parts[0], nullptr), ncclInvalidArgument);
+}
+
+TEST(Nccl, ASplitWaitsForAllRanksOfTheParent) {
+  auto ranks = make_ranks(2);
+  ncclComm_t parts[2];
+  const auto split = [&](int rank, int color) {
+    return [&, rank, color] {
+      return ncclCommSplit(ranks[rank]->communicator, color, 0, &parts[rank], nullptr);
+    };
+  };
+  Call first(split(0, 4));
+  EXPECT_TRUE(first.waits());
+  EXPECT_EQ(split(1, NCCL_SPLIT_NOCOLOR)(), ncclSuccess);
+  EXPECT_EQ(first.result(), ncclSuccess);
+  EXPECT_EQ(parts[1], nullptr);
+  EXPECT_EQ(ncclCommDestroy(parts[0]), ncclSuccess);
+}
+
+// Hosts split over the network, and devices reduce with each other.
+TEST(Nccl, ASplitLeavesOperationsInProgressAlone) {
+  auto ranks = make_ranks(2);
+  EXPECT_EQ(ranks[0]->sum(ranks[0]->communicator, long_message), ncclSuccess);
+  EXPECT_TRUE(ranks[0]->stays_busy());
+  ncclComm_t parts[2];
+  std::vector<std::unique_ptr<Call>> calls;
+  for (const int rank : {0, 1})
+    calls.push_back(std::make_unique<Call>(
+        [&, rank] { return ncclCommSplit(ranks[rank]->communicator, 0, rank, &parts[rank], nullptr); }));
+  EXPECT_TRUE(holds_soon([&] { return calls[0]->has_returned() && calls[1]->has_returned(); }));
+  EXPECT_FALSE(ranks[0]->is_done());
+  EXPECT_EQ(ranks[1]->sum(ranks[1]->communicator, long_message), ncclSuccess);
+  for (const auto& rank : ranks)
+    EXPECT_EQ(rank->numbers(long_message), std::vector<float>(long_message, 0 + 1));
+  for (ncclComm_t part : parts) EXPECT_EQ(ncclCommDestroy(part), ncclSuccess);
+}
+
+TEST(Nccl, ACommunicatorThatDoesNotBlockIsInProgressUntilAllRanksCome) {
+  ncclUniqueId id;
+  ASSERT_EQ(ncclGetUniqueId(&id), ncclSuccess);
+  ncclConfig_t config = non_blocking();
+  Rank first(0), second(1);
+  ASSERT_EQ(ncclCommInitRankConfig(&first.communicator, 2, id, 0, &config), ncclInProgress);
+  ASSERT_TRUE(first.communicator);
+  std::this_thread::sleep_for(a_while);
+  EXPECT_EQ(state_of(first.communicator), ncclInProgress);
+  EXPECT_EQ(first.sum(first.communicator), ncclInvalidArgument) << "before it is ready";
+  EXPECT_NE(std::string_view(ncclGetLastError(first.communicator)), "");
+  EXPECT_EQ(first.send(1), ncclInvalidArgument);
+  EXPECT_TRUE(first.is_done()) << "a refused call queues nothing";
+  ASSERT_EQ(ncclCommInitRankConfig(&second.communicator, 2, id, 1, &config), ncclInProgress);
+  for (Rank* rank : {&first, &second}) EXPECT_TRUE(becomes_ready(rank->communicator));
+  for (Rank* rank : {&first, &second}) EXPECT_EQ(rank->sum(rank->communicator), ncclSuccess);
+  for (Rank* rank : {&first, &second}) EXPECT_EQ(rank->first(), 1);
+}
+
+TEST(Nccl, AnAbortEndsTheMakingOfACommunicator) {
+  ncclUniqueId id;
+  ASSERT_EQ(ncclGetUniqueId(&id), ncclSuccess);
+  ncclConfig_t config = non_blocking();
+  Rank alone(0);
+  ASSERT_EQ(ncclCommInitRankConfig(&alone.communicator, 2, id, 0, &config), ncclInProgress);
+  alone.abort();
+}
+
+// The parent waits in the call, and has made the new communicator when it's ready.
+TEST(Nccl, ASplitThatDoesNotBlockIsTheParentsProgress) {
+  auto ranks = make_ranks(2, non_blocking());
+  ncclComm_t parts[2];
+  EXPECT_EQ(ncclCommSplit(ranks[0]->communicator, 0, 1, &parts[0], nullptr), ncclInProgress);
+  std::this_thread::sleep_for(a_while);
+  EXPECT_EQ(state_of(ranks[0]->communicator), ncclInProgress);
+  EXPECT_EQ(parts[0], nullptr);
+  EXPECT_EQ(ranks[0]->sum(ranks[0]->communicator), ncclInvalidArgument);
+  EXPECT_EQ(ncclCommSplit(ranks[1]->communicator, 0, 0, &parts[1], nullptr), ncclInProgress);
+  for (const auto& rank : ranks) EXPECT_TRUE(becomes_ready(rank->communicator));
+  for (const int i : {0, 1}) {
+    ASSERT_TRUE(parts[i]);
+    EXPECT_EQ(state_of(parts[i]), ncclSuccess);
+    EXPECT_EQ(ranks[i]->sum(parts[i]), ncclSuccess);
+  }
+  for (const auto& rank : ranks) EXPECT_EQ(rank->first(), 1);
+  // Without a configuration of its own, the new one doesn't block either.
+  ncclComm_t part_of_part = nullptr;
+  EXPECT_EQ(ncclCommSplit(parts[0], NCCL_SPLIT_NOCOLOR, 0, &part_of_part, nullptr), ncclInProgress);
+  for (ncclComm_t part : parts) EXPECT_EQ(ncclCommAbort(part), ncclSuccess);
+}
+
+TEST(Nccl, FinalizingWaitsForWhatIsQueued) {
+  for (const bool blocks : {true, false}) {
+    const auto ranks = make_ranks(2, blocks ? ncclConfig_t NCCL_CONFIG_INITIALIZER : non_blocking());
+    EXPECT_EQ(ranks[0]->sum(ranks[0]->communicator), ncclSuccess);
+    Call finalize([&] { return ncclCommFinalize(ranks[0]->communicator); });
+    EXPECT_EQ(finalize.waits(), blocks);
+    EXPECT_EQ(state_of(ranks[0]->communicator), blocks ? ncclSuccess : ncclInProgress);
+    EXPECT_EQ(ranks[1]->sum(ranks[1]->communicator), ncclSuccess);
+    EXPECT_EQ(finalize.result(), blocks ? ncclSuccess : ncclInProgress);
+    EXPECT_TRUE(becomes_ready(ranks[0]->communicator));
+    EXPECT_TRUE(ranks[0]->is_done());
+  }
+}
+
+// In a call that groups them, sends and receives of both ranks meet; one by one, both ranks' sends wait for receives that come after them.
+TEST(Nccl, SendsAndReceivesOutsideAGroupRunOneAfterAnother) {
+  for (const bool are_grouped : {true, false}) {
+    for (const bool have_streams_of_their_own : {false, true}) {
+      SCOPED_TRACE(std::string(are_grouped ? "grouped" : "one by one") +
+                   (have_streams_of_their_own ? ", each on a stream of its own" : ""));
+      auto ranks = make_ranks(2);
+      std::vector<std::unique_ptr<Rank>> receivers;
+      for (int i = 0; i < 2; ++i) receivers.push_back(std::make_unique<Rank>());
+      const auto exchange = [&](Rank& rank, size_t count) {
+        Rank& receiver = *receivers[rank.number];
+        const int peer = 1 - rank.number;
+        if (are_grouped) ncclGroupStart();
+        EXPECT_EQ(rank.send(peer, count), ncclSuccess);
+        EXPECT_EQ(ncclRecv(receiver.data, count, ncclFloat, peer, rank.communicator,
+                           have_streams_of_their_own ? receiver.stream : rank.stream),
+                  ncclSuccess);
+        if (are_grouped) EXPECT_EQ(ncclGroupEnd(), ncclSuccess);
+      };
+      // Connects in both directions, so that no call waits for its peer later.
+      on_all(ranks, [](Rank& rank) {
+        EXPECT_EQ(ncclGroupStart(), ncclSuccess);
+        EXPECT_EQ(rank.send(1 - rank.number, 0), ncclSuccess);
+        EXPECT_EQ(rank.receive(1 - rank.number, 0), ncclSuccess);
+        EXPECT_EQ(ncclGroupEnd(), ncclSuccess);
+      });
+      on_all(ranks, [&](Rank& rank) { exchange(rank, 1); });  // short ones are in transit
+      for (const auto& rank : ranks) EXPECT_TRUE(rank->ends());
+      for (const auto& receiver : receivers) EXPECT_TRUE(receiver->ends());
+      on_all(ranks, [&](Rank& rank) { exchange(rank, long_message); });
+      if (are_grouped) {
+        for (const auto& rank : ranks) EXPECT_TRUE(rank->ends());
+        for (const auto& receiver : receivers) EXPECT_TRUE(receiver->ends());
+        for (const int i : {0, 1})
+          EXPECT_EQ(receivers[i]->numbers(long_message), std::vector<float>(long_message, 1 - i));
+      } else {
+        for (const auto& rank : ranks) EXPECT_TRUE(rank->stays_busy());
+        if (have_streams_of_their_own)
+          for (const auto& receiver : receivers) EXPECT_FALSE(receiver->is_done());
+        for (const auto& rank : ranks) rank->abort();
+        for (const auto& rank : ranks) EXPECT_TRUE(rank->ends());
+        for (const auto& receiver : receivers) EXPECT_TRUE(receiver->ends());
+      }
+    }
+  }
+}
+
+// ---- the first contact of two ranks
+
+TEST(Nccl, TheFirstSendWaitsForItsPeerOnTheHostInStrictMode) {
+  const auto ranks = make_ranks(2);
+  Call send([&] { return ranks[0]->send(1); });
+  EXPECT_EQ(send.waits(), is_strict());
+  EXPECT_EQ(ranks[1]->receive(0), ncclSuccess);
+  EXPECT_EQ(send.result(), ncclSuccess);
+  EXPECT_EQ(ranks[1]->first(), 0);
+  EXPECT_TRUE(ranks[0]->ends());
+  // Later ones don't, in this direction.
+  EXPECT_EQ(ranks[0]->send(1), ncclSuccess);
+  EXPECT_EQ(ranks[1]->receive(0), ncclSuccess);
+  EXPECT_TRUE(ranks[1]->ends());
+  Call back([&] { return ranks[0]->receive(1); });
+  EXPECT_EQ(back.waits(), is_strict());
+  EXPECT_EQ(ranks[1]->send(0), ncclSuccess);
+  EXPECT_EQ(back.result(), ncclSuccess);
+}
+
+TEST(Nccl, TheFirstContactIsTheProgressOfACommunicatorThatDoesNotBlock) {
+  const auto ranks = make_ranks(2, non_blocking());
+  const ncclResult_t first = is_strict() ? ncclInProgress : ncclSuccess;
+  EXPECT_EQ(ranks[0]->receive(1), first);
+  std::this_thread::sleep_for(a_while);
+  EXPECT_EQ(state_of(ranks[0]->communicator), first);
+  EXPECT_EQ(ranks[0]->is_done(), is_strict()) << "it is queued when the ranks are connected";
+  ncclGroupStart();
+  EXPECT_EQ(ranks[1]->send(0), ncclSuccess) << "within a group";
+  const ncclResult_t end = ncclGroupEnd();
+  EXPECT_TRUE(end == ncclSuccess || end == ncclInProgress);
+  for (const auto& rank : ranks) EXPECT_TRUE(becomes_ready(rank->communicator));
+  EXPECT_TRUE(ranks[0]->ends());
+  EXPECT_EQ(ranks[0]->first(), 1);
+}
+
+TEST(Nccl, AnAbortEndsAFirstContact) {
+  const auto ranks = make_ranks(2);
+  Call send([&] { return ranks[0]->send(1, long_message); });
+  EXPECT_EQ(send.waits(), is_strict());
+  ncclComm_t const communicator = ranks[0]->communicator;
+  ranks[0]->communicator = nullptr;
+  EXPECT_EQ(ncclCommAbort(communicator), ncclSuccess);
+  EXPECT_EQ(send.result(), is_strict() ? ncclRemoteError : ncclSuccess);
+  EXPECT_TRUE(ranks[0]->ends());
+}
+
+}  // namespace
