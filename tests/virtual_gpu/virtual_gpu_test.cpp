@@ -2,6 +2,8 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <regex>
@@ -206,6 +208,53 @@ TEST_F(VirtualGpu, TheDeviceSeesBytesOnTheirWayToTheHost) {
   EXPECT_EQ(host.const_data_ptr<float>()[999], 3);
 }
 
+TEST_F(VirtualGpu, BytesOnTheirWayToTheHostDoNotReplaceNewerOnes) {
+  const Tensor x = at::full({64}, 3.f, on_gpu), y = at::full({64}, 5.f, on_gpu);
+  Tensor host = at::zeros({64}, pinned);
+  float* const bytes = host.mutable_data_ptr<float>();
+  at::cuda::CUDAEvent copied;
+  const std::pair<const char*, std::function<void()>> writers[] = {
+      {"a kernel", [&] { launch_planted("sound_kernel", host, y, 1); }},
+      {"a kernel on another stream",
+       [&] {
+         copied.record();
+         copied.block(side_);
+         const CUDAStreamGuard guard(side_);
+         launch_planted("sound_kernel", host, y, 1);
+       }},
+      {"another copy", [&] { host.copy_(y, /*non_blocking=*/true); }},
+      {"a memset and a kernel",
+       [&] {
+         EXPECT_EQ(cudaMemsetAsync(bytes, 0, 256, main_), cudaSuccess);
+         launch_planted("sound_kernel", host, y, 1);
+       }},
+      {"a function of the host",
+       [&] {
+         cudaLaunchHostFunc(
+             main_, [](void* at) { std::fill_n(static_cast<float*>(at), 64, 5.f); }, bytes);
+       }},
+      {"the host", [&] {
+         copied.record();
+         copied.synchronize();
+         std::fill_n(bytes, 64, 5.f);
+       }}};
+  for (const auto& [writer, write] : writers) {
+    host.zero_();
+    host.copy_(x, /*non_blocking=*/true);
+    write();
+    c10::cuda::device_synchronize();
+    EXPECT_EQ(host.min().item<float>(), 5) << writer;
+  }
+  host.copy_(x, /*non_blocking=*/true);
+  launch_planted("sound_kernel", y, host, 1);
+  host.zero_();  // once the device is done
+  EXPECT_EQ(y.min().item<float>(), 3) << "a kernel reads them";
+  launch_planted("sound_kernel", host, y, 1);
+  host.copy_(x.mul_(2), /*non_blocking=*/true);
+  c10::cuda::device_synchronize();
+  EXPECT_EQ(host.min().item<float>(), 6) << "a copy after a kernel";
+}
+
 TEST_F(VirtualGpu, BytesOnTheirWayToFreedHostMemoryDoNotMeetItsNextUse) {
   const Tensor x = at::full({1000}, 3.f, on_gpu);
   for (int i = 0; i < 20; ++i) {
@@ -275,6 +324,21 @@ TEST_F(VirtualGpu, FindsReadsOfBytesThatNothingHasWritten) {
   graph.capture_end();
   for (int i = 0; i < 2; ++i) graph.replay();
   EXPECT_EQ(new_reads(), 2);
+}
+
+// An operation with more separate pieces than that counts its gaps as written, too.
+TEST_F(VirtualGpu, GapsBetweenAtMost4096PiecesStayUnwritten) {
+  static const auto num_reads =
+      reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "virtual_gpu_num_unwritten_reads"));
+  for (const int pieces : {4096, 4097}) {
+    const Tensor rows = at::empty({pieces, 8}, on_gpu);
+    rows.slice(1, 0, 6).fill_(1);
+    const int before = num_reads();
+    rows.slice(1, 0, 6).sum();
+    EXPECT_EQ(num_reads(), before) << pieces;
+    rows.slice(0, 0, pieces - 1).slice(1, 0, 7).sum();
+    EXPECT_EQ(num_reads(), before + (pieces == 4096)) << pieces;
+  }
 }
 
 TEST_F(VirtualGpu, FindsReadsOfFreedMemory) {
@@ -349,13 +413,155 @@ TEST_F(VirtualGpu, GraphsRecordWithoutRunningAndReplay) {
   EXPECT_EQ(count.item<float>(), 2);
 }
 
+// A launch reads what the memory of the host holds then; what is passed by value is that of the capture.
+TEST_F(VirtualGpu, EachLaunchOfAGraphReadsTheHostsMemoryAgain) {
+  const CUDAStreamGuard guard(side_);
+  const Tensor copied = at::zeros({64}, on_gpu), computed = at::zeros({64}, on_gpu);
+  Tensor host = at::full({64}, 1.f, pinned), returned = at::zeros({64}, pinned), number = at::full({}, 10.f);
+  c10::cuda::device_synchronize();
+  at::cuda::CUDAGraph graph;
+  graph.capture_begin();
+  copied.copy_(host, /*non_blocking=*/true);
+  launch_planted("sound_kernel", computed, host, 1);
+  computed.add_(number);
+  returned.copy_(computed, /*non_blocking=*/true);
+  graph.capture_end();
+  number.fill_(20);
+  for (const float value : {2.f, 3.f}) {
+    host.fill_(value);
+    graph.replay();
+    num_races();  // it has run
+    EXPECT_EQ(returned.const_data_ptr<float>()[0], value == 2 ? 0 : 12) << "before the host synchronizes";
+    side_.synchronize();
+    EXPECT_EQ(returned.const_data_ptr<float>()[0], value + 10);
+    EXPECT_EQ(copied.min().item<float>(), value);
+    EXPECT_EQ(computed.min().item<float>(), value + 10);
+  }
+  graph.replay();
+  host.fill_(4);
+  EXPECT_GE(new_races(), 1) << "the host changes what a launch may still read";
+  side_.synchronize();
+}
+
 TEST_F(VirtualGpu, AReadDuringACaptureFails) {
   const CUDAStreamGuard guard(side_);
   const Tensor in = at::ones({4}, on_gpu);
+  const std::pair<const char*, std::function<void()>> reads[] = {
+      {"item", [&] { in.sum().item<float>(); }},
+      {"copy_ to pinned memory", [&] { at::zeros({4}, pinned).copy_(in); }},
+      {"equal", [&] { in.equal(in); }},
+      {"nonzero", [&] { in.nonzero(); }},
+      {"an index by a mask", [&] { in.index({in > 0}); }}};
+  for (const auto& [name, read] : reads) {
+    SCOPED_TRACE(name);
+    at::cuda::CUDAGraph graph;
+    graph.capture_begin();
+    EXPECT_THROW(read(), c10::Error);
+    EXPECT_THROW(graph.capture_end(), c10::Error);
+  }
+  // LibTorch refuses this one before it calls CUDA.
   at::cuda::CUDAGraph graph;
   graph.capture_begin();
-  EXPECT_THROW(in.sum().item<float>(), c10::Error);
+  EXPECT_THROW(in.cpu(), c10::Error);
+  in.add_(1);
+  graph.capture_end();
+}
+
+// As CUDA's launches do: cudaErrorStreamCaptureInvalidated.
+TEST_F(VirtualGpu, ACaptureThatHasFailedTakesNoMoreOperations) {
+  const CUDAStreamGuard guard(side_);
+  const Tensor x = at::ones({64}, on_gpu), y = at::ones({64}, on_gpu);
+  float* const data = x.mutable_data_ptr<float>();
+  ncclUniqueId id;
+  ncclComm_t communicator = nullptr;
+  ASSERT_EQ(ncclGetUniqueId(&id), ncclSuccess);
+  ASSERT_EQ(ncclCommInitRank(&communicator, 1, id, 0), ncclSuccess);
+  start_counting();
+  at::cuda::CUDAGraph graph;
+  graph.capture_begin();
+  EXPECT_EQ(cudaStreamQuery(side_), cudaErrorStreamCaptureUnsupported);
+  cudaGetLastError();
+  EXPECT_THROW(x.add_(1), c10::Error);
+  launch_planted("sound_kernel", x, y, 1);
+  EXPECT_EQ(cudaGetLastError(), cudaErrorStreamCaptureInvalidated);
+  EXPECT_EQ(cudaLaunchHostFunc(
+                side_, [](void*) {}, nullptr),
+            cudaErrorStreamCaptureInvalidated);
+  EXPECT_EQ(ncclAllReduce(data, data, 1, ncclFloat, ncclSum, communicator, side_), ncclUnhandledCudaError);
   EXPECT_THROW(graph.capture_end(), c10::Error);
+  cudaGetLastError();
+  for (const char* name : {"aten::add_", "sound_kernel", "host function", "ncclAllReduce"})
+    EXPECT_EQ(count("launches", name), 0u) << name;
+  x.add_(1);
+  EXPECT_EQ(x.min().item<float>(), 2);
+  EXPECT_EQ(ncclCommDestroy(communicator), ncclSuccess);
+}
+
+TEST_F(VirtualGpu, ACaptureFailsUnlessTheWorkOfAllItsStreamsIsJoined) {
+  const cudaStream_t origin = side_, first = other_, second = at::cuda::getStreamFromPool();
+  void* memory = nullptr;
+  ASSERT_EQ(cudaMalloc(&memory, 64), cudaSuccess);
+  const auto work = [&](cudaStream_t stream) {
+    EXPECT_EQ(cudaMemsetAsync(memory, 0, 64, stream), cudaSuccess);
+  };
+  const auto follow = [](cudaStream_t later, cudaStream_t earlier) {
+    cudaEvent_t event = nullptr;
+    EXPECT_EQ(cudaEventCreate(&event), cudaSuccess);
+    EXPECT_EQ(cudaEventRecord(event, earlier), cudaSuccess);
+    EXPECT_EQ(cudaStreamWaitEvent(later, event, 0), cudaSuccess);
+    EXPECT_EQ(cudaEventDestroy(event), cudaSuccess);
+  };
+  const auto fork = [&](cudaStream_t stream) { follow(stream, origin); };
+  struct Row {
+    const char* name;
+    std::function<void()> capture;
+    cudaError_t error;
+  };
+  constexpr auto unjoined = cudaErrorStreamCaptureUnjoined;
+  const Row rows[] = {
+      {"joined", [&] { fork(first), work(first), follow(origin, first); }, cudaSuccess},
+      {"not joined", [&] { fork(first), work(first); }, unjoined},
+      {"nothing to join", [&] { fork(first); }, cudaSuccess},
+      {"joined by another stream",
+       [&] { fork(first), work(first), follow(second, first), follow(origin, second); }, cudaSuccess},
+      {"joined to a stream that isn't", [&] { fork(first), work(first), follow(second, first); }, unjoined},
+      {"joined to a stream that was joined before",
+       [&] {
+         fork(first), fork(second), work(first), work(second), follow(origin, second);
+         follow(second, first);
+       },
+       unjoined},
+      {"work after the join", [&] { fork(first), work(first), follow(origin, first), work(first); },
+       unjoined},
+  };
+  for (const auto& [name, capture, error] : rows) {
+    SCOPED_TRACE(name);
+    ASSERT_EQ(cudaStreamBeginCapture(origin, cudaStreamCaptureModeRelaxed), cudaSuccess);
+    work(origin);
+    capture();
+    cudaGraph_t graph = nullptr;
+    EXPECT_STREQ(cudaGetErrorName(cudaStreamEndCapture(origin, &graph)), cudaGetErrorName(error));
+    EXPECT_EQ(graph != nullptr, error == cudaSuccess);
+    if (graph) cudaGraphDestroy(graph);
+    cudaGetLastError();
+  }
+  cudaFree(memory);
+  // What is freed after the join is no work.
+  const CUDAStreamGuard guard(side_);
+  at::cuda::CUDAGraph graph;
+  graph.capture_begin();
+  at::cuda::CUDAEvent begun, done;
+  begun.record();
+  begun.block(other_);
+  Tensor x;
+  {
+    const CUDAStreamGuard on_other(other_);
+    x = at::ones({4}, on_gpu);
+    done.record();
+  }
+  done.block(side_);
+  x.reset();
+  graph.capture_end();
 }
 
 // https://docs.nvidia.com/cuda/cuda-programming-guide, "Prohibited and unhandled operations" of stream capture; modes as documented at
@@ -607,6 +813,64 @@ TEST_F(VirtualGpu, OrdersAGraphsLanesWithTheStreamThatLaunchesIt) {
   y.add_(1);
   EXPECT_GE(new_races(), 1);
   c10::cuda::device_synchronize();
+}
+
+TEST_F(VirtualGpu, AWaitForTheDeviceCoversDestroyedStreams) {
+  const Tensor x = at::ones({1000}, on_gpu);
+  Tensor host = at::zeros({1000}, pinned);
+  const auto use_on_another = [&](bool waits) {
+    c10::cuda::device_synchronize();
+    cudaStream_t stream = nullptr;
+    EXPECT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+    EXPECT_EQ(cudaMemsetAsync(x.mutable_data_ptr(), 0, 4000, stream), cudaSuccess);
+    EXPECT_EQ(
+        cudaMemcpyAsync(host.mutable_data_ptr(), x.const_data_ptr(), 4000, cudaMemcpyDeviceToHost, stream),
+        cudaSuccess);
+    EXPECT_EQ(cudaStreamDestroy(stream), cudaSuccess);
+    num_races();
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));  // it has run, and the stream is deleted
+    if (waits) c10::cuda::device_synchronize();
+    x.add_(1);
+  };
+  host.fill_(7);
+  use_on_another(true);
+  EXPECT_EQ(new_races(), 0);
+  EXPECT_EQ(host.const_data_ptr<float>()[999], 0) << "bytes that its copy brought";
+  use_on_another(false);
+  EXPECT_GE(new_races(), 1);
+  c10::cuda::device_synchronize();
+}
+
+// New streams may get the addresses of destroyed ones.
+TEST_F(VirtualGpu, StreamsThatAreDestroyedDuringACaptureStayLanesOfTheirOwn) {
+  constexpr int num_streams = 30;
+  const Tensor x = at::ones({1000}, on_gpu);
+  c10::cuda::device_synchronize();
+  cudaEvent_t begun = nullptr, done = nullptr;
+  for (cudaEvent_t* event : {&begun, &done}) ASSERT_EQ(cudaEventCreate(event), cudaSuccess);
+  ASSERT_EQ(cudaStreamBeginCapture(side_, cudaStreamCaptureModeRelaxed), cudaSuccess);
+  ASSERT_EQ(cudaEventRecord(begun, side_), cudaSuccess);
+  for (int i = 0; i < num_streams; ++i) {
+    cudaStream_t stream = nullptr;
+    ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+    ASSERT_EQ(cudaStreamWaitEvent(stream, begun, 0), cudaSuccess);
+    ASSERT_EQ(cudaMemsetAsync(x.mutable_data_ptr(), 0, 4000, stream), cudaSuccess);
+    ASSERT_EQ(cudaEventRecord(done, stream), cudaSuccess);
+    ASSERT_EQ(cudaStreamWaitEvent(side_, done, 0), cudaSuccess);
+    ASSERT_EQ(cudaStreamDestroy(stream), cudaSuccess);
+    at::ones({1}, on_gpu);  // the scheduler looks for streams to delete
+    num_races();
+  }
+  cudaGraph_t graph = nullptr;
+  ASSERT_EQ(cudaStreamEndCapture(side_, &graph), cudaSuccess);
+  cudaGraphExec_t executable = nullptr;
+  ASSERT_EQ(cudaGraphInstantiate(&executable, graph, 0), cudaSuccess);
+  ASSERT_EQ(cudaGraphLaunch(executable, side_), cudaSuccess);
+  EXPECT_EQ(new_races(), num_streams - 1);
+  side_.synchronize();
+  cudaGraphExecDestroy(executable);
+  cudaGraphDestroy(graph);
+  for (cudaEvent_t event : {begun, done}) cudaEventDestroy(event);
 }
 
 TEST_F(VirtualGpu, FindsThatAPinnedBufferIsReusedTooSoon) {

@@ -272,20 +272,21 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t description
   if (bias)
     ranges.push_back(
         {.data = bias, .bytes = static_cast<size_t>(d.rows) * bytes_of(bias_type), .is_computed_with = true});
-  submit(stream, computation("cublasLtMatmul", std::move(ranges), [=] {
-           if (!computes() && d_bytes > small_bytes) return;
-           const std::vector<float> a_elements = a.elements(), b_elements = b.elements();
-           const int64_t size = a.num_inner();
-           for (int64_t i = 0; i < d.rows; ++i) {
-             for (int64_t j = 0; j < d.columns; ++j) {
-               float sum = dot(&a_elements[i * size], &b_elements[j * size], size);
-               sum *= factor * a.outer_scale(i) * b.outer_scale(j);
-               if (bias) sum += load(bias, bias_type, i);
-               store(d_data, d.type, j * d.leading + i, sum);
-             }
-           }
-         }));
-  return CUBLAS_STATUS_SUCCESS;
+  const cudaError_t error = submit(stream, computation("cublasLtMatmul", std::move(ranges), [=] {
+                                     if (!computes() && d_bytes > small_bytes) return;
+                                     const std::vector<float> a_elements = a.elements(),
+                                                              b_elements = b.elements();
+                                     const int64_t size = a.num_inner();
+                                     for (int64_t i = 0; i < d.rows; ++i) {
+                                       for (int64_t j = 0; j < d.columns; ++j) {
+                                         float sum = dot(&a_elements[i * size], &b_elements[j * size], size);
+                                         sum *= factor * a.outer_scale(i) * b.outer_scale(j);
+                                         if (bias) sum += load(bias, bias_type, i);
+                                         store(d_data, d.type, j * d.leading + i, sum);
+                                       }
+                                     }
+                                   }));
+  return error ? CUBLAS_STATUS_EXECUTION_FAILED : CUBLAS_STATUS_SUCCESS;
 }
 
 }  // extern "C"

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/record_function.h>
+#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
@@ -85,7 +86,7 @@ void run_on_device(std::string name, const std::vector<at::Tensor>& reads,
   };
   operation = computation(
       operation.name, operation.ranges, is_run ? std::function<void()>(run) : [] {});
-  submit(c10::cuda::getCurrentCUDAStream().stream(), std::move(operation));
+  C10_CUDA_CHECK(submit(c10::cuda::getCurrentCUDAStream().stream(), std::move(operation)));
 }
 
 }  // namespace virtual_gpu

@@ -258,7 +258,8 @@ class Call {
   // The host has to know the results, so it waits for the stream, as CUDA's kernels do in this case.
   void run_at_once() {
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device_.index()).stream();
-    TORCH_CHECK(!is_capturing(stream), "operation not permitted when stream is capturing: ", schema_.name());
+    if (is_capturing(stream))
+      C10_CUDA_CHECK(cudaStreamSynchronize(stream));  // ends the capture with an error
     if (trace_synchronous())
       std::fprintf(stderr, "virtual GPU: waits for results of %s.%s\n", schema_.name().c_str(),
                    schema_.overload_name().c_str());

@@ -118,8 +118,7 @@ ncclResult_t submit_now(Collective collective) {
     set_task(collective.operation, c, stream,
              [rounds = rounds](const Turn& turn) { return exchange(turn, rounds); });
   }
-  submit(stream, std::move(collective.operation));
-  return ncclSuccess;
+  return submit(stream, std::move(collective.operation)) ? ncclUnhandledCudaError : ncclSuccess;
 }
 
 // A group's collectives of one communicator and stream are one launch.
@@ -241,13 +240,13 @@ ncclResult_t queue_transfers(const CommunicatorPtr& c, const std::vector<Transfe
     cudaStreamWaitEvent(stream, event, 0);
   }
   set_task(operation, c, stream, [moved](const Turn& turn) { return move_all(turn, moved); });
-  submit(stream, std::move(operation));
+  const cudaError_t error = submit(stream, std::move(operation));
   for (cudaStream_t other : other_streams) {
     cudaEventRecord(event, stream);
     cudaStreamWaitEvent(other, event, 0);
   }
   cudaEventDestroy(event);
-  return ncclSuccess;
+  return error ? ncclUnhandledCudaError : ncclSuccess;
 }
 
 // In strict mode: NCCL connects two ranks when one first sends to the other, and the calls of both end when that is done.

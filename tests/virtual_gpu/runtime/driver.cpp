@@ -166,9 +166,9 @@ CUresult memory_unmap(CUdeviceptr address, size_t bytes) {
 CUresult memory_access(CUdeviceptr, size_t, const CUmemAccessDesc*, size_t) { return CUDA_SUCCESS; }
 CUresult memset_32(CUdeviceptr address, unsigned value, size_t count, CUstream stream) {
   auto* words = reinterpret_cast<unsigned*>(address);
-  submit(stream, computation("cuMemsetD32Async", {{words, count * sizeof(unsigned), true}},
-                             [=] { std::fill_n(words, count, value); }));
-  return CUDA_SUCCESS;
+  return static_cast<CUresult>(
+      submit(stream, computation("cuMemsetD32Async", {{words, count * sizeof(unsigned), true}},
+                                 [=] { std::fill_n(words, count, value); })));
 }
 
 }  // namespace

@@ -12,16 +12,19 @@
 namespace virtual_gpu {
 namespace {
 
-// A stream other than the origin must have been joined: another stream waits for a marker after its last operation.
+// The origin must wait for each stream's last operation, or for a stream that does. From the end backwards, streams are joined before the
+// markers that joined ones wait for.
 bool all_are_joined(const Capture& capture) {
   std::set<const Marker*> waited_for;
-  for (const auto& [captured, item] : capture.graph->items)
-    if (const auto* wait = std::get_if<WaitFor>(&item)) waited_for.insert(wait->marker.get());
   std::set<const Stream*> joined = {capture.origin};
   for (const auto& [captured, item] : std::views::reverse(capture.graph->items)) {
-    const auto* reached = std::get_if<Reached>(&item);
-    if (reached && waited_for.contains(reached->marker.get())) joined.insert(captured);
-    if (std::holds_alternative<Operation>(item) && !joined.contains(captured)) return false;
+    if (const auto* wait = std::get_if<WaitFor>(&item)) {
+      if (joined.contains(captured)) waited_for.insert(wait->marker.get());
+    } else if (const auto* reached = std::get_if<Reached>(&item)) {
+      if (waited_for.contains(reached->marker.get())) joined.insert(captured);
+    } else if (!std::get<Operation>(item).is_bookkeeping && !joined.contains(captured)) {
+      return false;
+    }
   }
   return true;
 }

@@ -47,6 +47,10 @@ const HostKernel* host_version(const void* function) {
 
 cudaError_t launch(const void* function, const Launch& launch) {
   const OwnWork own;
+  {
+    const Lock lock(state().mutex);
+    if (const cudaError_t error = check_capture(stream_of(launch.stream))) return error;
+  }
   if (const HostKernel* kernel = host_version(function)) (*kernel)(launch);
   return cudaSuccess;
 }

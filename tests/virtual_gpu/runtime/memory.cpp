@@ -78,8 +78,7 @@ cudaError_t give_back(void* address, bool is_pinned_host) {
     return fail(cudaErrorInvalidValue);
   const Block block = found->second;
   wait_for_device(lock, block.device);
-  for (const auto& stream : state().streams)
-    if (stream->device == block.device) host_has_seen(*stream);
+  host_has_seen_device(block.device);
   if (!is_pinned_host) return_memory(block.device, block.bytes);
   forget_range(address, block.bytes);
   remove_block(address);
@@ -141,10 +140,11 @@ cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t stream, 
     if ((from_pageable || to_pageable) && on.capture)
       return break_capture(*on.capture, cudaErrorStreamCaptureUnsupported);
   }
-  Operation operation{name, {range_of(from, bytes, false), range_of(to, bytes, true)}, {}};
-  std::erase_if(operation.ranges, [](const Range& range) { return range.bytes == 0; });
   // In memory-only mode, nothing is written to the device, and what comes from it is zeros.
   const bool computed = computes() || bytes <= small_bytes;
+  Operation operation{name, {range_of(from, bytes, false), range_of(to, bytes, true)}, {}};
+  operation.ranges[1].arrives_later = computed && !to_pageable && !to_device;
+  std::erase_if(operation.ranges, [](const Range& range) { return range.bytes == 0; });
   std::function<void()> work = [=] {
     if (computed && !to_pageable && !to_device)
       copy_to_pinned(static_cast<char*>(to), static_cast<const char*>(from), bytes);
@@ -164,7 +164,7 @@ cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t stream, 
     }
   }
   operation = computation(operation.name, operation.ranges, std::move(work));
-  submit(stream, std::move(operation));
+  if (const cudaError_t error = submit(stream, std::move(operation))) return error;
   if (to_pageable && from_device)
     wait_for(stream, name);  // a copy to pageable memory ends before the call returns
   return cudaSuccess;
@@ -220,7 +220,7 @@ void remove_block(const void* address) {
   const auto found = blocks().find(reinterpret_cast<uintptr_t>(address));
   if (found == blocks().end()) return;
   forget_unwritten(address, found->second.bytes);
-  if (found->second.is_pinned_host) deliver_read({{address, found->second.bytes}});
+  if (found->second.is_pinned_host) deliver_to({{address, found->second.bytes}});
   parts().erase(parts().lower_bound(found->first), parts().lower_bound(found->first + found->second.bytes));
   blocks().erase(found);
 }
@@ -233,14 +233,14 @@ void deliver(const Clock& known) {
     return true;
   });
 }
-void deliver_read(const std::vector<Range>& ranges) {
-  const auto is_read = [&](const Arrival& arrival) {
+void deliver_to(const std::vector<Range>& ranges) {
+  const auto is_used = [&](const Arrival& arrival) {
     return std::ranges::any_of(ranges, [&](const Range& range) {
-      return (!range.is_written || range.is_read_too) && arrival.overlaps(range.data, range.bytes);
+      return !range.arrives_later && arrival.overlaps(range.data, range.bytes);
     });
   };
-  // With all before the last one that is read, so that each byte gets its newest value.
-  const auto last = std::find_if(arrivals().rbegin(), arrivals().rend(), is_read);
+  // With all before the last one that is used, so that each byte gets its newest value.
+  const auto last = std::find_if(arrivals().rbegin(), arrivals().rend(), is_used);
   for (auto arrival = arrivals().begin(); arrival != last.base(); ++arrival) arrive(*arrival);
   arrivals().erase(arrivals().begin(), last.base());
 }
@@ -255,7 +255,9 @@ Range find_allocation(const void* address) {
     return range(part->first, part->second.bytes);
   const auto block = find_in(blocks(), address);
   if (block == blocks().end() || block->second.has_parts) return {};
-  return range(block->first, block->second.bytes);
+  const Range found = range(block->first, block->second.bytes);
+  if (block->second.is_pinned_host) deliver_to({found});
+  return found;
 }
 
 void note_part(const void* address, size_t bytes, bool is_handed_out) {
@@ -368,18 +370,9 @@ cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_
   return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* address, int value, size_t bytes, cudaStream_t stream) {
-  {
-    const Lock lock(state().mutex);
-    if (const cudaError_t error = check_capture(stream_of(stream))) return error;
-  }
-  submit(stream, computation("cudaMemsetAsync", {{address, bytes, true}}, [=] {
-           {
-             const Lock lock(state().mutex);
-             deliver_read({{address, bytes}});
-           }
-           if (computes() || bytes <= small_bytes) std::memset(address, value, bytes);
-         }));
-  return cudaSuccess;
+  return submit(stream, computation("cudaMemsetAsync", {{address, bytes, true}}, [=] {
+                  if (computes() || bytes <= small_bytes) std::memset(address, value, bytes);
+                }));
 }
 cudaError_t cudaMemset(void* address, int value, size_t bytes) {
   return cudaMemsetAsync(address, value, bytes, nullptr);

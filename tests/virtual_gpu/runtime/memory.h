@@ -19,9 +19,9 @@ void add_block(const void* address, Block block);
 void remove_block(const void* address);
 
 /// Bytes that copies bring to pinned memory arrive there when the host has synchronized with the copy, and not when it has run. Those of the
-/// operations in the clock do now, and those in ranges that an operation of the device reads. The state's mutex is held.
+/// operations in the clock do now, and those in ranges that another operation of the device reads, or writes. The state's mutex is held.
 void deliver(const Clock& known);
-void deliver_read(const std::vector<Range>& ranges);
+void deliver_to(const std::vector<Range>& ranges);
 
 /// Replaces LibTorch's kernels.
 void load_kernels();

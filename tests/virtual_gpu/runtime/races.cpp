@@ -79,6 +79,12 @@ Clock& allocator_clock() {
   return *clock;
 }
 
+// The operations of deleted streams, by device.
+std::map<int, Clock>& clocks_of_deleted_streams() {
+  static auto* clocks = new std::map<int, Clock>;
+  return *clocks;
+}
+
 struct Code {
   uintptr_t begin = 0, end = 0;
   bool contains(const void* address) const {
@@ -276,6 +282,12 @@ void host_has_seen(const Clock& clock) {
 void host_has_seen(Stream& stream) {
   if (state().settings.checks_races) host_has_seen(clock_of(stream));
 }
+void host_has_seen_device(int device) {
+  for (const auto& stream : state().streams)
+    if (stream->device == device) host_has_seen(*stream);
+  host_has_seen(clocks_of_deleted_streams()[device]);
+}
+void note_end(const Stream& stream) { join(clocks_of_deleted_streams()[stream.device], stream.clock); }
 
 void take_lock(const void* lock, const void* caller) {
   if (is_of_allocator(caller)) {

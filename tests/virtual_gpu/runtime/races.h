@@ -48,6 +48,10 @@ void stream_has_seen(Stream& stream, const Clock& clock);
 /// LibTorch's allocator, which asks for events in any thread, only the allocator's do.
 void host_has_seen(const Clock& clock);
 void host_has_seen(Stream& stream);
+/// All streams of the device, destroyed ones, too.
+void host_has_seen_device(int device);
+/// A destroyed stream's operations have run, and it is deleted.
+void note_end(const Stream& stream);
 
 /// The memory is returned to the device: later accesses to the same addresses don't belong to the earlier ones.
 void forget_range(const void* data, size_t bytes);

@@ -58,7 +58,7 @@ Outcome run_first(Lock& lock, State& s, Stream& stream) {
     auto& operation = std::get<Operation>(item);
     stream.is_running = true;
     stamp_of_running = operation.stamp.get();
-    deliver_read(operation.ranges);
+    deliver_to(operation.ranges);
     lock.unlock();
     if (!stream.running) stream.running = operation.begin();
     const bool done = stream.running();
@@ -112,8 +112,12 @@ void schedule() {
         any_retry |= outcome == Outcome::must_retry;
       }
     }
-    std::erase_if(s.streams,
-                  [](const auto& stream) { return stream->is_destroyed && stream->items.empty(); });
+    std::erase_if(s.streams, [](const auto& stream) {
+      // A graph that is being captured knows its streams by their addresses.
+      if (!stream->is_destroyed || !stream->items.empty() || stream->capture) return false;
+      note_end(*stream);
+      return true;
+    });
     if (any_done || stops) {
       idle_turns = 0;
     } else if (any_retry) {
@@ -267,11 +271,13 @@ Operation computation(std::string name, std::vector<Range> ranges, std::function
           }};
 }
 
-void submit(cudaStream_t handle, Operation operation) {
+cudaError_t submit(cudaStream_t handle, Operation operation) {
   const OwnWork own;
   State& s = state();
   Lock lock(s.mutex);
   Stream& stream = stream_of(handle);
+  if (stream.capture && stream.capture->is_broken)
+    return operation.is_bookkeeping ? cudaSuccess : check_capture(stream);
   if (s.settings.traces)
     std::fprintf(stderr, "virtual GPU: stream %d: %s\n", stream.id, operation.name.c_str());
   count_operation(operation);
@@ -281,6 +287,7 @@ void submit(cudaStream_t handle, Operation operation) {
   else
     stamp(stream, operation);
   push(lock, stream, std::move(operation));
+  return cudaSuccess;
 }
 
 void add_ranges(std::vector<Range> ranges) { found_ranges = std::move(ranges); }
@@ -303,14 +310,15 @@ bool poisons() { return state().settings.poisons; }
 bool checks_races() { return state().settings.checks_races; }
 
 // The function knows of all operations that have run before it.
-static void submit_host_function(cudaStream_t handle, const char* name, std::function<void()> function) {
-  submit(handle, computation(name, {}, [function = std::move(function)] {
-           if (const Stamp* stamp = running_stamp()) {
-             const Lock lock(state().mutex);
-             host_has_seen(stamp->clock);
-           }
-           function();
-         }));
+static cudaError_t submit_host_function(cudaStream_t handle, const char* name,
+                                        std::function<void()> function) {
+  return submit(handle, computation(name, {}, [function = std::move(function)] {
+                  if (const Stamp* stamp = running_stamp()) {
+                    const Lock lock(state().mutex);
+                    host_has_seen(stamp->clock);
+                  }
+                  function();
+                }));
 }
 
 void not_supported(const std::string& what, const std::string& remedy) {
@@ -406,8 +414,7 @@ cudaError_t cudaDeviceSynchronize() {
   if (error) return error;
   count_host_wait("cudaDeviceSynchronize");
   wait_for_device(lock, current_device());
-  for (const auto& stream : state().streams)
-    if (stream->device == current_device()) host_has_seen(*stream);
+  host_has_seen_device(current_device());
   return cudaSuccess;
 }
 
@@ -434,12 +441,11 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event_handle, u
 }
 
 cudaError_t cudaLaunchHostFunc(cudaStream_t handle, cudaHostFn_t function, void* data) {
-  submit_host_function(handle, "host function", [function, data] { function(data); });
-  return cudaSuccess;
+  return submit_host_function(handle, "host function", [function, data] { function(data); });
 }
 cudaError_t cudaStreamAddCallback(cudaStream_t handle, cudaStreamCallback_t function, void* data, unsigned) {
-  submit_host_function(handle, "callback", [handle, function, data] { function(handle, cudaSuccess, data); });
-  return cudaSuccess;
+  return submit_host_function(handle, "callback",
+                              [handle, function, data] { function(handle, cudaSuccess, data); });
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {

@@ -31,8 +31,9 @@ struct Range {
   const void* data = nullptr;
   size_t bytes = 0;
   bool is_written = false;
-  bool is_read_too = false;                          ///< before it is written
-  bool is_computed_with = false;                     ///< an operation reads these bytes to compute with them
+  bool is_read_too = false;       ///< before it is written
+  bool is_computed_with = false;  ///< an operation reads these bytes to compute with them
+  bool arrives_later = false;     ///< the host sees what is written when it has synchronized
   std::shared_ptr<const Strided> strided = nullptr;  ///< none: all bytes of the range
 };
 
@@ -56,8 +57,8 @@ struct Operation {
 Operation computation(std::string name, std::vector<Range> ranges, std::function<void()> work);
 
 /// Queues the operation, or records it if the stream is being captured. Blocks the host only where
-/// VIRTUAL_GPU_QUEUE_LIMIT or CUDA_LAUNCH_BLOCKING says so.
-void submit(cudaStream_t stream, Operation operation);
+/// VIRTUAL_GPU_QUEUE_LIMIT or CUDA_LAUNCH_BLOCKING says so. An error, which cudaGetLastError returns, too, if the capture has failed.
+cudaError_t submit(cudaStream_t stream, Operation operation);
 
 /// Adds to the ranges of the operation that is running, for one that learns what it accesses by running. Only on the scheduler's thread.
 void add_ranges(std::vector<Range> ranges);
@@ -83,7 +84,7 @@ bool computes();
 constexpr size_t small_bytes = 16384;
 
 /// The allocation that contains the address: the program's own, or the part of it that LibTorch's allocator has handed out. Empty if
-/// there is none.
+/// there is none. The device is about to use it: bytes on their way to pinned memory arrive first.
 Range find_allocation(const void* address);
 
 /// LibTorch's allocator hands out this part of its memory, or takes it back. Called in the order of the stream that owns it.
