@@ -23,6 +23,9 @@
 #include <nccl.h>
 #include <torch/csrc/autograd/variable.h>
 
+extern "C" void __cudaRegisterFunction(void**, const char* stub, char*, const char* name, int, uint3*, uint3*,
+                                       dim3*, dim3*, int*);
+
 namespace {
 
 using at::Tensor;
@@ -70,6 +73,21 @@ class Gate {
     while (!is_open_) std::this_thread::yield();
   }
   std::atomic<bool> is_open_ = false;
+};
+
+/// A capture on the current stream that is expected to fail. LibTorch's allocator stays in it, and keeps freed memory, unless it is told.
+class FailingCapture {
+ public:
+  FailingCapture() { graph_.capture_begin(pool_); }
+  ~FailingCapture() {
+    EXPECT_THROW(graph_.capture_end(), c10::Error);
+    c10::cuda::CUDACachingAllocator::endAllocateToPool(0, pool_);
+    cudaGetLastError();
+  }
+
+ private:
+  at::cuda::MempoolId_t pool_ = at::cuda::graph_pool_handle();
+  at::cuda::CUDAGraph graph_;
 };
 
 class VirtualGpu : public testing::Test {
@@ -388,12 +406,93 @@ TEST_F(VirtualGpu, TheFirstProductOnAStreamTakesCublasWorkspace) {
   EXPECT_EQ(allocated() - before, int64_t{32} << 20);
 }
 
-TEST_F(VirtualGpu, ReportsItsProfilesMemory) {
+// Memory that another stream uses is given out again when that stream is done with it.
+class LateMemory : public VirtualGpu {
+ protected:
+  static constexpr int num_tensors = 10;
+  static constexpr int64_t tensor_bytes = int64_t{4} << 20;
+
+  /// The most that tensors take which are made, used on the other stream and freed, one after another.
+  int64_t peak_bytes(const std::function<void()>& before, const std::function<void()>& after_each) const {
+    namespace allocator = c10::cuda::CUDACachingAllocator;
+    c10::cuda::device_synchronize();
+    allocator::emptyCache();
+    allocator::resetPeakStats(0);
+    const auto active = [] { return allocator::getDeviceStats(0).active_bytes[0]; };
+    const int64_t at_first = active().current;
+    before();
+    for (int i = 0; i < num_tensors; ++i) {
+      Tensor x = at::empty({tensor_bytes}, on_gpu.dtype(at::kByte));
+      at::cuda::CUDAEvent made;
+      made.record();
+      made.block(side_);
+      x.record_stream(side_);
+      {
+        const CUDAStreamGuard guard(side_);
+        x.fill_(1);
+      }
+      x.reset();
+      after_each();
+    }
+    return active().peak - at_first;
+  }
+};
+
+TEST_F(LateMemory, ComesBackWhenTheStreamIsDone) {
+  const auto nothing = [] {};
+  const auto wait = [&] { side_.synchronize(); };
+  EXPECT_EQ(peak_bytes(nothing, wait), tensor_bytes);
+  std::optional<Gate> gate;
+  EXPECT_EQ(peak_bytes([&] { gate.emplace(side_); }, nothing), num_tensors * tensor_bytes);
+  gate.reset();
+  EXPECT_EQ(peak_bytes(nothing, wait), tensor_bytes) << "all of it came back";
+}
+
+TEST_F(LateMemory, ComesBackLateWithADelay) {
+  const bool is_late = std::getenv("VIRTUAL_GPU_DELAY_US");
+  if (!is_late && !std::getenv("VIRTUAL_GPU_PROMPT")) GTEST_SKIP() << "depends on the machine's speed";
+  const int64_t peak = peak_bytes([] {}, [] {});
+  if (is_late)
+    EXPECT_GT(peak, tensor_bytes);
+  else
+    EXPECT_EQ(peak, tensor_bytes);
+}
+
+// ---- profiles
+
+using Profile = VirtualGpu;
+
+TEST_F(Profile, ReportsItsPropertiesAndComputes) {
+  struct Expected {
+    const char *profile, *name;
+    size_t bytes;
+    int multiprocessors, major;
+  };
+  constexpr Expected all[] = {{"a100", "Virtual A100 80GB", 85'094'825'984, 108, 8},
+                              {"h100", "Virtual H100 80GB", 85'017'755'648, 132, 9},
+                              {"h100_96gb", "Virtual H100 96GB", 101'993'545'728, 132, 9},
+                              {"h200", "Virtual H200", 150'109'487'104, 132, 9},
+                              {"b200", "Virtual B200", 191'514'017'792, 148, 10}};
+  const char* chosen = std::getenv("VIRTUAL_GPU_PROFILE");
+  const auto* expected =
+      std::ranges::find(all, std::string_view(chosen ? chosen : "h100"), &Expected::profile);
+  ASSERT_NE(expected, std::end(all));
   const auto* properties = at::cuda::getCurrentDeviceProperties();
-  EXPECT_EQ(properties->major, 9);
-  EXPECT_EQ(properties->totalGlobalMem, 85'017'755'648u);
-  EXPECT_EQ(at::empty({int64_t{15} << 30}, on_gpu).nbytes(), size_t{60} << 30);
-  EXPECT_THROW(at::empty({int64_t{25} << 30}, on_gpu), c10::OutOfMemoryError);
+  EXPECT_STREQ(properties->name, expected->name);
+  EXPECT_EQ(properties->totalGlobalMem, expected->bytes);
+  EXPECT_EQ(properties->multiProcessorCount, expected->multiprocessors);
+  EXPECT_EQ(properties->major, expected->major);
+  EXPECT_EQ(properties->minor, 0);
+  EXPECT_EQ(at::cuda::getNumGPUs(), 1);
+  // All but what a context takes can be had.
+  const auto empty = [](size_t bytes) {
+    return at::empty({static_cast<int64_t>(bytes)}, on_gpu.dtype(at::kByte));
+  };
+  EXPECT_EQ(empty(expected->bytes - (size_t{1} << 30)).nbytes(), expected->bytes - (size_t{1} << 30));
+  EXPECT_THROW(empty(expected->bytes), c10::OutOfMemoryError);
+  const std::vector<Tensor> cpu = train(at::kCPU), gpu = train(at::kCUDA);
+  for (size_t i = 0; i < cpu.size(); ++i) EXPECT_TRUE(cpu[i].equal(gpu[i])) << "result " << i;
+  EXPECT_EQ(new_races(), 0);
 }
 
 TEST_F(VirtualGpu, GraphsRecordWithoutRunningAndReplay) {
@@ -454,10 +553,8 @@ TEST_F(VirtualGpu, AReadDuringACaptureFails) {
       {"an index by a mask", [&] { in.index({in > 0}); }}};
   for (const auto& [name, read] : reads) {
     SCOPED_TRACE(name);
-    at::cuda::CUDAGraph graph;
-    graph.capture_begin();
+    const FailingCapture capture;
     EXPECT_THROW(read(), c10::Error);
-    EXPECT_THROW(graph.capture_end(), c10::Error);
   }
   // LibTorch refuses this one before it calls CUDA.
   at::cuda::CUDAGraph graph;
@@ -477,8 +574,7 @@ TEST_F(VirtualGpu, ACaptureThatHasFailedTakesNoMoreOperations) {
   ASSERT_EQ(ncclGetUniqueId(&id), ncclSuccess);
   ASSERT_EQ(ncclCommInitRank(&communicator, 1, id, 0), ncclSuccess);
   start_counting();
-  at::cuda::CUDAGraph graph;
-  graph.capture_begin();
+  std::optional<FailingCapture> capture(std::in_place);
   EXPECT_EQ(cudaStreamQuery(side_), cudaErrorStreamCaptureUnsupported);
   cudaGetLastError();
   EXPECT_THROW(x.add_(1), c10::Error);
@@ -488,8 +584,7 @@ TEST_F(VirtualGpu, ACaptureThatHasFailedTakesNoMoreOperations) {
                 side_, [](void*) {}, nullptr),
             cudaErrorStreamCaptureInvalidated);
   EXPECT_EQ(ncclAllReduce(data, data, 1, ncclFloat, ncclSum, communicator, side_), ncclUnhandledCudaError);
-  EXPECT_THROW(graph.capture_end(), c10::Error);
-  cudaGetLastError();
+  capture.reset();
   for (const char* name : {"aten::add_", "sound_kernel", "host function", "ncclAllReduce"})
     EXPECT_EQ(count("launches", name), 0u) << name;
   x.add_(1);
@@ -546,7 +641,7 @@ TEST_F(VirtualGpu, ACaptureFailsUnlessTheWorkOfAllItsStreamsIsJoined) {
     cudaGetLastError();
   }
   cudaFree(memory);
-  // What is freed after the join is no work.
+  // Memory that is freed after the join is no work.
   const CUDAStreamGuard guard(side_);
   at::cuda::CUDAGraph graph;
   graph.capture_begin();
@@ -1021,6 +1116,24 @@ TEST_F(VirtualGpuDeathTest, AccessesThatAKernelMustNotMakeEndTheProgram) {
   EXPECT_DEATH(run("unwritten_shared_kernel"),
                "thread \\(0, 0, 0\\) of block \\(0, 0, 0\\) reads 4 bytes at 0x[0-9a-f]+, in shared memory, "
                "which nothing has written");
+}
+
+cudaError_t launch_named(const char& stub, const char* mangled_name) {
+  __cudaRegisterFunction(nullptr, &stub, nullptr, mangled_name, -1, nullptr, nullptr, nullptr, nullptr,
+                         nullptr);
+  return cudaLaunchKernel(&stub, 1, 1, nullptr, 0, nullptr);
+}
+
+// In memory-only mode, LibTorch's may be missing.
+TEST_F(VirtualGpuDeathTest, KernelsWithoutAHostVersionEndTheProgramWithTheirNames) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  static constexpr char of_titan = 0, of_libtorch = 0;
+  EXPECT_DEATH(launch_named(of_titan, "_ZN5titan12_GLOBAL__N_114missing_kernelEPf"),
+               "the kernel titan::\\(anonymous namespace\\)::missing_kernel\\(float\\*\\) is not supported");
+  if (std::getenv("VIRTUAL_GPU_MEMORY_ONLY"))
+    EXPECT_EQ(launch_named(of_libtorch, "_ZN2at6native14missing_kernelEPf"), cudaSuccess);
+  else
+    EXPECT_DEATH(launch_named(of_libtorch, "_ZN2at6native14missing_kernelEPf"), "at::native::missing_kernel");
 }
 
 TEST_F(VirtualGpuDeathTest, FunctionsThatAreNotWrittenEndTheProgramWithTheirNames) {
