@@ -212,7 +212,6 @@ Cause wait_for_explanation(c10d::Store& store) {
 // cause is found, a second request passes it on, because the store may end before a rank fails and asks for it:
 // "failure of the job: lost: rank 1", or "failure of the job, caused by rank 0: no space".
 constexpr std::string_view kItself = " itself: ";
-constexpr std::string_view kTheJob = "the job";
 std::string request_of(const FailureScene& scene) {
   return str(kFailureOf, "rank ", scene.rank, scene.is_about_peer ? ": " : kItself, scene.failure);
 }

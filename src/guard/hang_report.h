@@ -55,6 +55,10 @@ inline constexpr std::chrono::milliseconds kFindsCauseWithin =
 
 /// Prefix of the reason in records that are written because a rank failed.
 inline constexpr const char* kFailureOf = "failure of ";
+/// In place of a rank: the cause is known.
+inline constexpr const char* kTheJob = "the job";
+/// A host is the cause.
+inline constexpr const char* kHostIsGone = "failure of the job: host ";
 
 /// The facts that a failing rank knows.
 struct FailureScene {

@@ -43,8 +43,10 @@ constexpr auto kAllFilesWithin = 3s;
 constexpr auto kLookForRequests = 500ms;
 
 // Once a rank is lost, the others' calls fail, or are ended here, so they explain the failure. A rank that
-// doesn't get that far (its calls wait for a host that is gone) is ended after this time.
+// doesn't get that far is ended after this time. When a host is gone, which alone takes 6 s to notice, calls
+// over sockets wait for its answers, so little is gained by waiting.
 constexpr auto kFailsWithin = 4s;
+constexpr auto kFailsWithoutHostWithin = 1s;
 
 // Longest time from a verdict until the other ranks learn of it.
 milliseconds verdict_interval(int size) { return milliseconds(std::clamp(size, 250, 1000)); }
@@ -253,6 +255,11 @@ class Watchdog::Impl {
       write_record(scene.failure, FlightExtent::Last);
       file_thread_.wait(kRecordWithin);
     }
+    // Whatever errors say once a host is gone, that is the cause; the store may be gone with it.
+    const auto loss = lines_.loss();
+    const std::string request =
+        loss && loss->is_host ? str(kFailureOf, kTheJob, ": ", text_of(*loss)) : inbox.record_request;
+    if (request.starts_with(kHostIsGone)) return {request.substr(request.find(": ") + 2), -1, true, true};
     const auto found = std::make_shared<Explanation>();
     const auto explain_it = [scene, found] {
       const BackgroundCalls background;
@@ -314,7 +321,7 @@ class Watchdog::Impl {
     std::optional<Verdict> verdict;
     if (state_ != RunState::Left) verdict = inbox_.verdict;
     if (!verdict && beats && state_ == RunState::Runs) verdict = outbox_.verdict = find_verdict();
-    if (!verdict && state_ == RunState::Runs && lost_since_ && now - *lost_since_ > kFailsWithin &&
+    if (!verdict && state_ == RunState::Runs && lost_since_ && now - *lost_since_ > fails_within() &&
         !explains_)
       verdict = outbox_.verdict = verdict_on(*lines_.loss());
     exchange(beats || verdict);
@@ -379,14 +386,25 @@ class Watchdog::Impl {
     const auto loss = lines_.loss();
     if (!loss) return;
     lost_since_ = now;
-    if (!failure_is_known_) outbox_.record_request = str(kFailureOf, "rank ", loss->rank, ": ", loss->how);
+    if (!failure_is_known_)
+      outbox_.record_request =
+          str(kFailureOf, loss->is_host ? kTheJob : str("rank ", loss->ranks.front()), ": ", text_of(*loss));
     next_beat_ = {};
-    if (!inbox_.is_connected || loss->rank == 0) release_device_calls();  // the store may be gone, too
+    // The store may be gone, too.
+    if (!inbox_.is_connected || loss->is_host || loss->ranks.front() == 0) release_device_calls();
   }
 
-  Verdict verdict_on(const LifeLines::Loss& loss) const {
-    return {str("rank ", loss.rank, " of ", world_.size(), " is lost: ", loss.how), {loss.rank}, {loss.rank}};
+  milliseconds fails_within() const {
+    return lines_.loss()->is_host ? kFailsWithoutHostWithin : kFailsWithin;
   }
+
+  // Begins with "host " if one is gone.
+  std::string text_of(const LifeLines::Loss& loss) const {
+    const std::string ranks =
+        str(loss.ranks.size() > 1 ? "ranks " : "rank ", list_str(loss.ranks), " of ", world_.size());
+    return loss.is_host ? str(loss.how, ", and with it ", ranks) : str(ranks, " is lost: ", loss.how);
+  }
+  Verdict verdict_on(const LifeLines::Loss& loss) const { return {text_of(loss), loss.ranks, loss.ranks}; }
 
   // NCCL never learns that a peer is lost: calls would wait for it forever. The host then continues with
   // whatever is in its results, until its next call throws: so an error after a call that was cut off is about
@@ -492,15 +510,19 @@ class Watchdog::Impl {
                 is_among(0, verdict.silent) ? 1s : kAllFilesWithin);
     // Repeated at the end, for readers of a job's last lines.
     log::error("the job hangs: " + verdict.text);
-    if (!is_among(rank, verdict.culprits)) std::this_thread::sleep_for(kCulpritsFirst);
+    // Culprits that no longer respond don't end by themselves.
+    const bool culprits_end = std::ranges::any_of(
+        verdict.culprits, [&](int culprit) { return !is_among(culprit, verdict.silent); });
+    if (culprits_end && !is_among(rank, verdict.culprits)) std::this_thread::sleep_for(kCulpritsFirst);
     std::_Exit(kHungExitCode);
   }
 
-  // Waits until this many ranks have written their files.
+  // Waits until this many ranks have written their files, or until the store is gone.
   void meet_at_end(size_t num_ranks, milliseconds limit) {
     const auto end = Clock::now() + limit;
     outbox_.has_written = true;
-    while (Clock::now() < end && static_cast<size_t>(desk_->inbox().num_written) < num_ranks) {
+    while (Clock::now() < end && static_cast<size_t>(desk_->inbox().num_written) < num_ranks &&
+           desk_->inbox().is_connected) {
       exchange(/*everything=*/true);
       desk_->sleep(50ms);
     }

@@ -1,64 +1,23 @@
-// Hosts whose own names are loopback addresses: 127.0.1.1, as in Debian's /etc/hosts. Each host is built from
-// the kernel's namespaces, with its own network, name and table of names.
+// Hosts whose own names are loopback addresses.
 
-#include <fstream>
 #include <optional>
 
 #include <gtest/gtest.h>
 
-#include "e2e/training.h"
+#include "e2e/hosts.h"
 
 namespace titan::testing {
 namespace {
 
-// become NAME OTHER'S_NAME OTHER'S_ADDRESS: a host's set-up; await FILE: waits for what the other host does.
-constexpr const char* kHost = R"(
-become() {
-  hostname $1 && ip link set lo up || exit 77
-  printf '127.0.0.1 localhost\n127.0.1.1 %s\n%s %s\n' $1 $3 $2 > $FOLDER/hosts.$1
-  mount --bind $FOLDER/hosts.$1 /etc/hosts || exit 77
-  getent hosts $1 | grep -q '^127\.0\.1\.1 ' || exit 77
+Command::Variables job(const std::string& network = "", const std::string& mask = "") {
+  return {{"NETWORK", network}, {"MASK", mask},           {"PROGRAM", built("rank_program")},
+          {"WORLD_SIZE", "2"},  {"MASTER_ADDR", "first"}, {"MASTER_PORT", "29500"}};
 }
-await() {
-  for i in $(seq 1000); do [ -e $FOLDER/$1 ] && return; sleep 0.02; done
-  echo "$1 didn't come" >&2; exit 1
-}
-)";
 
-// Serves the store. The other host knows its name as the address of its end of the link.
-constexpr const char* kFirst = R"(
-ip link add end1 type veth peer name end2 || exit 77
-unshare --net --mount --uts sh $FOLDER/second.sh & second=$!
-await second_is_there
-ip link set end2 netns $second && touch $FOLDER/linked || exit 77
-become first second ${NETWORK}2
-ip addr add ${NETWORK}1$MASK dev end1 && ip link set end1 up
-await second_is_up
-RANK=0 $PROGRAM && wait $second
-)";
-constexpr const char* kSecond = R"(
-touch $FOLDER/second_is_there
-await linked
-become second first ${NETWORK}1
-ip addr add ${NETWORK}2$MASK dev end2 && ip link set end2 up && touch $FOLDER/second_is_up
-RANK=1 $PROGRAM
-)";
-
-/// nullopt where namespaces or the tools are missing.
-std::optional<CommandResult> run_as_host(const fs::path& folder, const std::string& script,
-                                         const std::string& network = "", const std::string& mask = "") {
-  auto result = run(Words{"unshare", "--user", "--map-root-user", "--net", "--mount", "--uts", "sh", "-c"} +
-                        Words{kHost + script},
-                    {{"FOLDER", folder.string()},
-                     {"NETWORK", network},
-                     {"MASK", mask},
-                     {"PROGRAM", built("rank_program")},
-                     {"WORLD_SIZE", "2"},
-                     {"MASTER_ADDR", "first"},
-                     {"MASTER_PORT", "29500"}},
-                    60);
-  if (result.status == 77 || result.status == 127 || result.err.find("unshare: ") != std::string::npos)
-    return {};
+/// nullopt where it can't run.
+std::optional<CommandResult> run_as_host(const fs::path& folder, const std::string& script) {
+  auto result = start_host(folder, script, job()).wait(60);
+  if (cannot_run_here(result)) return {};
   return result;
 }
 
@@ -81,14 +40,15 @@ TEST(HostNames, OneHostNamedByALoopbackAddress) {
 }
 
 void expect_two_hosts_meet(const std::string& network, const std::string& mask) {
-  const fs::path folder = fresh_folder(network);
-  std::ofstream(folder / "second.sh") << kHost << kSecond;
-  const auto both = run_as_host(folder, kFirst, network, mask);
-  if (!both) GTEST_SKIP() << "no namespaces here, or no links between them";
-  EXPECT_EQ(both->status, 0) << network << ": " << both->err;
+  // The first serves the store. The other knows its name as the address of its end of the link.
+  const CommandResult both = start_two_hosts(fresh_folder(network), "RANK=0 $PROGRAM && wait $second",
+                                             "RANK=1 $PROGRAM", job(network, mask))
+                                 .wait(60);
+  if (cannot_run_here(both)) GTEST_SKIP() << "no namespaces here, or no links between them";
+  EXPECT_EQ(both.status, 0) << network << ": " << both.err;
   for (const char* line :
        {"rank 0 of 2, local 0 of 1, by env, sum 1", "rank 1 of 2, local 0 of 1, by env, sum 1"})
-    EXPECT_THAT(both->out, HasSubstr(line)) << network << ": " << both->err;
+    EXPECT_THAT(both.out, HasSubstr(line)) << network << ": " << both.err;
 }
 
 // The first host reaches the store by its own name without leaving the host: its loopback address is
