@@ -134,7 +134,7 @@ TEST(Elastic, GrowingLosesNoStep) {
   const int64_t logged = last_logged_step(run);
   ASSERT_TRUE(wait_until([&] { return last_logged_step(run) >= std::max<int64_t>(6, logged + 1); }));
   job.signal(SIGUSR2);
-  const CommandResult result = job.wait(90);
+  const CommandResult result = job.wait(tests_on_gpu() ? 300 : 90);
   ASSERT_EQ(result.status, 0) << result.err;
   const int64_t stopped = number_after(result.err, "stops the run after step ");
   EXPECT_GE(stopped, 6) << result.err;

@@ -1,11 +1,13 @@
 // The virtual GPU itself: numbers, order, memory, graphs, and that each kind of race is found. Runs under scripts/virtual_gpus.sh.
 
 #include <dlfcn.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <regex>
 #include <thread>
 
@@ -136,6 +138,40 @@ std::vector<Tensor> train(c10::Device device) {
   results.insert(results.end(), {qkv.detach(), out.detach()});
   for (Tensor& t : results) t = t.cpu();
   return results;
+}
+
+[[noreturn]] void print_buses() {
+  int count = 0;
+  std::string text;
+  if (cudaGetDeviceCount(&count) == cudaErrorNoDevice) text = "no device";
+  for (int device = 0; device < count; ++device) {
+    cudaDeviceProp properties;
+    char bus[32];
+    int same = -1;
+    cudaGetDeviceProperties(&properties, device);
+    cudaDeviceGetPCIBusId(bus, sizeof bus, device);
+    cudaDeviceGetByPCIBusId(&same, bus);
+    if (same != device || properties.uuid.bytes[15] + 1 != properties.pciBusID) abort();
+    text += (device == 0 ? "buses " : " ") + std::to_string(properties.pciBusID);
+  }
+  fprintf(stderr, "%s;\n", text.c_str());
+  _exit(0);
+}
+
+// Each program reads the variable once: it sees the buses of these devices, or an error.
+TEST(VisibleDevices, AreThoseThatTheVariableNamesInItsOrder) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");  // a new program for each
+  setenv("VIRTUAL_GPU_DEVICES", "4", 1);
+  const std::map<std::string, std::string> buses = {
+      {"2,0,7,1", "buses 3 1;"},
+      {"2,2", "no device"},
+      {"GPU-76000000-0000-0000-0000-000000000003,1gpu,-1,0", "buses 4 2;"}};
+  for (const auto& [visible, expected] : buses) {
+    setenv("CUDA_VISIBLE_DEVICES", visible.c_str(), 1);
+    EXPECT_EXIT(print_buses(), testing::ExitedWithCode(0), expected) << visible;
+  }
+  unsetenv("CUDA_VISIBLE_DEVICES");
+  setenv("VIRTUAL_GPU_DEVICES", "1", 1);
 }
 
 TEST_F(VirtualGpu, ComputesTheCpusNumbers) {

@@ -3,9 +3,14 @@
 
 #include "runtime/device.h"
 
+#include <algorithm>
 #include <array>
 #include <cstdio>
-#include <cstring>
+#include <cstdlib>
+#include <numeric>
+#include <sstream>
+#include <string>
+#include <vector>
 
 #include "runtime/memory.h"
 #include "runtime/stream.h"
@@ -52,7 +57,57 @@ thread_local int device = 0;
 
 bool exists(int d) { return d >= 0 && d < state().settings.num_devices; }
 
+std::string uuid_of(int number) {
+  char text[48];
+  std::snprintf(text, sizeof text, "GPU-76000000-0000-0000-0000-%012x", number);
+  return text;
+}
+
+/// The number of the device that an entry of CUDA_VISIBLE_DEVICES names, by its number or the beginning of its
+/// UUID; -1: none.
+int device_named(const std::string& entry, int num_devices) {
+  if (!entry.starts_with("GPU-")) {
+    char* end = nullptr;
+    const long number = std::strtol(entry.c_str(), &end, 10);
+    return end != entry.c_str() && number >= 0 && number < num_devices ? static_cast<int>(number) : -1;
+  }
+  for (int number = 0; number < num_devices; ++number)
+    if (uuid_of(number).starts_with(entry)) return number;
+  return -1;
+}
+
+// As CUDA does: in the order of the entries, up to the first one that names no device; none at all if one is
+// named twice.
+std::vector<int> devices_in(const char* visible, int num_devices) {
+  std::vector<int> devices;
+  std::istringstream entries(visible);
+  for (std::string entry; std::getline(entries, entry, ',');) {
+    const int number = device_named(entry, num_devices);
+    if (number < 0) break;
+    if (std::count(devices.begin(), devices.end(), number) > 0) return {};
+    devices.push_back(number);
+  }
+  return devices;
+}
+
+/// The machine's numbers of this process's devices.
+std::vector<int>& machine_numbers() {
+  static std::vector<int> numbers;
+  return numbers;
+}
+
 }  // namespace
+
+int num_visible_devices(size_t num_devices) {
+  std::vector<int>& numbers = machine_numbers();
+  if (const char* visible = std::getenv("CUDA_VISIBLE_DEVICES")) {
+    numbers = devices_in(visible, static_cast<int>(num_devices));
+  } else {
+    numbers.resize(num_devices);
+    std::iota(numbers.begin(), numbers.end(), 0);
+  }
+  return static_cast<int>(numbers.size());
+}
 
 int current_device() { return device; }
 size_t total_bytes() { return profile().memory_bytes; }
@@ -67,7 +122,7 @@ extern "C" {
 
 cudaError_t cudaGetDeviceCount(int* count) {
   *count = state().settings.num_devices;
-  return cudaSuccess;
+  return *count > 0 ? cudaSuccess : fail(cudaErrorNoDevice);
 }
 cudaError_t cudaGetDevice(int* d) {
   load_kernels();
@@ -90,8 +145,9 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int d) {
   const Profile& of = profile();
   *p = {};
   std::snprintf(p->name, sizeof p->name, "%s", of.device_name);
+  const int number = machine_numbers()[static_cast<size_t>(d)];
   p->uuid.bytes[0] = 'v';
-  p->uuid.bytes[15] = static_cast<char>(d);
+  p->uuid.bytes[15] = static_cast<char>(number);
   p->major = of.major;
   p->minor = of.minor;
   p->totalGlobalMem = of.memory_bytes;
@@ -116,7 +172,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int d) {
   p->texturePitchAlignment = 32;
   p->canMapHostMemory = 1;
   p->concurrentKernels = 1;
-  p->pciBusID = d + 1;
+  p->pciBusID = number + 1;
   p->asyncEngineCount = 3;
   p->unifiedAddressing = 1;
   p->maxThreadsPerMultiProcessor = 2048;
@@ -173,13 +229,18 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int d) 
 }
 
 cudaError_t cudaDeviceGetPCIBusId(char* text, int size, int d) {
-  std::snprintf(text, static_cast<size_t>(size), "0000:%02x:00.0", d + 1);
+  if (!exists(d)) return fail(cudaErrorInvalidDevice);
+  std::snprintf(text, static_cast<size_t>(size), "0000:%02x:00.0",
+                machine_numbers()[static_cast<size_t>(d)] + 1);
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetByPCIBusId(int* d, const char* text) {
   int bus = 0;
-  if (std::sscanf(text, "%*x:%x", &bus) != 1 || !exists(bus - 1)) return fail(cudaErrorInvalidDevice);
-  *d = bus - 1;
+  const std::vector<int>& numbers = machine_numbers();
+  const bool is_bus = std::sscanf(text, "%*x:%x", &bus) == 1;
+  const auto found = std::find(numbers.begin(), numbers.end(), bus - 1);
+  if (!is_bus || found == numbers.end()) return fail(cudaErrorInvalidDevice);
+  *d = static_cast<int>(found - numbers.begin());
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetP2PAttribute(int* value, cudaDeviceP2PAttr attribute, int, int) {
@@ -209,6 +270,8 @@ const char* cudaGetErrorName(cudaError_t error) {
       return "cudaErrorMemoryAllocation";
     case cudaErrorInvalidDevice:
       return "cudaErrorInvalidDevice";
+    case cudaErrorNoDevice:
+      return "cudaErrorNoDevice";
     case cudaErrorInvalidResourceHandle:
       return "cudaErrorInvalidResourceHandle";
     case cudaErrorNotReady:
@@ -239,6 +302,8 @@ const char* cudaGetErrorString(cudaError_t error) {
       return "no error";
     case cudaErrorMemoryAllocation:
       return "out of memory";
+    case cudaErrorNoDevice:
+      return "no CUDA-capable device is detected";
     case cudaErrorStreamCaptureUnsupported:
       return "operation not permitted when stream is capturing";
     case cudaErrorStreamCaptureInvalidated:

@@ -8,4 +8,7 @@ namespace virtual_gpu {
 size_t total_bytes();
 size_t usable_bytes();
 
+/// How many of the machine's devices CUDA_VISIBLE_DEVICES shows to this process.
+int num_visible_devices(size_t num_devices);
+
 }  // namespace virtual_gpu

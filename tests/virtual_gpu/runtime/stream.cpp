@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "runtime/counters.h"
+#include "runtime/device.h"
 #include "runtime/memory.h"
 #include "runtime/races.h"
 #include "runtime/unwritten.h"
@@ -156,7 +157,7 @@ void stop_scheduler(void* /*unused*/) {
 }
 
 State::State() {
-  settings.num_devices = static_cast<int>(number_from("VIRTUAL_GPU_DEVICES", 1));
+  settings.num_devices = num_visible_devices(number_from("VIRTUAL_GPU_DEVICES", 1));
   if (const char* profile = std::getenv("VIRTUAL_GPU_PROFILE")) settings.profile = profile;
   settings.memory_only = number_from("VIRTUAL_GPU_MEMORY_ONLY", 0) != 0;
   settings.is_prompt = number_from("VIRTUAL_GPU_PROMPT", 0) != 0;
