@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <set>
 #include <string>
@@ -215,6 +216,42 @@ INSTANTIATE_TEST_SUITE_P(Operations, OnGpu,
                            return std::string(std::get<0>(info.param).name) +
                                   c10::toString(std::get<1>(info.param));
                          });
+
+// Operations that add with atomics on a GPU: two runs would differ there.
+void expect_no_atomics(at::Device device, const std::function<at::Tensor(const Tensors&)>& backward) {
+  static std::set<std::string> called;
+  for (const int64_t num_tokens : {7, 1025, 3072, 5000}) {
+    const at::Tensor tokens = at::randint(11, {num_tokens}, at::kLong), grad = at::randn({num_tokens, 6});
+    const Tensors there = {grad.to(device), tokens.to(device)};
+    called.clear();
+    const auto handle = at::addThreadLocalCallback(at::RecordFunctionCallback(
+        [](const at::RecordFunction& call) -> std::unique_ptr<at::ObserverContext> {
+          called.insert(call.name());
+          return nullptr;
+        }));
+    const at::Tensor sums = backward(there);
+    at::removeCallback(handle);
+    EXPECT_TRUE(called.contains("aten::embedding_dense_backward"));
+    for (const char* name : {"aten::index_add_", "aten::index_put_", "aten::scatter_add_"})
+      EXPECT_FALSE(called.contains(name)) << name;
+    EXPECT_CLOSE(sums.cpu(), at::zeros({11, 6}).index_add_(0, tokens, grad), 1e-4) << num_tokens;
+    EXPECT_TRUE(sums.equal(backward(there))) << num_tokens;
+  }
+}
+
+TEST(Embedding, TheCompositeGradientUsesNoAtomics) {
+  expect_no_atomics(at::kCPU,
+                    [](const Tensors& in) { return composite::embedding_backward(in[0], in[1], 11); });
+}
+
+TEST(EmbeddingOnGpu, TheGradientUsesNoAtomics) {
+  if (!dist::open_cuda_plugin()) GTEST_SKIP() << "no GPU is visible";
+  expect_no_atomics(at::Device(at::kCUDA, 0), [](const Tensors& in) {
+    const at::Tensor weight = at::zeros({11, 6}, in[0].options()).requires_grad_();
+    ops::embedding(weight, in[1]).backward(in[0]);
+    return weight.grad();
+  });
+}
 
 // The entry of LibTorch that attention calls, forward and backward, for each GPU, type and head size.
 TEST(AttentionOnGpu, TakesTheFastestKernel) {
