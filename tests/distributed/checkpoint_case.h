@@ -9,9 +9,11 @@
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
 #include <map>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <ATen/ops/arange.h>
@@ -207,12 +209,15 @@ inline void check_saved(const std::filesystem::path& step_folder, int64_t step,
   }
 }
 
-/// Joins a job's world on the CPU, runs `act(world)` and ends the process, with exit code 3 if it throws.
+/// Joins a job's world, on the CPU or with TITAN_TEST_DEVICE=cuda on GPUs over NCCL, runs `act(world)` and ends the process, with exit code 3 if it throws.
 template <class Act>
 [[noreturn]] void run_rank(std::chrono::seconds timeout, const Act& act) {
   int code = 0;
   try {
-    const dist::World world = dist::init({.backend = "gloo", .device = "cpu", .timeout = timeout});
+    const char* device = std::getenv("TITAN_TEST_DEVICE");
+    const bool on_gpu = device && std::string_view(device) == "cuda";
+    const dist::World world = dist::init(
+        {.backend = on_gpu ? "nccl" : "gloo", .device = on_gpu ? "cuda" : "cpu", .timeout = timeout});
     act(world);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());

@@ -1,8 +1,10 @@
 // The loss head under fully_shard sums its weight's gradient in memory of its group: every gradient equals
 // one rank's, and no step allocates a second gradient of the vocabulary's size.
 
+#include <algorithm>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include <gtest/gtest.h>
 
@@ -133,31 +135,30 @@ TEST(FsdpLossHeadCalls, MayBeTwoInOneForward) {
 }
 
 // From the third step on nothing of the gradient's size is allocated. One rank takes no buffer from the pool,
-// unless it adds up micro-batches: then the later ones use one buffer.
+// unless it adds up micro-batches: then the later ones use one buffer. On a GPU a chunk of the logits has more
+// rows than is asked for, so there micro-batches are small.
 TEST(FsdpLossHeadMemory, AllocatesNoGradientOfTheVocabularysSizeInAStep) {
-  if (device().is_cuda()) GTEST_SKIP() << "would count gloo's copies in host memory, too";
   const HeadCase c{.vocab = 128256, .dtype = at::kFloat, .chunk_rows = 1, .frozen_embedding = true};
   constexpr double unit = 128256.0 * kWidth * sizeof(float);
   const int size = world().size();
-  for (const int micro_batches : {1, 2}) {
+  for (const int micro_batches : device().is_cuda() ? std::vector{12} : std::vector{1, 2}) {
     const HeadNet net = sharded_net(c, {.reduce_every_micro_batch = true}, {1, size});
     for (int step = 0; step < 2; ++step) {
       forget_gradients(net);
       run_head(net, c, micro_batches);
     }
-    const MemoryMeter third;
+    const MemoryMeter third(device().type());
     forget_gradients(net);
     run_head(net, c, micro_batches);
     EXPECT_LE(static_cast<double>(third.peak()), 0.6 * unit) << micro_batches;
     if (size == 1) {
-      EXPECT_EQ(fsdp_stats(net).communication_buffer_allocations, micro_batches - 1);
+      EXPECT_EQ(fsdp_stats(net).communication_buffer_allocations, std::min(micro_batches - 1, 1));
     }
   }
 }
 
 // The second call's gradient needs the place that was lent to the first, whose values move to the pool then.
 TEST(FsdpLossHeadMemory, StaysTheSameFromStepToStepIfAForwardCallsTheHeadTwice) {
-  if (device().is_cuda()) GTEST_SKIP() << "would count gloo's copies in host memory, too";
   const HeadCase c{.vocab = 4096, .dtype = at::kFloat, .calls = 2, .frozen_embedding = true};
   constexpr double unit = 4096.0 * kWidth * sizeof(float);
   const auto step = [&](const HeadNet& net) {
@@ -168,7 +169,7 @@ TEST(FsdpLossHeadMemory, StaysTheSameFromStepToStepIfAForwardCallsTheHeadTwice) 
     const HeadNet net = sharded_net(c, {}, layout);
     for (int count = 0; count < 2; ++count) step(net);
     const int64_t allocations = fsdp_stats(net).communication_buffer_allocations;
-    const MemoryMeter later;
+    const MemoryMeter later(device().type());
     for (int count = 0; count < 3; ++count) step(net);
     const std::string what = str("replicate ", layout.replicate, " shard ", layout.shard);
     EXPECT_LE(static_cast<double>(later.bytes()), 0.1 * unit) << what;

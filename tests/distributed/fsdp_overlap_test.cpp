@@ -107,13 +107,15 @@ class StepRecord {
   }
 
   /// Checks that the block's `nth` call in this phase was launched before block `computing` computed, and
-  /// waited for after that.
+  /// waited for after that. (NCCL's calls have no end by then: no host waits for them.)
   void expect_under_way(const char* phase, int64_t block, size_t nth, Pass pass, int64_t computing) const {
     const std::string what = str(phase, " of block ", block, " while block ", computing, " computes");
     const std::optional<dist::CallRecord> call = find(phase, block, nth);
     ASSERT_TRUE(call) << what;
     EXPECT_LT(call->number, moments_.at({pass, computing}).num_calls) << what << ": launched too late";
-    EXPECT_GT(call->end_ns, moments_.at({pass, computing}).time_ns) << what << ": waited for too early";
+    EXPECT_TRUE(call->end_ns == 0 || call->end_ns > moments_.at({pass, computing}).time_ns)
+        << what << ": waited for too early";
+    if (world().backend() != "nccl") EXPECT_GT(call->end_ns, 0) << what;
   }
   void expect_not_yet(const char* phase, int64_t block, size_t nth, Pass pass, int64_t computing) const {
     const std::optional<dist::CallRecord> call = find(phase, block, nth);
@@ -223,11 +225,10 @@ bool has_memory(const WatchedBlock& block) {
 // parameters, one a running gather, two have gradients (collected, and being reduced), and two parts have
 // sums to be added to the gradients of earlier steps.
 TEST_F(FsdpOverlap, OneBlockIsGatheredAndBuffersAreFourBlocks) {
-  if (device().is_cuda()) GTEST_SKIP() << "would count gloo's copies in host memory, too";
   for (const int64_t num_blocks : {4, 9}) {
     WatchedNet net(num_blocks, "block");
     shard(net, {1, size});
-    const MemoryMeter meter;
+    const MemoryMeter meter(device().type());
     int64_t num_seen = 0;
     net->watch = [&](Pass, int64_t computing) {
       ++num_seen;

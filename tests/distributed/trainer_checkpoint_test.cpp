@@ -15,7 +15,7 @@ constexpr int64_t kLargeBytes = int64_t{48} << 20;
 
 // Its name sorts first, so that the other parameters are copied last.
 Parameter large_parameter(const DeviceMesh& mesh, int64_t bytes) {
-  DTensor data{.local = at::zeros({bytes / 4}),
+  DTensor data{.local = at::zeros({bytes / 4}, device()),
                .mesh = mesh,
                .placements = std::vector<Placement>(static_cast<size_t>(mesh.num_axes())),
                .global_shape = {bytes / 4},
@@ -33,9 +33,9 @@ Trainer trainer_that_saves(const std::string& async_mode, bool late, const std::
   job.at_phase = std::move(at_phase);
   Meshes meshes = build_meshes(world(), {.dp_shard = world().size()});
   auto model = build_model(meshes, job);
-  if (buffer) model->root().module().register_buffer(buffer, at::zeros({1}));
+  if (buffer) model->root().module().register_buffer(buffer, at::zeros({1}, device()));
   auto list = titan::parameters(model->root());
-  auto runner = std::make_unique<WholeModelRunner>(*model, at::kCPU);
+  auto runner = std::make_unique<WholeModelRunner>(*model, device());
   optim::Optimizer optimizer(list, {.lr = 0.1});
   list.push_back(large_parameter(meshes.fsdp, large_bytes));
   RunCheckpoints::Options options{.settings = given, .folder = folder / "checkpoint"};
@@ -46,14 +46,14 @@ Trainer trainer_that_saves(const std::string& async_mode, bool late, const std::
                                                                  build_loader(job, meshes))});
   return Trainer({.world = world(),
                   .meshes = meshes,
-                  .device = at::kCPU,
+                  .device = device(),
                   .models = one_model(std::move(model)),
                   .runner = std::move(runner),
                   .parameters = list,
                   .optimizer = std::move(optimizer),
                   .schedule = optim::LrSchedule({.warmup_steps = 2}, job.options.steps),
                   .loader = build_loader(job, meshes),
-                  .window = MetricsWindow(at::kCPU, {}),
+                  .window = MetricsWindow(device(), {}),
                   .checkpoints = std::make_unique<RunCheckpoints>(world(), meshes, list, options),
                   .observers = observers_of(job, list),
                   .policies = std::move(policies)},
