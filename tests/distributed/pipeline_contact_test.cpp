@@ -5,6 +5,9 @@
 
 #include <gtest/gtest.h>
 
+#include <set>
+#include <string_view>
+
 #include "distributed/small_stages.h"
 #include "distributed/unconnected_world.h"
 #include "titan/parallel/pipeline_schedule.h"
@@ -40,6 +43,25 @@ TEST(PipelineLaunches, AreRefusedIfTheyBlock) {
   EXPECT_THROW(links.connect(pipeline::make_schedule("GPipe", world().size(), world().size(), 1)),
                ConfigError);
   unsetenv("CUDA_LAUNCH_BLOCKING");
+}
+
+// Before any schedule runs, so that no order of a schedule's messages can wait for NCCL's connections.
+TEST(PipelineLinks, CarryOneMessageEachWhenTheyAreMade) {
+  const auto impl = unconnected_world("first messages");
+  const dist::World fresh(impl);
+  const DeviceMesh pp = train::build_meshes(fresh, {.pp = world().size()}).pp;
+  pipeline::Links links(pp);
+  links.connect(pipeline::make_schedule("Interleaved1F1B", pp.size(), 2 * pp.size(), 2 * pp.size()));
+  const int next = (pp.rank() + 1) % pp.size(), previous = (pp.rank() + pp.size() - 1) % pp.size();
+  std::set<dist::Group*> expected;
+  for (const int peer : {next, previous})
+    expected.insert({links.to(peer).group.get(), links.from(peer).group.get()});
+  std::multiset<std::string> names, contacted;
+  for (const dist::Group* group : expected) names.insert(group->name());
+  for (const dist::CallRecord& call : impl->recorder->snapshot())
+    if (call.phase == std::string_view("pp::first_message")) contacted.insert(call.group->name);
+  EXPECT_EQ(contacted, names);
+  links.close();
 }
 
 // Counted by virtual GPUs. A receive that waits keeps its multiprocessors from computing.
