@@ -65,6 +65,13 @@ json memory_json(const train::PlannedRole& role) {
   for (const plan::NamedAmount& owner : role.summary.peak_by_module)
     modules.push_back({{"module", owner.name}, {"bytes", owner.bytes}});
   for (const plan::MemoryPoint& point : role.summary.over_time) over_time.push_back(point_json(point));
+  json by_module = json::array();
+  for (const plan::ModuleMemory& memory : role.summary.by_module) {
+    json changes = json::array();
+    for (const auto& [point, bytes] : memory.changes) changes.push_back({point, bytes});
+    by_module.push_back(
+        {{"module", memory.module}, {"category", name_of(memory.category)}, {"changes", std::move(changes)}});
+  }
   return {{"role", role.rank.role.name},
           {"rank", role.rank.role.rank},
           {"peak_gib", gib(role.rank.peak_reserved_bytes)},
@@ -72,7 +79,9 @@ json memory_json(const train::PlannedRole& role) {
           {"peak_allocated_bytes", role.rank.peak_allocated_bytes},
           {"at_peak", point_json(role.summary.peak)},
           {"at_peak_by_module", modules},
-          {"over_time", over_time}};
+          {"after_step", categories_json(role.summary.after_step)},
+          {"over_time", over_time},
+          {"by_module", by_module}};
 }
 
 json step_json(const train::PlannedRole& role) {
@@ -81,6 +90,13 @@ json step_json(const train::PlannedRole& role) {
           {"launches", role.summary.num_launches},
           {"allocations", role.summary.num_allocations},
           {"flops", role.summary.flops}};
+}
+
+json calls_json(const std::vector<plan::CollectiveTotals::Call>& calls) {
+  json rows = json::array();
+  for (const auto& [module, bytes, number] : calls)
+    rows.push_back({{"module", module}, {"bytes", bytes}, {"calls", number}});
+  return rows;
 }
 
 void add_collectives(const train::PlannedRole& role, json& rows) {
@@ -92,7 +108,8 @@ void add_collectives(const train::PlannedRole& role, json& rows) {
                     {"label", totals.label},
                     {"stream", role.stream_name(totals.stream)},
                     {"calls", totals.calls},
-                    {"bytes", totals.bytes}});
+                    {"bytes", totals.bytes},
+                    {"each", calls_json(totals.each)}});
 }
 
 void add_operations(const train::PlannedRole& role, json& rows) {

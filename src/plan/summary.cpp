@@ -4,6 +4,7 @@
 #include <map>
 #include <numeric>
 #include <tuple>
+#include <utility>
 
 namespace titan::plan {
 
@@ -28,6 +29,7 @@ void add_memory(const Trace& trace, Summary& summary) {
       now.module = trace.name(allocation.module);
       in_use += change;
     }
+    if (entry.kind == Entry::Kind::Launch && now.step == trace.num_steps()) summary.after_step = now.bytes;
     if (entry.kind == Entry::Kind::Launch && now.step == trace.num_steps() && !in_backward &&
         trace.name(trace.launches()[entry.index].module).ends_with(" backward")) {
       in_backward = true;
@@ -49,6 +51,43 @@ void add_memory(const Trace& trace, Summary& summary) {
   }
 }
 
+void add_modules(const Trace& trace, Summary& summary) {
+  struct Owner {
+    int64_t bytes = 0, last = 0;  // now, and at the last point
+    size_t row = 0;               // place in by_module, from 1; 0: none yet
+    bool is_touched = false;      // since the last point
+  };
+  std::vector<Owner> owners;
+  std::vector<size_t> touched;
+  size_t entry = 0;
+  for (size_t point = 0; point < summary.over_time.size(); ++point) {
+    for (; entry < summary.over_time[point].entry; ++entry) {
+      const auto& [kind, index] = trace.entries()[entry];
+      if (kind != Entry::Kind::Allocate && kind != Entry::Kind::Free) continue;
+      const Allocation& allocation = trace.allocations()[index];
+      const size_t number =
+          static_cast<size_t>(allocation.module) * kNumCategories + static_cast<size_t>(allocation.category);
+      if (number >= owners.size()) owners.resize(number + 1);
+      owners[number].bytes += kind == Entry::Kind::Allocate ? allocation.bytes : -allocation.bytes;
+      if (!std::exchange(owners[number].is_touched, true)) touched.push_back(number);
+    }
+    for (const size_t number : touched) {
+      Owner& owner = owners[number];
+      owner.is_touched = false;
+      if (owner.bytes == owner.last) continue;
+      owner.last = owner.bytes;
+      if (owner.row == 0) {
+        summary.by_module.push_back({.module = trace.name(static_cast<int>(number / kNumCategories)),
+                                     .category = static_cast<Category>(number % kNumCategories),
+                                     .changes = {}});
+        owner.row = summary.by_module.size();
+      }
+      summary.by_module[owner.row - 1].changes.push_back({point, owner.bytes});
+    }
+    touched.clear();
+  }
+}
+
 void add_owners(const Trace& trace, Summary& summary) {
   std::map<std::string, int64_t> bytes;
   for (size_t i = 0; i < summary.peak.entry; ++i) {
@@ -63,12 +102,10 @@ void add_owners(const Trace& trace, Summary& summary) {
   std::ranges::stable_sort(summary.peak_by_module, std::greater<>(), &NamedAmount::bytes);
 }
 
-// "fsdp::all_gather layers.3" -> "fsdp::all_gather"
-std::string phase_of(const std::string& label) { return label.substr(0, label.find(' ')); }
-
 void add_last_step(const Trace& trace, Summary& summary) {
   std::map<std::string, LaunchTotals> launches;
   std::map<std::tuple<std::string, std::string, std::string, int64_t>, CollectiveTotals> collectives;
+  std::map<std::tuple<const CollectiveTotals*, int, int64_t>, size_t> alike;  // by label and bytes
   int step = 0;
   for (const Entry& entry : trace.entries()) {
     if (entry.kind == Entry::Kind::Step) ++step;
@@ -87,7 +124,9 @@ void add_last_step(const Trace& trace, Summary& summary) {
     if (entry.kind == Entry::Kind::Collective) {
       const Collective& call = trace.collectives()[entry.index];
       const std::string &op = trace.name(call.op), &group = trace.name(call.group);
-      const std::string label = phase_of(trace.name(call.label));
+      const std::string& full = trace.name(call.label);  // "fsdp::all_gather layers.3"
+      const size_t space = full.find(' ');
+      const std::string label = full.substr(0, space);
       CollectiveTotals& totals = collectives[{op, group, label, call.stream}];
       totals.op = op;
       totals.group = group;
@@ -96,6 +135,11 @@ void add_last_step(const Trace& trace, Summary& summary) {
       totals.stream = call.stream;
       ++totals.calls;
       totals.bytes += call.bytes;
+      const auto [place, is_new] = alike.try_emplace({&totals, call.label, call.bytes}, totals.each.size());
+      if (is_new)
+        totals.each.push_back(
+            {.module = space == std::string::npos ? "" : full.substr(space + 1), .bytes = call.bytes});
+      ++totals.each[place->second].calls;
     }
   }
   for (auto& [name, totals] : launches) {
@@ -114,6 +158,7 @@ int64_t total(const BytesByCategory& bytes) {
 Summary summarize(const Trace& trace) {
   Summary summary;
   add_memory(trace, summary);
+  add_modules(trace, summary);
   add_owners(trace, summary);
   add_last_step(trace, summary);
   return summary;

@@ -26,6 +26,17 @@ struct MemoryPoint {
   BytesByCategory bytes{};
 };
 
+/// A module's memory of one category, as it changes over the points of Summary::over_time.
+struct ModuleMemory {
+  std::string module;
+  Category category = Category::Activations;
+  struct Change {
+    size_t point = 0;   ///< the first point that has it, and those after it until the next change
+    int64_t bytes = 0;  ///< in use
+  };
+  std::vector<Change> changes;
+};
+
 struct LaunchTotals {
   std::string name;
   int64_t launches = 0;
@@ -37,6 +48,14 @@ struct CollectiveTotals {
   int group_size = 0;
   int64_t stream = 0;
   int64_t calls = 0, bytes = 0;
+
+  /// Calls that don't differ.
+  struct Call {
+    std::string module;  ///< the rest of the label: "layers.3"
+    int64_t bytes = 0;   ///< each one's
+    int64_t calls = 0;
+  };
+  std::vector<Call> each;  ///< in the order of the first ones
 };
 
 struct Summary {
@@ -46,10 +65,12 @@ struct Summary {
   /// At most kMostPoints, evenly over the trace, each the highest of its part.
   std::vector<MemoryPoint> over_time;
   static constexpr size_t kMostPoints = 200;
+  std::vector<ModuleMemory> by_module;  ///< in the order of their first changes
 
   // ---- of the last step
 
   BytesByCategory at_backward{};  ///< when the first module's backward begins
+  BytesByCategory after_step{};   ///< after the last kernel: what stays from step to step
   int64_t num_launches = 0;
   int64_t num_allocations = 0;
   double flops = 0;

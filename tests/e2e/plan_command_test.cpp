@@ -3,6 +3,7 @@
 #include <sys/resource.h>
 
 #include <fstream>
+#include <numeric>
 #include <thread>
 
 #include <gtest/gtest.h>
@@ -49,7 +50,18 @@ TEST(PlanCommand, TellsWhatARecipeTakes) {
   int64_t sum = 0;
   for (const auto& [name, bytes] : categories.items()) sum += bytes.get<int64_t>();
   EXPECT_EQ(sum, role.at("peak_allocated_bytes"));
-  EXPECT_GT(role.at("over_time").size(), 50U);
+  const json& over_time = role.at("over_time");
+  EXPECT_GT(over_time.size(), 50U);
+  // At every point, the modules' bytes make the categories' sum.
+  std::vector<int64_t> sums(over_time.size());
+  for (const json& owner : role.at("by_module"))
+    for (size_t i = 0; i < owner.at("changes").size(); ++i) {
+      const json& change = owner.at("changes")[i];
+      const int64_t before = i > 0 ? owner.at("changes")[i - 1][1].get<int64_t>() : 0;
+      sums.at(change[0].get<size_t>()) += change[1].get<int64_t>() - before;
+    }
+  std::partial_sum(sums.begin(), sums.end(), sums.begin());
+  for (size_t i = 0; i < sums.size(); ++i) EXPECT_EQ(sums[i], over_time[i].at("bytes").get<int64_t>()) << i;
 }
 
 // 34 groups are gathered in the forward, the blocks again in the backward, and each is reduced.
@@ -61,6 +73,15 @@ TEST(PlanCommand, CountsCollectivesAndFlops) {
       gathers += row.at("calls").get<int64_t>();
       EXPECT_EQ(row.at("stream"), "fsdp gather");
       EXPECT_EQ(row.at("group_size"), 8);
+      int64_t calls = 0, bytes = 0;
+      for (const json& call : row.at("each")) {
+        calls += call.at("calls").get<int64_t>();
+        bytes += call.at("calls").get<int64_t>() * call.at("bytes").get<int64_t>();
+        if (call.at("module") == "layers.3") EXPECT_EQ(call.at("calls"), 2);
+      }
+      EXPECT_EQ(calls, row.at("calls"));
+      EXPECT_EQ(bytes, row.at("bytes"));
+      EXPECT_EQ(row.at("each").size(), 34U);
     }
     if (row.at("op") == "reduce_scatter") reductions += row.at("calls").get<int64_t>();
   }

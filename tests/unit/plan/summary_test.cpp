@@ -46,5 +46,52 @@ TEST(Summary, HasTheMostOfEachCategory) {
   EXPECT_EQ(activations(summary.peak.bytes), 0);
 }
 
+// At each point of the list over time, modules' bytes add up to the categories'.
+TEST(Summary, HasTheMemoryOfEachModuleOverTime) {
+  Trace trace;
+  const int norm = trace.number_of("norm"), wq = trace.number_of("wq");
+  trace.allocated(1, {.bytes = 100, .module = wq, .category = Category::Parameters});
+  trace.begin_step();
+  trace.allocated(2, {.bytes = 10, .module = norm});
+  trace.allocated(3, {.bytes = 20, .module = wq});
+  trace.freed(2);
+  const Summary summary = summarize(trace);
+  ASSERT_EQ(summary.over_time.size(), 5U);  // one for each entry
+  const auto changes_of = [&](const std::string& module, Category category) {
+    std::vector<std::pair<size_t, int64_t>> changes;
+    for (const ModuleMemory& memory : summary.by_module)
+      if (memory.module == module && memory.category == category)
+        for (const auto& [point, bytes] : memory.changes) changes.emplace_back(point, bytes);
+    return changes;
+  };
+  using Changes = std::vector<std::pair<size_t, int64_t>>;
+  EXPECT_EQ(changes_of("wq", Category::Parameters), (Changes{{0, 100}}));
+  EXPECT_EQ(changes_of("norm", Category::Activations), (Changes{{2, 10}, {4, 0}}));
+  EXPECT_EQ(changes_of("wq", Category::Activations), (Changes{{3, 20}}));
+  EXPECT_EQ(summary.by_module.size(), 3U);
+}
+
+TEST(Summary, HasEachCollectiveOfTheLastStep) {
+  Trace trace;
+  const auto gather = [&](const char* label, int64_t bytes) {
+    trace.called({{.op = trace.number_of("all_gather"), .label = trace.number_of(label), .bytes = bytes}});
+  };
+  trace.begin_step();
+  gather("fsdp::all_gather layers.7", 1);
+  trace.begin_step();
+  gather("fsdp::all_gather layers.1", 64);
+  gather("fsdp::all_gather layers.0", 32);
+  gather("fsdp::all_gather layers.1", 64);
+  const Summary summary = summarize(trace);
+  ASSERT_EQ(summary.collectives.size(), 1U);
+  const std::vector<CollectiveTotals::Call>& each = summary.collectives[0].each;
+  ASSERT_EQ(each.size(), 2U);
+  EXPECT_EQ(each[0].module, "layers.1");
+  EXPECT_EQ(each[0].bytes, 64);
+  EXPECT_EQ(each[0].calls, 2);
+  EXPECT_EQ(each[1].module, "layers.0");
+  EXPECT_EQ(summary.collectives[0].bytes, 160);
+}
+
 }  // namespace
 }  // namespace titan::plan
