@@ -13,6 +13,8 @@
 #include <fstream>
 #include <sstream>
 
+#include "core/memory_limits.h"
+#include "core/units.h"
 #include "titan/core/error.h"
 
 namespace titan {
@@ -117,8 +119,8 @@ double peak_resident_gib() {
 }
 
 double machine_memory_gib() {
-  double pages = static_cast<double>(::sysconf(_SC_PHYS_PAGES));
-  return pages * static_cast<double>(::sysconf(_SC_PAGE_SIZE)) / 1024.0 / kKibPerGib;
+  static const double gib = static_cast<double>(usable_memory_bytes()) / kGiB;
+  return gib;
 }
 
 }  // namespace titan

@@ -39,6 +39,7 @@ pid_t start_program(const std::vector<std::string>& words, int output = -1, int 
 
 /// In GiB (1024^3 bytes).
 double peak_resident_gib();
+/// The machine's memory, or less if a control group (a container's) limits this process.
 double machine_memory_gib();
 
 }  // namespace titan

@@ -6,8 +6,6 @@
 #include <cmath>
 #include <thread>
 
-#include <sys/sysinfo.h>
-
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mm.h>
@@ -16,6 +14,7 @@
 #include <ATen/ops/scaled_dot_product_attention.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include "core/process.h"
 #include "core/units.h"
 #include "dist/device_backend.h"
 #include "dist/stream.h"
@@ -165,12 +164,10 @@ ClusterSpec calibrate(const ClusterSpec& base, int num_ranks,
     device.compute_capability = devices->compute_capability(0);
     return cluster;
   }
-  struct sysinfo machine {};
-  TITAN_CHECK(::sysinfo(&machine) == 0, "the size of this machine's memory can't be read");
   const double ranks = num_ranks;
   device.name = str("CPU, ", std::thread::hardware_concurrency(), " cores for ", num_ranks,
                     num_ranks == 1 ? " rank" : " ranks");
-  device.memory_gib = static_cast<double>(machine.totalram) * machine.mem_unit / kGiB / ranks;
+  device.memory_gib = machine_memory_gib() / ranks;
   device.is_cpu = true;
   device.compute_capability = 80;  // for the branches that a plan takes: a CPU has none
   device.multiprocessors = 1;      // no tiles: products go by the measured points alone
