@@ -149,6 +149,7 @@ json to_json(const Plan& plan) {
   return {{"model", plan.config.model_title()},
           {"world", plan.arguments.world_size},
           {"device", plan.job.cluster.device.name},
+          {"assumed", plan.job.cluster.assumed},
           {"fits", plan.job.fits()},
           {"step_s", plan.job.step.seconds},
           {"tokens_per_s_per_device", plan.job.tokens_per_s_per_device()},
@@ -317,6 +318,12 @@ json changes_json(const std::vector<Change>& changes) {
   return rows;
 }
 
+std::string assumed_text(const plan::ClusterSpec& cluster) {
+  return cluster.assumed.empty() ? ""
+                                 : str("assumed, as of an H100, because the device's file leaves it out: ",
+                                       c10::Join(", ", cluster.assumed), "\n");
+}
+
 std::string headline(const Plan& plan) {
   return str(plan.config.model_title(), " on ", plan.arguments.world_size, " x ",
              plan.job.cluster.device.name, ": a step takes ", duration(plan.job.step.seconds), ", ",
@@ -332,7 +339,8 @@ std::string to_text(const Plan& plan) {
                                               : str("doesn't fit: ", gib_text(missing), " GiB more than the ",
                                                     gib_text(usable), " GiB that there are");
   const std::string& module = role.summary.peak.module;
-  return str(headline(plan), "\n", verdict, "\n\n", memory_table(plan), "\n", time_table(plan.job), "\n",
+  return str(headline(plan), "\n", verdict, "\n", assumed_text(plan.job.cluster), "\n", memory_table(plan),
+             "\n", time_table(plan.job), "\n",
              plan.job.roles.size() > 1 ? role.rank.role.name + " takes most; its" : "the", " peak is in ",
              module.empty() ? "no module" : module, "\n\n", modules_table(role), "\ncollectives of a step\n",
              collectives_table(role), "\nlaunches of a step\n", operations_table(role));

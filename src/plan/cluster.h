@@ -54,6 +54,7 @@ struct ClusterSpec {
     double gb_per_s = 0;    ///< between two devices: in one direction, of one device
     double latency_us = 0;  ///< one hop of a ring
   } host;
+  std::vector<std::string> assumed;  ///< keys of the device that its file leaves out, with an H100's values
   struct Network {
     double gb_per_s = 0;    ///< one device's share, in one direction
     double latency_us = 0;  ///< one hop between hosts

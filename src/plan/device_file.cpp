@@ -91,17 +91,21 @@ constexpr double kMost = 1e9;  // the largest speed or time
 constexpr int64_t kLongest = int64_t{1} << 24;
 const std::vector<std::string> kDtypes = {"bfloat16", "float8", "float32"};
 
-void read_device(Keys& keys, DeviceSpec& device) {
+void read_device(Keys& keys, DeviceSpec& device, std::vector<std::string>& assumed) {
+  const auto number_of_h100 = [&](const std::string& key, int64_t& value, int64_t lowest, int64_t highest) {
+    if (keys.has(key))
+      keys.number(key, value, lowest, highest);
+    else
+      assumed.push_back(str(key, " = ", value));
+  };
   keys.text("device.name", device.name);
   if (std::string kind; keys.has("device.kind")) {
     keys.text("device.kind", kind, {"gpu", "cpu"});
     device.is_cpu = kind == "cpu";
   }
   keys.number("device.memory_gib", device.memory_gib, 1.0, 4096.0);
-  if (keys.has("device.compute_capability"))
-    keys.number("device.compute_capability", device.compute_capability, 70, 999);
-  if (keys.has("device.multiprocessors"))
-    keys.number("device.multiprocessors", device.multiprocessors, 1, 1024);
+  number_of_h100("device.compute_capability", device.compute_capability, 70, 999);
+  number_of_h100("device.multiprocessors", device.multiprocessors, 1, 1024);
   keys.number("device.memory_gb_per_s", device.memory_gb_per_s, 1e-3, kMost);
   keys.number("device.launch_us", device.launch_us, 0.0, kMost);
   if (keys.has("device.power")) keys.number("device.power", device.power, 0.01, 1.0);
@@ -143,7 +147,7 @@ ClusterSpec read_cluster(const config::Document& document, const std::string& fi
                          std::vector<std::string>& problems) {
   ClusterSpec cluster;
   Keys keys(document.leaves, "", file, problems);
-  read_device(keys, cluster.device);
+  read_device(keys, cluster.device, cluster.assumed);
   keys.number("host.devices", cluster.host.devices, 1, 65536);
   keys.number("host.gb_per_s", cluster.host.gb_per_s, 1e-6, kMost);
   keys.number("host.latency_us", cluster.host.latency_us, 0.0, kMost);

@@ -304,7 +304,9 @@ TEST(PlanCommand, TakesDevicesFromFiles) {
   const auto folder = fresh_folder("plan");
   std::ofstream(folder / "small.toml") << kDevice << "name = \"Small\"\nmemory_gib = 16\n" << kLinks;
   EXPECT_THAT(plan("llama3_8b", 8, {"--device", (folder / "small.toml").string()}).out,
-              AllOf(HasSubstr("8 x Small"), HasSubstr("doesn't fit")));
+              AllOf(HasSubstr("8 x Small"), HasSubstr("doesn't fit"),
+                    HasSubstr("assumed, as of an H100, because the device's file leaves it out: "
+                              "device.compute_capability = 90, device.multiprocessors = 132\n")));
 }
 
 // Also if no estimate is small enough for a full plan.

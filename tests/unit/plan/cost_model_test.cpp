@@ -151,7 +151,10 @@ latency_us = 5
 gb_per_s = 50
 latency_us = 15
 )";
-  const DeviceSpec device = load_device(file.string()).device;
+  const ClusterSpec cluster = load_device(file.string());
+  EXPECT_EQ(cluster.assumed,
+            (std::vector<std::string>{"device.compute_capability = 90", "device.multiprocessors = 132"}));
+  const DeviceSpec& device = cluster.device;
   EXPECT_EQ(device.compute_capability, 90);
   EXPECT_EQ(device.multiprocessors, 132);
   EXPECT_EQ(device.efficiency.size(), 1U);
