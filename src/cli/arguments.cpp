@@ -264,7 +264,8 @@ PlanArguments parse_plan_arguments(const Arguments& words) {
   bool keep_precision = false;
   parser.flag("--keep-precision", keep_precision, "with --search: no layouts in Float8");
   parser.flag("--least-memory", arguments.least_memory, "with --search: the layouts that take least memory");
-  parser.value("--output", arguments.output, "FILE", "with --search: write the config of the best layout");
+  parser.value("--output", arguments.output, "FILE",
+               "with --search: the file for the best layout's config (default: CONFIG_NxDEVICE.toml, here)");
   parser.value("--calibrate", arguments.calibrate, "FILE",
                "instead of a plan: measure this machine's GPU or CPU, for --world ranks on it, and write its "
                "device file; "

@@ -155,14 +155,23 @@ std::string time_limit_text(const train::SearchResult& result, const train::Sear
              " layouts that may be among the best were not planned (--seconds allows more time).\n");
 }
 
+// Without --output: here, named by what was searched for, like llama3_405b_512xh100.toml.
+std::filesystem::path output_of(const PlanArguments& arguments) {
+  if (!arguments.output.empty()) return arguments.output;
+  const std::filesystem::path device = arguments.device;
+  const std::string config = arguments.config.empty() ? "plan" : arguments.config.stem().string();
+  return str(config, "_", arguments.world_size, "x", device.stem().string(), ".toml");
+}
+
 void write_config(const PlanArguments& arguments, const Layout& layout, int64_t sequences, int64_t layers) {
   const PlanArguments chosen =
       with_settings(arguments, layout.settings(arguments.world_size, sequences, layers));
   train::JobConfig config;
   config::load(train::job_schema(), {chosen.config, chosen.overrides}, config);
-  write_file_atomic(arguments.output, str("# The layout that titan plan --search chose for ",
-                                          arguments.world_size, " x ", arguments.device, ": ", layout.text(),
-                                          "\n\n", config::print_toml(train::job_schema(), config)));
+  write_file_atomic(
+      output_of(arguments),
+      str("# The layout that titan plan --search chose for ", arguments.world_size, " x ", arguments.device,
+          ": ", layout.text(), "\n\n", config::print_toml(train::job_schema(), config)));
 }
 
 // Degrees that the command line names stay; throws ConfigError if it names another setting that a search chooses.
@@ -345,11 +354,15 @@ int search_command(const PlanArguments& arguments) {
       [](const std::string& line) { std::cerr << line << std::endl; });
   const auto& [base, options, result] = found;
   const int64_t num_layers = base.spec().sizes(base.args()).num_layers;
-  if (!arguments.output.empty())
+  std::string written = str("The best one's config is in ", output_of(arguments).string(), ".\n");
+  try {
     write_config(arguments, result.best[0].layout, options.sequences, num_layers);
+  } catch (const Error& error) {
+    // Not what somebody asked for, and no reason to lose the search.
+    if (!arguments.output.empty()) throw;
+    written = str("The best one's config is not written (--output names another file): ", error.what(), "\n");
+  }
   if (!arguments.json) {
-    const std::string written =
-        arguments.output.empty() ? "" : str("The best one's config is in ", arguments.output.string(), ".\n");
     return print(str(base.model_title(), " on ", arguments.world_size, " x ", cluster.device.name, ", ",
                      options.sequences, " sequences a step: ", result.num_layouts, " layouts, ",
                      result.num_estimated, " estimated, ", result.num_planned, " planned, ",
@@ -361,6 +374,7 @@ int search_command(const PlanArguments& arguments) {
   for (const FoundLayout& found : result.best) best.push_back(to_json(found, arguments.world_size));
   return print(json{{"world", arguments.world_size},
                     {"device", cluster.device.name},
+                    {"config", output_of(arguments).string()},
                     {"sequences", options.sequences},
                     {"layouts", result.num_layouts},
                     {"estimated", result.num_estimated},

@@ -275,11 +275,24 @@ TEST(PlanCommand, SaysWhatASearchHadNoTimeFor) {
                        "2",
                        "--seconds",
                        "1"};
-  const CommandResult result = plan("llama3_8b", 8, words);
+  const fs::path folder = fresh_folder("plan"), written = folder / "llama3_8b_8xh100.toml";
+  Words here = {"sh",
+                "-c",
+                "cd \"$0\" && exec \"$@\"",
+                folder.string(),
+                titan_program(),
+                "plan",
+                std::string(TITAN_SOURCE_DIR) + "/configs/llama3_8b.toml",
+                "--world",
+                "8"};
+  const CommandResult result = run(here + words, {}, 300);
   ASSERT_EQ(result.status, 0) << result.err;
+  EXPECT_THAT(result.out, HasSubstr("The best one's config is in llama3_8b_8xh100.toml.\n"));
+  EXPECT_TRUE(fs::exists(written)) << "without --output, it is written here";
   EXPECT_THAT(result.out, HasSubstr("The limit of 1 s ended the search; "));
-  const json found = plan_json("llama3_8b", 8, words);
+  const json found = plan_json("llama3_8b", 8, words + Words{"--output", written.string()});
   EXPECT_EQ(found.at("time_is_up"), true);
+  EXPECT_EQ(found.at("config"), written.string());
   EXPECT_GT(found.at("left"), 0);
   EXPECT_GE(found.at("layouts"), found.at("estimated"));
 }
@@ -443,8 +456,15 @@ void expect_the_best_ten(const json& found, std::vector<PlannedLayout> all, doub
   EXPECT_EQ(found.at("failed").at("layouts"), 0);
 }
 
-const Words kSearch = {
-    "--model.args.n_layers=8", "--search", "--keep-precision", "--max-cp", "1", "--seconds", "10000"};
+const Words kSearch = {"--model.args.n_layers=8",
+                       "--search",
+                       "--keep-precision",
+                       "--max-cp",
+                       "1",
+                       "--seconds",
+                       "10000",
+                       "--output",
+                       ::testing::TempDir() + "/searched.toml"};
 
 TEST(SearchOfAll, FindsTheBestTenWithoutAPipeline) {
   std::vector<PlannedLayout> all;
