@@ -15,19 +15,21 @@ namespace titan::plan {
 
 namespace {
 
-// ---- constants, each with its source; docs/plan.md lists them
+// ---- constants, each with its source; the table in docs/plan.md has them all
 
 // The share that a network card reaches: 46 to 48 of 50 GB/s (NVIDIA/nccl-tests, issue 290).
 constexpr double kNetworkShare = 0.94;
-// NVLink's switches add up by themselves: 476 GB/s of 450 in an all_reduce on 8 H100 (the same issue).
+// NVLink's switches add up by themselves: 476 GB/s of 450 in an all_reduce on 8 H100 (the same issue; 480 in issue 212).
 constexpr double kSwitchSumShare = 1.06;
-constexpr double kSwitchSumLatencyUs = 25;
+constexpr double kSwitchSumLatencyUs = 25;  // tuning.cc of NVIDIA/nccl: NVLS
 // How many times the bytes of our casts to Float8 those that Inductor makes of torchao's move. Fitted.
 constexpr double kCompiledCasts = 2.1;
 // Host time of a transformer block by its launches (benchmarks/results/host_time.md).
 constexpr double kHostUs = 8, kHostUsCompiled = 20, kHostUsEager = 30;
+// The share of the links' speed that a tree reaches of a ring's (tuning.cc).
+constexpr double kTreeShare = 0.92;
 
-/// NCCL's protocols: the latency of the first hop, hops relative to the Simple protocol's, and the share of the links' speed.
+/// NCCL's protocols: the latency of the first hop, hops relative to the Simple protocol's, and the share of the links' speed (tuning.cc).
 struct Protocol {
   double base_us, host_hop, network_hop, share;
 };
@@ -37,14 +39,14 @@ constexpr std::array<Protocol, 3> kProtocols = {Protocol{8.4, 1.0, 1.0, 1.0},   
 
 // ---- products
 
-/// Sizes of tiles that GEMM kernels come with, and what share of a multiprocessor's best each of them reaches.
+/// Sizes of tiles that GEMM kernels come with (NVIDIA's Matrix Multiplication Background User's Guide), and what share of a multiprocessor's best
+/// each of them reaches: assumptions.
 struct Tile {
   int64_t rows, columns;
   double share;
 };
-constexpr std::array<Tile, 4> kTiles = {Tile{128, 256, 1.0}, Tile{128, 128, 0.9}, Tile{64, 128, 0.75},
-                                        Tile{64, 64, 0.5}};
-// A tile's start and end take as long as so many steps along k.
+constexpr std::array<Tile, 3> kTiles = {Tile{128, 256, 1.0}, Tile{128, 128, 0.9}, Tile{64, 128, 0.75}};
+// A tile's start and end take as long as so many steps along k: an assumption.
 constexpr double kTileOverhead = 256;
 
 int64_t parts_of(int64_t count, int64_t each) { return (count + each - 1) / each; }
@@ -116,7 +118,7 @@ bool is_attention(std::string_view name) { return name.find("attention") != std:
 }  // namespace
 
 int64_t DeviceSpec::usable_bytes() const {
-  // A context with its code and stacks takes about this much of a GPU.
+  // A context with its code and stacks takes about this much of a GPU: an assumption.
   constexpr int64_t context_bytes = int64_t{600} << 20;
   return std::llround(memory_gib * kGiB) - context_bytes;
 }
@@ -172,7 +174,7 @@ double CostModel::share_of_attention(const train::ProductShape& shape, bool is_b
   std::vector<DeviceSpec::AttentionPoint> points;
   for (const DeviceSpec::AttentionPoint& point : device.attention)
     if (point.kernel.empty() || point.kernel == kernel) points.push_back(point);
-  if (points.empty()) return 0.5 * device.power;
+  if (points.empty()) return share_of_product(shape, c10::kBFloat16);
   std::ranges::sort(points, {}, &DeviceSpec::AttentionPoint::sequence);
   const auto share_at = [&](const DeviceSpec::AttentionPoint& point) {
     return is_backward ? point.backward : point.forward;
@@ -216,7 +218,8 @@ CostModel::KernelTime CostModel::of(const Launch& launch, std::string_view name)
 
 CostModel::KernelTime CostModel::of_copies(std::string_view op, double bytes) const {
   if (kernels_ == Kernels::Ours) return {0, 0};
-  // A gather's result is split into parameters; gradients, in the compute dtype, are written into one buffer of the reduction's dtype.
+  // A gather's result is split into parameters: read and written. Gradients, in the compute dtype, are written into one buffer of the
+  // reduction's dtype, which has twice their bytes (PyTorch's _fsdp_collectives.py).
   const double passes = op == "all_gather" ? 2 : 1.5;
   return {seconds_of_bytes(passes * bytes) + cluster_.device.launch_us * 1e-6, 1};
 }
@@ -257,7 +260,7 @@ CostModel::Transfer CostModel::of(std::string_view op, double bytes,
     // A tree between the hosts, a chain in each.
     const double of_tree = protocol.base_us + 2 * ((per_host - 1) * protocol.host_hop * host_hop +
                                                    std::log2(num_hosts) * protocol.network_hop * network_hop);
-    best = std::min(best, 1e-6 * of_tree + passed / (speed * 0.92 * protocol.share));
+    best = std::min(best, 1e-6 * of_tree + passed / (speed * kTreeShare * protocol.share));
   }
   if (is_sum && !between_hosts && cluster_.device.compute_capability >= 90 && n > 2)
     best = std::min(best,
