@@ -166,11 +166,16 @@ void describe(config::Table<CommSettings>& table) {
       "SIGQUIT, and by titan debug dump; titan debug flight reads them");
   table.field("save_traces_file_prefix", &CommSettings::save_traces_file_prefix,
               "prefix of their file names; the rank and .json follow");
+  config::Constraint modes = config::one_of({"default", "fake_backend"});
+  modes.allowed +=
+      "; TorchTitan's \"local_tensor\" computes all ranks in one process with a tensor type of Python's: on "
+      "CPUs, "
+      "--nproc starts a process for each rank";
   table.field("mode", &CommSettings::mode,
               "\"fake_backend\": one process is rank 0 of the --nproc ranks, and its collectives return at "
               "once without "
               "data of others, to try shapes and memory; losses mean nothing",
-              config::one_of({"default", "fake_backend"}));
+              modes);
 }
 
 namespace {

@@ -420,7 +420,9 @@ TEST(FakeBackend, OneProcessIsRank0OfMany) {
   EXPECT_THAT(result.out + result.err, HasSubstr("has read 65536 tokens"));
   expect_refused(train_debug_model({"--nproc", "8", "--comm.mode", "fake_backend", "--checkpoint.enable"}),
                  "checkpoint.enable");
-  expect_refused(train_debug_model({"--nproc", "8", "--comm.mode", "local_tensor"}), "comm.mode");
+  expect_refused(
+      train_debug_model({"--nproc", "8", "--comm.mode", "local_tensor"}),
+      "computes all ranks in one process with a tensor type of Python's: on CPUs, --nproc starts a process");
 }
 
 // ---- a search beside the plans of all its layouts: minutes, so nightly
