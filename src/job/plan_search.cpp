@@ -179,6 +179,7 @@ class Search {
         planner_(planner),
         progress_(progress),
         num_layers_(base.spec().sizes(base.args()).num_layers),
+        context_(base.parallelism.context),
         layouts_(Layouts(base, options).all()),
         estimator_(base, options) {}
 
@@ -202,6 +203,7 @@ class Search {
     });
     plan_while_promising(ranked_);
     if (!result_.best.empty()) plan_while_promising(replicas_of(result_.best[0].layout));
+    if (!result_.best.empty()) try_variants();
     if (result_.best.size() > options_.num_best) result_.best.resize(options_.num_best);
     return std::move(result_);
   }
@@ -489,11 +491,46 @@ class Search {
     return replicas;
   }
 
+  // They have no estimates of their own.
+  void try_variants() {
+    const FoundLayout best = result_.best[0];
+    std::vector<Ranked> variants;
+    const auto add = [&](const auto& change) {
+      Layout layout = best.layout;
+      change(layout);
+      variants.push_back({layout, {best.estimated_s, best.estimated_bytes}});
+    };
+    if (best.layout.only_degrees || options_.least_memory) return;
+    const auto& [tensor, context, pipeline, replicate] =
+        std::tie(best.layout.tensor, best.layout.context, best.layout.pipeline, best.layout.replicate);
+    const int64_t sharing = options_.world / (tensor * pipeline * replicate);
+    const int64_t of_host = options_.host_devices / tensor;
+    if (pipeline == 1 && !best.layout.keeps_gathered && of_host > 1 && sharing > of_host &&
+        sharing % of_host == 0)
+      add([&](Layout& layout) { layout.reshard = of_host; });
+    if (best.layout.float8 && sharing > 1) add([](Layout& layout) { layout.float8_gather = true; });
+    using Names = std::pair<const char*, const char*>;
+    for (const auto& [attention, rotate_method] :
+         {Names("ring", "allgather"), Names("ring", "alltoall"), Names("allgather_kv", "allgather")}) {
+      if (context == 1 || (attention == context_.attention && rotate_method == context_.rotate_method))
+        continue;
+      add([&](Layout& layout) {
+        layout.context_attention = attention;
+        layout.rotate_method = rotate_method;
+      });
+    }
+    plan_while_promising(variants);
+    std::erase_if(result_.best, [&](const FoundLayout& found) {
+      return found.layout.is_variant() && value_of(found.plan) >= value_of(best.plan);
+    });
+  }
+
   const SearchOptions& options_;
   const Planner& planner_;
   const std::function<void(const std::string&)>& progress_;
   const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
   int64_t num_layers_;
+  ContextParallelSettings context_;  // the base's
   std::vector<Layout> layouts_;
   LayoutEstimator estimator_;
   std::map<Layout, BlockCosts> blocks_;        // by kind
@@ -534,11 +571,20 @@ std::vector<Layout::Setting> Layout::settings(int world, int64_t sequences, int6
     settings.push_back({"parallelism", "enable_async_tensor_parallel", truth(asynchronous)});
   if (only_degrees) return settings;
   settings.insert(settings.end(), {{"parallelism", "fsdp_reshard_after_forward",
-                                    config::quoted(keeps_gathered ? "never" : "default")},
+                                    config::quoted(keeps_gathered ? "never"
+                                                   : reshard > 0  ? str(reshard)
+                                                                  : "default")},
                                    {"parallelism", "fsdp_reduce_every_micro_batch", truth(!keeps_gathered)},
                                    {"activation_checkpoint", "mode", config::quoted(recompute)}});
   // Otherwise the base's precision stays.
   if (float8) settings.push_back({"model", "converters", "[\"quantize.linear.float8\"]"});
+  if (float8_gather)
+    for (const char* key : {"enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp"})
+      settings.push_back({"quantize.linear.float8", key, "true"});
+  if (!context_attention.empty()) {
+    settings.push_back({"parallelism", "context_parallel_attention", config::quoted(context_attention)});
+    settings.push_back({"parallelism", "context_parallel_rotate_method", config::quoted(rotate_method)});
+  }
   return settings;
 }
 
@@ -555,7 +601,9 @@ std::string Layout::text() const {
   if (only_degrees) return text;
   add("recompute " + recompute);
   if (keeps_gathered) add("parameters stay gathered");
-  if (float8) add("Float8");
+  if (reshard > 0) add(str("sharded over ", reshard, " after the forward"));
+  if (float8) add(float8_gather ? "Float8, also gathers" : "Float8");
+  if (!context_attention.empty()) add(str(context_attention, " with ", rotate_method));
   return text;
 }
 

@@ -18,7 +18,8 @@
 //   be fast enough without any. They take more memory, so they are never the layouts that take least. A group that shares parameters is a
 //   part of a host, or whole hosts.
 // In a pipeline, replicas save no more than some latency once a step, which no estimate shows: they are tried for the best layout only, at the
-// end. Stages of a rank are multiplied only while they divide the layers evenly and the bubble is above 1 % of a step.
+// end. So are parameters that stay sharded over the ranks of a host after the forward, gathers in Float8, and the other ways in which keys and
+// values reach context-parallel ranks: each alone, and only those that are faster count. Stages of a rank are multiplied only while they divide the layers evenly and the bubble is above 1 % of a step.
 
 #include <array>
 #include <compare>
@@ -42,6 +43,12 @@ struct Layout {
   std::string recompute = "none";  ///< activation_checkpoint.mode
   bool keeps_gathered = false;     ///< parameters stay gathered from a micro-batch to the next
   bool float8 = false, asynchronous = false;
+
+  // Tried for the best layout only.
+  int64_t reshard = 0;         ///< neighbors that share parameters after the forward; 0: all
+  bool float8_gather = false;  ///< parameters are gathered in Float8
+  std::string context_attention = {}, rotate_method = {};  ///< context_parallel_...; empty: the base's
+  bool is_variant() const { return reshard > 0 || float8_gather || !context_attention.empty(); }
 
   auto operator<=>(const Layout&) const = default;
 

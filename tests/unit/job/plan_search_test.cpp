@@ -58,6 +58,8 @@ struct FakeCluster {
   double usable_bytes = 80e9;
   double activation_bytes = 1e9;  // a layer's, for a sequence
   double fixed_s = 0.02;          // a layer's, for a micro-batch of any size
+  std::string neighbors = "8";    // that share parameters between forward and backward, with
+  double neighbors_gain = 1;      // so many of the exchange's seconds
   mutable size_t num_plans = 0;
 
   PlanAnswer plan(const PlanRequest& request) const {
@@ -88,7 +90,10 @@ struct FakeCluster {
                          : recompute == "\"selective\"" ? 1.1
                                                         : 1);
     const double exposed = tensor > 1 ? micro_batch * (asynchronous ? 0.02 : 0.1) : 0;
-    const double gather = exchange * std::log2(replicas / replicate * context),
+    const std::string reshard = values["parallelism.fsdp_reshard_after_forward"];
+    const double gather = exchange * std::log2(replicas / replicate * context) *
+                          (reshard == "\"" + neighbors + "\"" ? neighbors_gain : 1) *
+                          (values.contains("quantize.linear.float8.enable_fsdp_float8_all_gather") ? 0.9 : 1),
                  sum = 0.3 * exchange * std::log2(replicate);
     const double activation = activation_bytes * micro_batch / (tensor * context) *
                               (recompute == "\"full\""        ? 0.1
@@ -284,6 +289,24 @@ TEST(PlanSearch, TriesEverySchedule) {
   for (const std::string& name : pipeline::schedule_names()) EXPECT_GT(schedules[name], 0) << name;
 }
 
+// No other layout gathers less often.
+TEST(PlanSearch, TriesVariantsOfTheBestLayout) {
+  SearchOptions options = options_for({});
+  options.tensor = options.context = options.pipeline = options.replicate = 1;
+  options.may_use_float8 = false;
+  const SearchResult without = search_with({}, options);
+  for (const FoundLayout& found : without.best)
+    EXPECT_FALSE(found.layout.is_variant()) << found.layout.text();
+  const FakeCluster cluster{.usable_bytes = 10e9, .activation_bytes = 0.1e9, .neighbors_gain = 0.7};
+  options.usable_bytes = 10e9;
+  const SearchResult found = search_with(cluster, options);
+  EXPECT_EQ(found.best[0].layout.reshard, 8) << found.best[0].layout.text();
+  EXPECT_THAT(found.best[0].layout.text(), HasSubstr("sharded over 8 after the forward"));
+  options.may_use_float8 = true;
+  EXPECT_THAT(search_with({.usable_bytes = 10e9, .activation_bytes = 0.1e9}, options).best[0].layout.text(),
+              HasSubstr("Float8, also gathers"));
+}
+
 TEST(PlanSearch, PlansFewOfTheLayouts) {
   const FakeCluster cluster;
   const SearchResult result = search_with(cluster, options_for(cluster));
@@ -358,6 +381,7 @@ TEST(PlanSearch, HasTimeForLongPlansAfterShortOnes) {
   options.tensor = options.context = options.pipeline = options.replicate = 1;
   options.may_use_float8 = false;
   options.num_at_once = 1;
+  options.host_devices = kWorld;  // no variants
   options.seconds = 100;
   const Planner planner = [&](const std::vector<PlanRequest>& requests) {
     std::vector<PlanAnswer> answers = cluster.planner()(requests);
