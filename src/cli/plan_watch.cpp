@@ -9,16 +9,19 @@
 #include <algorithm>
 #include <cmath>
 #include <condition_variable>
+#include <set>
 #include <utility>
 
 #include "cli/text.h"
 #include "core/file.h"
 #include "core/process.h"
+#include "core/units.h"
 #include "dist/device_backend.h"
 #include "job/build.h"
 #include "plan/device_file.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
+#include "titan/train/trainer.h"
 
 namespace titan::cli {
 
@@ -89,6 +92,23 @@ std::string reason(int status, const std::string& errors) {
   return line.empty() ? str("titan plan ended with exit code ", WEXITSTATUS(status)) : line;
 }
 
+// Parameters that share a storage count once.
+LastingMemory lasting_memory(const train::TrainerParts& parts) {
+  std::set<const c10::StorageImpl*> counted;
+  const auto add = [&](double& gib, const at::Tensor& tensor) {
+    if (tensor.defined() && tensor.has_storage() &&
+        counted.insert(tensor.storage().unsafeGetStorageImpl()).second)
+      gib += static_cast<double>(tensor.storage().nbytes()) / kGiB;
+  };
+  LastingMemory memory;
+  for (const Parameter& parameter : parts.parameters) {
+    add(memory.parameters, parameter.data.local);
+    add(memory.gradients, parameter.data.local.grad());
+  }
+  for (const at::Tensor& state : parts.optimizer.allocated_state()) add(memory.optimizer, state);
+  return memory;
+}
+
 // The device of `titan plan --device`; "": none.
 std::string device_for(const train::JobConfig& config, const dist::World& world) {
   const std::string& chosen = config.metrics.plan_device;
@@ -119,6 +139,7 @@ void PlanWatch::begin_after(int64_t step) {
   first_step_ = step + 1;
   std::error_code ignored;
   std::filesystem::remove(options_.file, ignored);
+  std::filesystem::remove(options_.file.parent_path() / kMemoryFile, ignored);
   if (options_.command.empty()) return;
   thread_ = std::jthread([this](const std::stop_token& stop) {
     try {
@@ -153,7 +174,9 @@ void PlanWatch::logged(const train::StepMetrics& metrics) {
   if (!plan_) return;
   if (!std::exchange(is_followed_, true)) window_.set_planned_tps(plan_->tps);
   const bool is_due = first_step_ && metrics.step >= *first_step_ + kStepsBeforeComparing - 1;
-  if (options_.compares_memory && is_due && !std::exchange(compared_, true)) compare_memory(metrics.step);
+  if (!is_due || std::exchange(compared_, true)) return;
+  if (options_.compares_memory) compare_memory(metrics.step);
+  if (options_.measure_lasting) write_lasting(metrics.step);
 }
 
 void PlanWatch::compare_memory(int64_t step) {
@@ -165,8 +188,14 @@ void PlanWatch::compare_memory(int64_t step) {
                          " GiB of the plan (docs/plan.md says what a plan can't see)"));
 }
 
+void PlanWatch::write_lasting(int64_t step) try {
+  write_file_atomic(options_.file.parent_path() / kMemoryFile, to_json(options_.measure_lasting(), step));
+} catch (const Error& error) {
+  log::warning(str("memory by category isn't in the report: ", error.what()));
+}
+
 std::unique_ptr<PlanWatch> build_plan_watch(const train::JobConfig& config, const dist::World& world,
-                                            train::MetricsWindow& window) {
+                                            train::TrainerParts& parts) {
   if (world.rank() != 0) return nullptr;
   std::string device;
   try {
@@ -175,8 +204,10 @@ std::unique_ptr<PlanWatch> build_plan_watch(const train::JobConfig& config, cons
     log::info(str("this run has no plan: ", error.problems().front()));
   }
   const std::filesystem::path folder = train::record_folder(config);
-  PlanWatch::Options options{
-      .command = {}, .file = folder / kPlanFile, .compares_memory = world.device().is_cuda()};
+  PlanWatch::Options options{.command = {},
+                             .file = folder / kPlanFile,
+                             .compares_memory = world.device().is_cuda(),
+                             .measure_lasting = [&parts] { return lasting_memory(parts); }};
   // A plan is for a GPU, also that of a run on a CPU.
   if (!device.empty())
     options.command = {"/proc/self/exe",
@@ -190,7 +221,7 @@ std::unique_ptr<PlanWatch> build_plan_watch(const train::JobConfig& config, cons
                        "--for-run",
                        std::to_string(::getpid()),
                        "--training.device=auto"};
-  return std::make_unique<PlanWatch>(std::move(options), window);
+  return std::make_unique<PlanWatch>(std::move(options), parts.window);
 }
 
 }  // namespace titan::cli

@@ -3,9 +3,11 @@
 // [Note: the plan of a run]
 // On GPUs, rank 0 of `titan train` has its own job planned: a child process of lower priority runs `titan plan` with the run's config, because a
 // process that trains can't plan: LibTorch asks only once whether there is a GPU. Training doesn't wait for it. When the child has answered, the
-// plan is in the run's folder as plan.json, tps is logged in percent of what the plan says, and memory is compared with it.
+// plan is in the run's folder as plan.json, tps is logged in percent of what the plan says, and memory is compared with it: the peak from the
+// device, and, for `titan report`, what the tensors that live from step to step take (memory.json).
 
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -20,6 +22,10 @@
 #include "titan/dist/world.h"
 #include "titan/train/run_observer.h"
 
+namespace titan::train {
+struct TrainerParts;
+}
+
 namespace titan::cli {
 
 /// Throws ConfigError if metrics.plan_device is neither a known device nor a readable file.
@@ -32,6 +38,8 @@ class PlanWatch final : public train::RunObserver {
     std::vector<std::string> command;  ///< prints the plan as JSON; empty: there is no plan
     std::filesystem::path file;        ///< gets it; an earlier one is removed
     bool compares_memory = false;      ///< the logged memory is a device's
+    /// Called by the training thread between a backward and the next step; empty: nothing is measured.
+    std::function<LastingMemory()> measure_lasting = {};
   };
   /// `window` gets the planned rate, and outlives this.
   PlanWatch(Options options, train::MetricsWindow& window) : options_(std::move(options)), window_(window) {}
@@ -42,6 +50,7 @@ class PlanWatch final : public train::RunObserver {
  private:
   void make_plan(const std::stop_token& stop);
   void compare_memory(int64_t step);
+  void write_lasting(int64_t step);
 
   Options options_;
   train::MetricsWindow& window_;
@@ -55,7 +64,8 @@ class PlanWatch final : public train::RunObserver {
 };
 
 /// Null on other ranks than 0. There is no plan if metrics.plan_device says so, or if it is "auto" and the GPU is unknown.
+/// `parts` outlive it.
 std::unique_ptr<PlanWatch> build_plan_watch(const train::JobConfig& config, const dist::World& world,
-                                            train::MetricsWindow& window);
+                                            train::TrainerParts& parts);
 
 }  // namespace titan::cli

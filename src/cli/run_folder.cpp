@@ -97,23 +97,52 @@ std::optional<double> median_after_first(Curve curve) {
   return middle->second;
 }
 
+std::string to_json(const LastingMemory& memory, int64_t step) {
+  return nlohmann::json{{"step", step},
+                        {"rank", 0},
+                        {"parameters_gib", memory.parameters},
+                        {"gradients_gib", memory.gradients},
+                        {"optimizer_gib", memory.optimizer}}
+             .dump(1) +
+         "\n";
+}
+
+std::optional<LastingMemory> read_memory_file(const std::filesystem::path& run) try {
+  const nlohmann::json memory = nlohmann::json::parse(read_file(run / kMemoryFile));
+  return LastingMemory{.parameters = memory.at("parameters_gib"),
+                       .gradients = memory.at("gradients_gib"),
+                       .optimizer = memory.at("optimizer_gib")};
+} catch (const Error&) {
+  return std::nullopt;
+} catch (const nlohmann::json::exception&) {
+  return std::nullopt;
+}
+
 RunPlan read_plan(const std::string& text) try {
   const nlohmann::json plan = nlohmann::json::parse(text);
   // Rank 0 is always planned, and is the first.
   const nlohmann::json& memory = plan.at("memory").at("by_role").at(0);
   const nlohmann::json& time = plan.at("time_by_role").at(0);
-  RunPlan found{.device = plan.at("device"),
-                .world_size = plan.at("world"),
-                .step_s = plan.at("step_s"),
-                .tps = plan.at("tokens_per_s_per_device"),
-                .mfu = 100 * plan.at("mfu").get<double>(),
-                .reserved_gib = memory.at("peak_reserved_bytes").get<double>() / kGiB,
-                .allocated_gib = memory.at("peak_allocated_bytes").get<double>() / kGiB,
-                .compute_s = time.at("compute"),
-                .optimizer_s = time.at("optimizer"),
-                .exposed_communication_s = time.at("exposed_communication"),
-                .bubble_s = time.at("bubble"),
-                .host_s = time.at("host")};
+  const auto lasting = [&](const char* category) {
+    return memory.at("after_step").at(category).get<double>() / kGiB;
+  };
+  RunPlan found{
+      .device = plan.at("device"),
+      .world_size = plan.at("world"),
+      .step_s = plan.at("step_s"),
+      .tps = plan.at("tokens_per_s_per_device"),
+      .mfu = 100 * plan.at("mfu").get<double>(),
+      .reserved_gib = memory.at("peak_reserved_bytes").get<double>() / kGiB,
+      .allocated_gib = memory.at("peak_allocated_bytes").get<double>() / kGiB,
+      .compute_s = time.at("compute"),
+      .optimizer_s = time.at("optimizer"),
+      .exposed_communication_s = time.at("exposed_communication"),
+      .bubble_s = time.at("bubble"),
+      .host_s = time.at("host"),
+      .lasting = {.parameters = lasting("parameters"),
+                  // Each as large as its shard. The plan's category has the buffers of reductions, too.
+                  .gradients = lasting("parameters"),
+                  .optimizer = lasting("optimizer")}};
   TITAN_CHECK(found.step_s > 0 && found.tps > 0 && found.reserved_gib > 0, "a plan's figures are above 0");
   return found;
 } catch (const nlohmann::json::exception& error) {

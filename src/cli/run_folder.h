@@ -82,6 +82,12 @@ RunFolder read_run_folder(const std::filesystem::path& folder, const RowOptions&
 std::filesystem::path folder_of_setting(const std::filesystem::path& run, const std::string& key,
                                         const std::string& usual);
 
+/// The tensors that a rank keeps from step to step, in GiB.
+struct LastingMemory {
+  double parameters = 0, gradients = 0, optimizer = 0;  ///< its shards'
+  double sum() const { return parameters + gradients + optimizer; }
+};
+
 /// A run's plan: the figures that rank 0 of the run measures, too.
 struct RunPlan {
   std::string device;
@@ -92,11 +98,17 @@ struct RunPlan {
   double reserved_gib = 0, allocated_gib = 0;  ///< peaks: from the device, and in tensors
   double compute_s = 0, optimizer_s = 0, exposed_communication_s = 0, bubble_s = 0,
          host_s = 0;  ///< parts of a step
+  LastingMemory lasting = {};
 };
 /// In the run's folder: what `titan plan --json` printed.
 inline constexpr const char* kPlanFile = "plan.json";
 /// Throws Error if the text is something else.
 RunPlan read_plan(const std::string& text);
+/// In the run's folder: LastingMemory of rank 0, as measured. Written if there is a plan.
+inline constexpr const char* kMemoryFile = "memory.json";
+std::string to_json(const LastingMemory& memory, int64_t step);
+/// nullopt if the file is missing or something else.
+std::optional<LastingMemory> read_memory_file(const std::filesystem::path& run);
 
 struct LoggedEvent {
   enum class Kind { Start, End, Error, Instant };

@@ -377,7 +377,7 @@ train::RunEnd run_trainer(const train::JobConfig& config, const dist::World& wor
   train::MemoryWitness witness(world.device());
   try {
     train::Trainer trainer = train::build_trainer(config, world, on_terminal(launch), checked, watchdog);
-    if (auto plan = build_plan_watch(config, world, trainer.parts().window))
+    if (auto plan = build_plan_watch(config, world, trainer.parts()))
       trainer.parts().observers.push_back(std::move(plan));
     witness.know(trainer);
     startup.end();

@@ -36,6 +36,18 @@ TEST(RunPlan, IsWrittenBesideARunWhoseDeviceIsNamed) {
   const std::string html((std::istreambuf_iterator<char>(page)), {});
   EXPECT_THAT(html, AllOf(HasSubstr("Planned for 2 x NVIDIA H100 80GB HBM3"),
                           HasSubstr("<td>tokens/s of each device</td>")));
+
+  // The tensors that stay from step to step are as large on a CPU. There the plan's blocks of 512 bytes are the difference.
+  std::ifstream measured_file(folder / "memory.json");
+  const nlohmann::json measured = nlohmann::json::parse(measured_file);
+  const nlohmann::json& planned = plan.at("memory").at("by_role")[0].at("after_step");
+  for (const auto& [category, of_plan] :
+       {std::pair("parameters", "parameters"), std::pair("gradients", "parameters"),
+        std::pair("optimizer", "optimizer")}) {
+    const double gib = measured.at(std::string(category) + "_gib").get<double>();
+    EXPECT_GT(gib, 0) << category;
+    EXPECT_NEAR(planned.at(of_plan).get<double>() / (1 << 30), gib, 0.02 * gib) << category;
+  }
 }
 
 TEST(RunPlan, IsLeftOutOnCpusByDefault) {

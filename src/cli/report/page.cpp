@@ -402,6 +402,7 @@ int report_command(const Arguments& words) {
   input.num_ranks = static_cast<int>(newest_files(run, SIZE_MAX / 2).size());
   input.plan = report::plan_of(run);
   input.parts = report::measured_parts(run);
+  input.lasting = read_memory_file(run);
   input.now_us = now_us();
   write_file_atomic(output, report::page(input));
   return print(output.string() + "\n");

@@ -40,9 +40,10 @@ struct PageInput {
   RunHistory run;
   /// The instants and errors that each rank's newest process logged, for at most kMostRanks ranks.
   std::vector<ProcessLog> ranks;
-  int num_ranks = 0;   ///< ranks that have a log
+  int num_ranks = 0;  ///< ranks that have a log
   std::optional<RunPlan> plan = {};
   std::optional<StepParts> parts = {};  ///< unset: the run has no roofline report
+  std::optional<LastingMemory> lasting = {};
   int64_t now_us = 0;  ///< when the page is made
 };
 inline constexpr size_t kMostRanks = 64;

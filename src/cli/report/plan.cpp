@@ -84,6 +84,16 @@ std::string plan_section(const PageInput& input) {
   table.add("peak of memory from the device, GiB", two_decimals, plan.reserved_gib,
             allocated ? largest_of(steps.curve("memory_gib")) : std::nullopt);
   table.add("peak of memory in tensors, GiB", two_decimals, plan.allocated_gib, allocated);
+  const auto add_lasting = [&](const std::string& what, double LastingMemory::*part) {
+    table.add(str("of it, ", what, ", GiB"), two_decimals, plan.lasting.*part,
+              input.lasting ? std::optional((*input.lasting).*part) : std::nullopt);
+  };
+  add_lasting("parameters", &LastingMemory::parameters);
+  add_lasting("gradients", &LastingMemory::gradients);
+  add_lasting("optimizer", &LastingMemory::optimizer);
+  table.add("of it, activations and all else that a step takes, GiB", two_decimals,
+            plan.allocated_gib - plan.lasting.sum(),
+            input.lasting && allocated ? std::optional(*allocated - input.lasting->sum()) : std::nullopt);
   table.add("compute, ms", short_number, 1e3 * plan.compute_s, measured_ms(&StepParts::compute_s));
   table.add("optimizer, ms", short_number, 1e3 * plan.optimizer_s, measured_ms(&StepParts::optimizer_s));
   table.add(plan.bubble_s > 0 ? "exposed communication and bubble, ms" : "exposed communication, ms",

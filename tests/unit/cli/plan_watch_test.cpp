@@ -24,7 +24,8 @@ using ::testing::Not;
 
 constexpr const char* kPlan =
     R"({"device": "GPU", "world": 8, "step_s": 0.5, "tokens_per_s_per_device": 1000, "mfu": 0.4,
-"memory": {"by_role": [{"role": "first rank", "rank": 0, "peak_reserved_bytes": 2147483648, "peak_allocated_bytes": 1073741824}]},
+"memory": {"by_role": [{"role": "first rank", "rank": 0, "peak_reserved_bytes": 2147483648, "peak_allocated_bytes": 1073741824,
+"after_step": {"parameters": 268435456, "gradients": 134217728, "optimizer": 536870912, "buffers": 9}}]},
 "time_by_role": [{"compute": 0.3, "optimizer": 0.05, "exposed_communication": 0.1, "bubble": 0, "host": 0.05}]})";
 
 TEST(ReadPlan, FindsTheFiguresOfRankZero) {
@@ -36,6 +37,9 @@ TEST(ReadPlan, FindsTheFiguresOfRankZero) {
   EXPECT_EQ(plan.mfu, 40);
   EXPECT_EQ(plan.reserved_gib, 2);
   EXPECT_EQ(plan.allocated_gib, 1);
+  EXPECT_EQ(plan.lasting.parameters, 0.25);
+  EXPECT_EQ(plan.lasting.gradients, 0.25) << "as large as the parameters, without buffers of reductions";
+  EXPECT_EQ(plan.lasting.optimizer, 0.5);
   EXPECT_DOUBLE_EQ(
       plan.compute_s + plan.optimizer_s + plan.exposed_communication_s + plan.bubble_s + plan.host_s, 0.5);
 }
@@ -50,13 +54,18 @@ class WatchedRun {
  public:
   explicit WatchedRun(const std::string& script, bool compares_memory = true)
       : folder_("plan_watch"),
-        watch_({.command = {"sh", "-c", script}, .file = file(), .compares_memory = compares_memory},
+        watch_({.command = {"sh", "-c", script},
+                .file = file(),
+                .compares_memory = compares_memory,
+                .measure_lasting =
+                    [] { return LastingMemory{.parameters = 4, .gradients = 2, .optimizer = 8}; }},
                window_) {
     std::ofstream(folder_.folder / "answer") << kPlan;
     window_.start();
     watch_.begin_after(0);
   }
-  fs::path file() const { return folder_.folder / kPlanFile; }
+  fs::path folder() const { return folder_.folder; }
+  fs::path file() const { return folder() / kPlanFile; }
   /// Until the watch knows it: the steps after that are rated.
   void wait_for_plan() {
     for (int i = 0; i < 3000 && !log(1, 0).percent_of_plan; ++i)
@@ -151,6 +160,21 @@ TEST(PlanWatch, IsSilentAboutMemoryThatIsAsPlannedOrAnotherKindOfIt) {
     run.log(3, 30);
   }
   EXPECT_THAT(log.text(), Not(HasSubstr("of the plan")));
+}
+
+TEST(PlanWatch, WritesWhatStaysInMemoryOnce) {
+  WatchedRun run(answer(), /*compares_memory=*/false);
+  run.wait_for_plan();
+  EXPECT_FALSE(read_memory_file(run.folder())) << "before the optimizer has its state";
+  run.log(3, 0);
+  const auto memory = read_memory_file(run.folder());
+  ASSERT_TRUE(memory);
+  EXPECT_EQ(memory->parameters, 4);
+  EXPECT_EQ(memory->gradients, 2);
+  EXPECT_EQ(memory->optimizer, 8);
+  fs::remove(run.folder() / kMemoryFile);
+  run.log(4, 0);
+  EXPECT_FALSE(read_memory_file(run.folder()));
 }
 
 std::string log_of_failure(const std::string& script) {

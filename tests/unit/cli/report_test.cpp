@@ -125,7 +125,8 @@ RunPlan plan_of_two_gib() {
           .compute_s = 0.3,
           .optimizer_s = 0.05,
           .exposed_communication_s = 0.1,
-          .host_s = 0.05};
+          .host_s = 0.05,
+          .lasting = {.parameters = 0.1, .gradients = 0.1, .optimizer = 0.2}};
 }
 
 std::string row(const char* what, const char* planned, const char* measured, const char* difference) {
@@ -151,6 +152,25 @@ TEST(ReportPlan, ShowsWhatWasPlannedBesideWhatWasMeasured) {
                               row("peak of memory from the device, GiB", "2.00", "2.50", "+25.0 %"),
                               row("peak of memory in tensors, GiB", "1.00", "1.00", "+0.0 %"),
                               row("compute, ms", "300", "not measured", "")};
+  for (const std::string& wanted : rows)
+    EXPECT_NE(html.find(wanted), std::string::npos) << wanted << "\n" << html;
+}
+
+TEST(ReportPlan, ShowsMemoryByCategory) {
+  const LoggedRun run("planned_memory");
+  std::ofstream(run.folder / "metrics.jsonl")
+      << "{\"step\": 1, \"memory_gib\": 2, \"allocated_gib\": 1.25}\n";
+  PageInput input = page_input(run);
+  input.plan = plan_of_two_gib();
+  EXPECT_NE(plan_section(input).find(row("of it, parameters, GiB", "0.10", "not measured", "")),
+            std::string::npos);
+  input.lasting = LastingMemory{.parameters = 0.1, .gradients = 0.15, .optimizer = 0.2};
+  const std::string html = plan_section(input);
+  const std::string rows[] = {
+      row("of it, parameters, GiB", "0.10", "0.10", "+0.0 %"),
+      row("of it, gradients, GiB", "0.10", "0.15", "+50.0 %"),
+      row("of it, optimizer, GiB", "0.20", "0.20", "+0.0 %"),
+      row("of it, activations and all else that a step takes, GiB", "0.60", "0.80", "+33.3 %")};
   for (const std::string& wanted : rows)
     EXPECT_NE(html.find(wanted), std::string::npos) << wanted << "\n" << html;
 }
