@@ -77,7 +77,7 @@ class Gate {
   std::atomic<bool> is_open_ = false;
 };
 
-/// A capture on the current stream that is expected to fail. LibTorch's allocator stays in it, and keeps freed memory, unless it is told.
+/// A capture on the current stream that is expected to fail. LibTorch's allocator stays in it, and keeps freed memory, until endAllocateToPool.
 class FailingCapture {
  public:
   FailingCapture() { graph_.capture_begin(pool_); }
@@ -440,6 +440,59 @@ TEST_F(VirtualGpu, TheFirstProductOnAStreamTakesCublasWorkspace) {
   EXPECT_EQ(allocated() - before, int64_t{32} << 20);
   x.mm(x);
   EXPECT_EQ(allocated() - before, int64_t{32} << 20);
+}
+
+/// Bytes that the function takes at its peak and doesn't return.
+int64_t temporary_bytes(const std::function<std::vector<Tensor>()>& function) {
+  namespace allocator = c10::cuda::CUDACachingAllocator;
+  c10::cuda::device_synchronize();
+  allocator::resetPeakStats(0);
+  const std::vector<Tensor> results = function();
+  const auto requested = allocator::getDeviceStats(0).requested_bytes[0];
+  return requested.peak - requested.current;
+}
+
+TEST_F(VirtualGpu, ThePeakHasTheTemporaryMemoryOfCudasKernels) {
+  const auto bf16 = on_gpu.dtype(at::kBFloat16);
+  constexpr int64_t batch = 2, heads = 4, tokens = 130, padded = 256, size = 40, rounded = 64;
+  const Tensor seed, sums = at::ones({batch, heads, tokens}, on_gpu);
+  const auto flash_backward = [&](int64_t heads_of_keys, int64_t head_size) {
+    const Tensor q = at::ones({batch, heads, tokens, head_size}, bf16),
+                 k = at::ones({batch, heads_of_keys, tokens, head_size}, bf16);
+    return temporary_bytes([&]() -> std::vector<Tensor> {
+      auto [a, b, c] = at::_scaled_dot_product_flash_attention_backward(q, q, k, k, q, sums, seed, seed,
+                                                                        tokens, tokens, 0, true, seed, seed);
+      return {a, b, c};
+    });
+  };
+  const auto in_float = [](int64_t rounded_size) { return batch * padded * heads * (1 + rounded_size) * 4; };
+  EXPECT_EQ(flash_backward(heads, size), in_float(rounded));
+  EXPECT_EQ(flash_backward(heads, 136), in_float(192));
+  EXPECT_EQ(flash_backward(heads / 2, size), in_float(rounded) + 2 * batch * tokens * heads * size * 2)
+      << "two heads share keys";
+  const Tensor starts = at::tensor({0, 100, 260}, at::kInt).to(at::kCUDA),
+               packed = at::ones({260, heads, size}, bf16);
+  const Tensor sums_of_packed = at::ones({heads, 260}, on_gpu);
+  EXPECT_EQ(temporary_bytes([&]() -> std::vector<Tensor> {
+              auto [a, b, c] =
+                  at::_flash_attention_backward(packed, packed, packed, packed, packed, sums_of_packed,
+                                                starts, starts, 160, 160, 0, true, seed, seed);
+              return {a, b, c};
+            }),
+            (260 + 2 * 128) * heads * (1 + rounded) * 4);
+
+  const auto embedding_backward = [&](int64_t count, int64_t vocabulary) {
+    const Tensor grad = at::ones({count, size}, bf16), indices = at::zeros({count}, on_gpu.dtype(at::kLong));
+    return temporary_bytes([&]() -> std::vector<Tensor> {
+      return {at::embedding_dense_backward(grad, indices, vocabulary, -1, false)};
+    });
+  };
+  EXPECT_EQ(embedding_backward(3072, 100), 0);
+  EXPECT_EQ(embedding_backward(4000, 100), (3 * 4000 + 2 * 100 + 500) * 8 + 500 * size * 4);
+  EXPECT_EQ(embedding_backward(4000, 9000), (3 * 4000 + 2 * 4000 + 4400) * 8 + 4400 * size * 4);
+
+  const std::vector<Tensor> tensors{at::ones({2 * 65'536 + 1}, bf16), at::ones({7}, bf16)};
+  EXPECT_EQ(temporary_bytes([&] { return at::_foreach_norm(tensors); }), 2 * 3 * 4);
 }
 
 // Memory that another stream uses is given out again when that stream is done with it.
