@@ -98,25 +98,11 @@ bool is_product(const std::string& name) {
 }
 
 // Memory that LibTorch's kernel for CUDA takes from the allocator while it works, where that isn't little; docs/virtual_gpu.md has a table.
-// https://github.com/pytorch/pytorch/blob/v2.11.0/aten/src/ATen/native/cuda, EmbeddingBackwardKernel.cu and ForeachReduceOp.cu
+// https://github.com/pytorch/pytorch/blob/v2.11.0/aten/src/ATen/native/cuda/ForeachReduceOp.cu
 std::vector<at::Tensor> temporaries_of(const std::string& name, c10::ArrayRef<IValue> arguments) {
   const auto in_float = [](const at::Tensor& t) {
     return t.options().dtype(at::toOpMathType(t.scalar_type()));
   };
-  if (name == "aten::embedding_dense_backward") {
-    const at::Tensor grad = arguments[0].toTensor(), indices = arguments[1].toTensor();
-    const int64_t count = indices.numel(), most_rows = std::min(count, arguments[2].toInt());
-    if (count <= 3072) return {};
-    const int64_t sums = count / 10 + most_rows;
-    const auto numbers = [&](int64_t size) { return at::empty({size}, indices.options()); };
-    return {numbers(count),
-            numbers(count),
-            numbers(count),
-            numbers(most_rows),
-            numbers(most_rows),
-            numbers(sums),
-            at::empty({sums, grad.size(-1)}, in_float(grad))};
-  }
   if (name == "aten::_foreach_norm") {
     constexpr int64_t chunk = 65'536;
     const std::vector<at::Tensor> tensors = arguments[0].toTensorVector();
