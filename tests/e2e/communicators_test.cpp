@@ -47,7 +47,7 @@ TEST_P(Communicators, AreOneForEachAxisAndDirection) {
 INSTANTIATE_TEST_SUITE_P(
     Layouts, Communicators,
     ::testing::Values(
-        // Of the same ranks as the world, which carries the gathers and the step's sums.
+        // The gathers and the step's sums have the same ranks.
         Layout{"Fsdp", 2, {}, {"world", "dp_shard.reduce"}},
         Layout{"Hsdp",
                4,
