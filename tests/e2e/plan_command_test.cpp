@@ -23,17 +23,25 @@ CommandResult plan(const std::string& config, int world_size, const Words& words
              limit_s);
 }
 
-json plan_json(const std::string& config, int world_size, Words words = {}) {
-  const CommandResult result = plan(config, world_size, Words{"--json"} + words);
+json plan_json(const std::string& config, int world_size, Words words = {}, double limit_s = 300) {
+  const CommandResult result = plan(config, world_size, Words{"--json"} + words, limit_s);
   EXPECT_EQ(result.status, 0) << result.err;
   return result.status == 0 ? json::parse(result.out) : json();
 }
 
-// The largest of the children that have ended so far.
-double peak_gb_of_children() {
+// The costs of the children that have ended so far.
+struct Usage {
+  double cpu_s = 0;    // the sum
+  double peak_gb = 0;  // the largest's
+};
+Usage usage_of_children() {
   rusage usage{};
   ::getrusage(RUSAGE_CHILDREN, &usage);
-  return static_cast<double>(usage.ru_maxrss) * 1024 / 1e9;
+  const auto seconds = [](const timeval& time) {
+    return static_cast<double>(time.tv_sec) + 1e-6 * static_cast<double>(time.tv_usec);
+  };
+  return {seconds(usage.ru_utime) + seconds(usage.ru_stime),
+          static_cast<double>(usage.ru_maxrss) * 1024 / 1e9};
 }
 
 TEST(PlanCommand, TellsWhatARecipeTakes) {
@@ -107,7 +115,7 @@ TEST(PlanCommand, PlansALargeModelInAMinuteAndTwoGigabytes) {
   EXPECT_THAT(result.out, AllOf(HasSubstr("llama3 405B on 512 x NVIDIA H100 80GB HBM3: a step takes"),
                                 HasSubstr("fits: ")));
   EXPECT_LT(result.elapsed_s, 60);
-  EXPECT_LT(peak_gb_of_children(), 2);
+  EXPECT_LT(usage_of_children().peak_gb, 2);
 }
 
 TEST(PlanCommand, TakesNoLongerForMoreRanks) {
@@ -423,6 +431,36 @@ TEST(FakeBackend, OneProcessIsRank0OfMany) {
   expect_refused(
       train_debug_model({"--nproc", "8", "--comm.mode", "local_tensor"}),
       "computes all ranks in one process with a tensor type of Python's: on CPUs, --nproc starts a process");
+}
+
+// ---- what large plans take: minutes, so nightly. Time of cores, because others may use the machine
+
+class PlanBudget : public ::testing::TestWithParam<std::tuple<std::string, int>> {};
+
+TEST_P(PlanBudget, HoldsForALargeModel) {
+  const auto& [config, world] = GetParam();
+  const double before_s = usage_of_children().cpu_s;
+  const CommandResult result = plan(config, world, {"--parallelism.data_parallel_shard_degree=-1"}, 1500);
+  EXPECT_EQ(result.status, 0) << result.err;
+  EXPECT_LT(usage_of_children().cpu_s - before_s, world <= 512 ? 60 : 300);
+  EXPECT_LT(usage_of_children().peak_gb, 2);
+}
+
+INSTANTIATE_TEST_SUITE_P(Llama405B, PlanBudget,
+                         ::testing::Combine(::testing::Values("llama3_405b", "llama3_405b_pp"),
+                                            ::testing::Values(512, 16384)),
+                         [](const auto& info) {
+                           return str(std::get<0>(info.param), "_on_", std::get<1>(info.param));
+                         });
+
+TEST(SearchBudget, HoldsForALargeModel) {
+  const double before_s = usage_of_children().cpu_s;
+  const json found = plan_json("llama3_405b", 512,
+                               {"--search", "--sequences", "512", "--seconds", "1500", "--output",
+                                ::testing::TempDir() + "/searched.toml"},
+                               1700);
+  EXPECT_LT(usage_of_children().cpu_s - before_s, 2 * 300);
+  EXPECT_EQ(found.at("time_is_up"), false);
 }
 
 // ---- a search beside the plans of all its layouts: minutes, so nightly
