@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Compares the registers and the shared memory of each GPU kernel with src/cuda_plugin/kernel_resources.txt, and checks that none spills.
+"""Compares the registers, the shared memory and the occupancy of each GPU kernel with src/cuda_plugin/kernel_resources.txt, and checks that
+none spills.
 
 usage: check_kernel_resources.py [--write] BUILD_FOLDER
 
-The figures are ptxas's, from the build of the CUDA plugin. --write writes the table. Another release of nvcc allocates registers
+Registers and shared memory are ptxas's, from the build of the CUDA plugin. Occupancy is the share of a multiprocessor's warps that run at
+the same time, by the formula of CUDA's occupancy calculator. --write writes the table. Another release of nvcc allocates registers
 differently, so then only spills are checked.
 """
 
@@ -19,6 +21,32 @@ ENTRY = re.compile(
     r"(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads\n.*Used (?P<registers>\d+) registers(?P<rest>.*)"
 )
 
+# A multiprocessor's warps, blocks, KiB of shared memory (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability").
+LIMITS = {"sm_80": (64, 32, 164), "sm_89": (48, 24, 100), "sm_90": (64, 32, 228), "sm_100": (64, 32, 228)}
+REGISTERS, REGISTERS_AT_ONCE, WARPS_AT_ONCE = 65536, 256, 4  # a multiprocessor's; the unit for a warp; warps that take registers together
+RESERVED, BYTES_AT_ONCE = 1024, 128  # shared memory: each block's, for CUDA; the unit
+
+# Threads of a block where they aren't 256: for rows of 4,096 elements, casts of 8,192, and a vocabulary of 128,256.
+THREADS = {
+    "rms_norm_kernel<float>": 512,
+    "add_rms_norm_kernel<float>": 512,
+    "rms_norm_backward_kernel<__nv_bfloat16>": 128,
+    "cross_entropy_kernel": 1024,
+    "vocabulary_stats_kernel": 1024,
+    "vocabulary_grad_kernel": 1024,
+    "measured_rows_kernel": 512,
+}
+
+
+def occupancy(target, threads, registers, shared):
+    max_warps, max_blocks, shared_kib = LIMITS[target]
+    warps = -(-threads // 32)
+    of_warp = -(-registers * 32 // REGISTERS_AT_ONCE) * REGISTERS_AT_ONCE
+    by_registers = REGISTERS // of_warp // WARPS_AT_ONCE * WARPS_AT_ONCE // warps
+    of_block = -(-(shared + RESERVED) // BYTES_AT_ONCE) * BYTES_AT_ONCE
+    blocks = min(by_registers, shared_kib * 1024 // of_block, max_warps // warps, max_blocks)
+    return blocks * warps / max_warps
+
 
 def demangled(name):
     text = subprocess.run(["c++filt", name], capture_output=True, text=True, check=True).stdout.strip()
@@ -32,8 +60,11 @@ def of_build(build):
         sys.exit(f"{build}/cuda has no *.ptxas: build the CUDA plugin first (ninja titan_cuda)")
     for report in reports:
         for entry in ENTRY.finditer(report.read_text()):
-            shared = re.search(r"(\d+) bytes smem", entry["rest"])
-            yield entry, demangled(entry["name"]), f"{entry['registers']} / {shared[1] if shared else 0}"
+            found = re.search(r"(\d+) bytes smem", entry["rest"])
+            registers, shared, kernel = int(entry["registers"]), int(found[1]) if found else 0, demangled(entry["name"])
+            threads = THREADS.get(kernel) or THREADS.get(kernel.split("<")[0]) or 256
+            share = occupancy(entry["target"], threads, registers, shared)
+            yield entry, kernel, f"{registers} / {shared} / {share:.0%}"
 
 
 def nvcc_release(build):
@@ -52,9 +83,9 @@ def main():
             spills.append(f"{kernel} on {entry['target']}: {entry['stores']} bytes stored, {entry['loads']} loaded")
     targets = sorted({t for figures in rows.values() for t in figures}, key=lambda t: int(re.search(r"\d+", t)[0]))
     width = max(len(k) for k in rows)
-    text = f"Registers per thread / bytes of shared memory per block, by nvcc {nvcc_release(build)}; tests/style/check_kernel_resources.py --write build.\n\n"
+    text = f"Registers per thread / bytes of shared memory per block / occupancy, by nvcc {nvcc_release(build)}; tests/style/check_kernel_resources.py --write build.\n\n"
     for first, figures in [("", {t: t for t in targets}), *sorted(rows.items())]:
-        text += (first.ljust(width) + "".join(figures.get(t, "-").rjust(12) for t in targets)).rstrip() + "\n"
+        text += (first.ljust(width) + "".join(figures.get(t, "-").rjust(19) for t in targets)).rstrip() + "\n"
     if spills:
         sys.exit("kernels spill registers to memory:\n  " + "\n  ".join(spills))
     if "--write" in sys.argv:
