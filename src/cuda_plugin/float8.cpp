@@ -9,7 +9,7 @@
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/ops/_scaled_mm.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/ones.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -86,16 +86,17 @@ at::Tensor amax_cuda(const at::Tensor& x, std::optional<int64_t> dim) {
   return out;
 }
 
-at::Tensor scale_cuda(const at::Tensor& amax, at::ScalarType dtype, bool power_of_two) {
-  if (!has_kernels(amax)) return composite::scale_of(amax, dtype, power_of_two);
+std::tuple<at::Tensor, at::Tensor> scale_cuda(const at::Tensor& amax, at::ScalarType dtype,
+                                              bool power_of_two) {
+  if (!has_kernels(amax)) return composite::scale_and_inverse_of(amax, dtype, power_of_two);
   const c10::cuda::CUDAGuard guard(amax.device());
   const at::Tensor from = amax.contiguous();
-  at::Tensor out = at::empty(amax.sizes(), amax.options());
-  if (out.numel() == 0) return out;
-  cuda::launch_scale(out.mutable_data_ptr<float>(), from.const_data_ptr<float>(), out.numel(),
+  at::Tensor out = at::empty(amax.sizes(), amax.options()), inverse = at::empty(amax.sizes(), amax.options());
+  if (out.numel() == 0) return {out, inverse};
+  cuda::launch_scale(floats(out), floats(inverse), from.const_data_ptr<float>(), out.numel(),
                      scale_options(dtype, power_of_two), c10::cuda::getCurrentCUDAStream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
-  return out;
+  return {out, inverse};
 }
 
 at::Tensor cast_cuda(const at::Tensor& x, const at::Tensor& scale, at::ScalarType dtype, bool transposed) {
@@ -422,7 +423,10 @@ void multiply_vectors_cuda(const at::Tensor& out, const at::Tensor& a, const at:
   const c10::cuda::CUDAGuard guard(out.device());
   const bool in_place = !narrow || power_of_two_scales;
   at::Tensor sums = in_place ? out : at::empty(out.sizes(), out.options().dtype(at::kFloat));
-  const at::Tensor one = at::ones({}, inverse_a.options());
+  const at::Tensor one = at::for_blob(const_cast<float*>(cuda::one_on_device()), {})
+                             .options(inverse_a.options())
+                             .target_device(out.device())
+                             .make_tensor();
   at::_scaled_mm_out(sums, a, b.t(), one, one, /*bias=*/{}, /*scale_result=*/{}, sums.scalar_type(),
                      fast_accumulation);
   cuda::launch_scale_sums(result.mutable_data_ptr(), source_of(out), matrix_of(sums),

@@ -360,9 +360,7 @@ __global__ void scale_sums_kernel(To* out, const From* sums, SumScales scales, i
   }
 }
 
-}  // namespace
-
-namespace {
+__device__ float one = 1;
 
 int64_t blocks_of_cast(const Matrix& x) { return blocks_for(x.rows * x.columns, kThreads * kChunk); }
 
@@ -479,6 +477,12 @@ void launch_scale_sums(void* out, Source to, const Matrix& sums, const SumScales
                     static_cast<const From*>(sums.data), scales, sums.rows, sums.columns);
     });
   });
+}
+
+const float* one_on_device() {
+  void* address = nullptr;
+  cudaGetSymbolAddress(&address, static_cast<const void*>(&one));
+  return static_cast<const float*>(address);
 }
 
 }  // namespace titan::float8::cuda

@@ -57,7 +57,8 @@ struct ScaleOptions {
   bool power_of_two = false;
 };
 ScaleOptions scale_options(double largest, bool power_of_two);
-void launch_scale(float* out, const float* amax, int64_t count, const ScaleOptions& options,
+/// Writes scales and their inverses.
+void launch_scale(float* out, float* inverse, const float* amax, int64_t count, const ScaleOptions& options,
                   cudaStream_t stream);
 
 /// The values that a delayed scale reads and writes ([Note: delayed scales] in titan/float8/convert.h), on the device.
@@ -157,6 +158,8 @@ struct SumScales {
 };
 void launch_scale_sums(void* out, Source to, const Matrix& sums, const SumScales& scales,
                        cudaStream_t stream);
+/// A 1 in the current device's memory: the scale of sums that launch_scale_sums() scales.
+const float* one_on_device();
 
 /// Vectors in blocks of 32: data [vectors, blocks * 32], exponents [vectors, blocks], or in the hardware's order.
 struct CastBlocks {

@@ -76,9 +76,13 @@ __global__ void magnitudes_of_columns_kernel(Batch<Measurement> batch) {
   }
 }
 
-__global__ void scale_kernel(float* out, const float* amax, int64_t count, ScaleOptions options) {
+__global__ void scale_kernel(float* out, float* inverse, const float* amax, int64_t count,
+                             ScaleOptions options) {
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (i < count) out[i] = scale_for(amax[i], options);
+  if (i >= count) return;
+  const float scale = scale_for(amax[i], options);
+  out[i] = scale;
+  inverse[i] = __fdiv_rn(1.0f, scale);
 }
 
 // One thread block.
@@ -100,6 +104,7 @@ __global__ void update_histories_kernel(Histories all) {
   all.pending[row] = 0;
 }
 
+// The largest of all doesn't depend on the order in which thread blocks come.
 template <class T>
 __global__ void amax_of_pieces_kernel(float* out, const AmaxPiece* pieces) {
   const AmaxPiece piece = pieces[blockIdx.x];
@@ -159,10 +164,10 @@ ScaleOptions scale_options(double largest, bool power_of_two) {
           .power_of_two = power_of_two};
 }
 
-void launch_scale(float* out, const float* amax, int64_t count, const ScaleOptions& options,
+void launch_scale(float* out, float* inverse, const float* amax, int64_t count, const ScaleOptions& options,
                   cudaStream_t stream) {
   launch_kernel(scale_kernel, dim3(static_cast<unsigned>(parts_of(count, kThreads))), dim3(kThreads), stream,
-                out, amax, count, options);
+                out, inverse, amax, count, options);
 }
 
 void launch_delayed_scale(const MatrixScale& scale, cudaStream_t stream) {

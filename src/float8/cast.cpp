@@ -85,6 +85,12 @@ at::Tensor scale_of(const at::Tensor& amax, at::ScalarType dtype, bool power_of_
   return at::where(at::isnan(scale), scale, rounded);
 }
 
+std::tuple<at::Tensor, at::Tensor> scale_and_inverse_of(const at::Tensor& amax, at::ScalarType dtype,
+                                                        bool power_of_two) {
+  const at::Tensor scale = scale_of(amax, dtype, power_of_two);
+  return {scale, scale.reciprocal()};
+}
+
 at::Tensor cast(const at::Tensor& x, const at::Tensor& scale, at::ScalarType dtype, bool transposed) {
   const double largest = largest_value(dtype);
   const at::Tensor from = transposed ? x.t() : x;
@@ -231,7 +237,7 @@ TORCH_LIBRARY_FRAGMENT(titan, m) {
   // x.
   m.def("float8_amax(Tensor x, int? dim) -> Tensor");
   m.def("float8_amax_many(Tensor[] xs) -> Tensor");
-  m.def("float8_scale(Tensor amax, ScalarType dtype, bool power_of_two) -> Tensor");
+  m.def("float8_scale(Tensor amax, ScalarType dtype, bool power_of_two) -> (Tensor scale, Tensor inverse)");
   // scale: [], or one per row of the result [N, K] ([K, N] if transposed).
   m.def("float8_cast(Tensor x, Tensor scale, ScalarType dtype, bool transposed) -> Tensor");
   // x [N, K] -> data [N, K'], exponents [N, K' / 32], K' whole blocks; transposed [K, N'].
@@ -276,7 +282,7 @@ TORCH_LIBRARY_FRAGMENT(titan, m) {
 TORCH_LIBRARY_IMPL(titan, CompositeExplicitAutograd, m) {
   m.impl("float8_amax", composite::amax);
   m.impl("float8_amax_many", composite::amax_many);
-  m.impl("float8_scale", composite::scale_of);
+  m.impl("float8_scale", composite::scale_and_inverse_of);
   m.impl("float8_cast", composite::cast);
   m.impl("float8_cast_blocks", composite::cast_blocks);
   m.impl("float8_delayed_scale", composite::delayed_scale);
@@ -300,8 +306,9 @@ TORCH_LIBRARY_IMPL(titan, Meta, m) {
   m.impl("float8_amax_many", [](at::TensorList xs) {
     return at::empty({static_cast<int64_t>(xs.size())}, xs[0].options().dtype(at::kFloat));
   });
-  m.impl("float8_scale",
-         [](In amax, at::ScalarType, bool) { return at::empty(amax.sizes(), amax.options()); });
+  m.impl("float8_scale", [](In amax, at::ScalarType, bool) {
+    return std::tuple(at::empty(amax.sizes(), amax.options()), at::empty(amax.sizes(), amax.options()));
+  });
   m.impl("float8_cast", [](In x, In, at::ScalarType dtype, bool transposed) {
     const auto options = x.options().dtype(dtype);
     return transposed ? at::empty({x.size(1), x.size(0)}, options) : at::empty(x.sizes(), options);
@@ -357,8 +364,14 @@ at::Tensor amax_many(at::TensorList xs) {
 }
 
 at::Tensor scale_of(const at::Tensor& amax, at::ScalarType dtype, bool power_of_two) {
-  static const auto operation = ops::find_operator<decltype(composite::scale_of)>("titan::float8_scale");
-  return operation.call(amax, dtype, power_of_two);
+  return scale_and_inverse_of(amax, dtype, power_of_two).scale;
+}
+
+ops::ScaledMatrix scale_and_inverse_of(const at::Tensor& amax, at::ScalarType dtype, bool power_of_two) {
+  static const auto operation =
+      ops::find_operator<decltype(composite::scale_and_inverse_of)>("titan::float8_scale");
+  const auto [scale, inverse] = operation.call(amax, dtype, power_of_two);
+  return {.scale = scale, .inverse = inverse};
 }
 
 at::Tensor cast(const at::Tensor& x, const at::Tensor& scale, at::ScalarType dtype, bool transposed) {

@@ -40,6 +40,8 @@ at::Tensor amax_many(at::TensorList xs);
 /// The largest value of `dtype` / max(amax, 1e-12), computed in double, rounded to fp32. With `power_of_two`,
 /// rounded down to one.
 at::Tensor scale_of(const at::Tensor& amax, at::ScalarType dtype, bool power_of_two);
+/// The same with its inverse, without data.
+ops::ScaledMatrix scale_and_inverse_of(const at::Tensor& amax, at::ScalarType dtype, bool power_of_two);
 
 /// The scale [] from `history` for a matrix whose largest magnitude is amax, [] or [n] for parts of it.
 /// Records the magnitude as pending if `records`.
@@ -167,6 +169,8 @@ namespace composite {
 at::Tensor amax(const at::Tensor& x, std::optional<int64_t> dim);
 at::Tensor amax_many(at::TensorList xs);
 at::Tensor scale_of(const at::Tensor& amax, at::ScalarType dtype, bool power_of_two);
+std::tuple<at::Tensor, at::Tensor> scale_and_inverse_of(const at::Tensor& amax, at::ScalarType dtype,
+                                                        bool power_of_two);
 at::Tensor cast(const at::Tensor& x, const at::Tensor& scale, at::ScalarType dtype, bool transposed);
 std::tuple<at::Tensor, at::Tensor> cast_blocks(const at::Tensor& x, at::ScalarType dtype, bool round_up,
                                                bool transposed, bool for_hardware);

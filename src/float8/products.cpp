@@ -189,8 +189,9 @@ ScaledMatrix cast_vectors(const at::Tensor& matrix, Vectors vectors, const Scale
                    : cast_rows(matrix, form, /*measures_columns=*/false).along_rows;
   const at::Tensor mine = amax(matrix, columns ? Over::Column : Over::Row);
   const at::Tensor largest = of_ranks(*spread.parts, mine).amax(0).view(mine.sizes());  // NaN stays NaN
-  const at::Tensor scale = scale_of(largest, form.dtype, form.power_of_two);
-  return {cast(matrix, scale, form.dtype, columns), scale};
+  ScaledMatrix made = scale_and_inverse_of(largest, form.dtype, form.power_of_two);
+  made.data = cast(matrix, made.scale, form.dtype, columns);
+  return made;
 }
 
 // A layer's history of a matrix.

@@ -9,7 +9,7 @@
 
 #include <ATen/ops/_scaled_mm.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/ones.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 

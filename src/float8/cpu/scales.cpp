@@ -192,14 +192,18 @@ float scale_for(double largest, float amax, bool power_of_two) {
 }
 
 // A single loop over a few numbers, so that a layer's six casts don't take thirty operations.
-at::Tensor scale_cpu(const at::Tensor& amax, at::ScalarType dtype, bool power_of_two) {
+std::tuple<at::Tensor, at::Tensor> scale_cpu(const at::Tensor& amax, at::ScalarType dtype,
+                                             bool power_of_two) {
   const double largest = largest_value(dtype);
   const at::Tensor from = amax.contiguous();
-  at::Tensor out = at::empty(amax.sizes(), amax.options());
+  at::Tensor out = at::empty(amax.sizes(), amax.options()), inverse = at::empty(amax.sizes(), amax.options());
   const float* in = from.const_data_ptr<float>();
-  float* to = out.mutable_data_ptr<float>();
-  for (int64_t i = 0; i < from.numel(); ++i) to[i] = scale_for(largest, in[i], power_of_two);
-  return out;
+  float *to = out.mutable_data_ptr<float>(), *inverted = inverse.mutable_data_ptr<float>();
+  for (int64_t i = 0; i < from.numel(); ++i) {
+    to[i] = scale_for(largest, in[i], power_of_two);
+    inverted[i] = 1.0F / to[i];
+  }
+  return {out, inverse};
 }
 
 at::Tensor delayed_scale_cpu(const at::Tensor& magnitudes, const at::Tensor& pending,

@@ -108,15 +108,15 @@ void ParamGroup::refresh_float8_scales(const dist::Stream& reader) {
       chunks.push_back(group->flat_shard_.narrow(0, layout.offset, layout.chunk_numel()));
     }
   const at::Tensor largest = largest_of_ranks(float8::amax_many(chunks), *gather_group_, parts, name_);
-  const at::Tensor scales = float8::scale_of(largest, float8_.how.dtype, float8_.how.power_of_two_scales);
-  const at::Tensor inverses = scales.reciprocal();
-  reader.keep_alive(scales);
-  reader.keep_alive(inverses);
+  const ops::ScaledMatrix made =
+      float8::scale_and_inverse_of(largest, float8_.how.dtype, float8_.how.power_of_two_scales);
+  reader.keep_alive(made.scale);
+  reader.keep_alive(made.inverse);
   int64_t first = 0;
   for (ParamGroup* group : due) {
     const auto count = static_cast<int64_t>(group->float8_.slots.size());
-    group->float8_.scales = scales.narrow(0, first, count);
-    group->float8_.inverses = inverses.narrow(0, first, count);
+    group->float8_.scales = made.scale.narrow(0, first, count);
+    group->float8_.inverses = made.inverse.narrow(0, first, count);
     group->float8_.version = group->flat_shard_._version();
     first += count;
   }

@@ -92,6 +92,8 @@ TEST_P(Float8Device, ScalesEqualTheComposition) {
                at::rand({400}), at::exp2(at::arange(-126, 127).to(at::kFloat))});
   for (const at::ScalarType to : kFormats)
     for (const bool power_of_two : {false, true}) {
+      const ops::ScaledMatrix made = scale_and_inverse_of(there(magnitudes), to, power_of_two);
+      expect_same(made.inverse, made.scale.cpu().reciprocal(), c10::toString(to));
       expect_same(scale_of(there(magnitudes), to, power_of_two),
                   composite::scale_of(magnitudes, to, power_of_two), c10::toString(to));
       for (const float largest : {0.0F, 2.5F, infinity})
@@ -387,6 +389,45 @@ TEST(Float8KernelsOnGpu, ReadAndWriteEveryByteOnce) {
       2);
   expect_bytes("row_blocks_kernel", bytes + cast_bytes + cast_bytes / kBlock,
                [&] { cast_blocks(x, {.for_hardware = true}); });
+  expect_bytes("column_blocks_kernel", bytes + cast_bytes + cast_bytes / kBlock,
+               [&] { cast_blocks(x, {.transposed = true, .for_hardware = true}); });
+  // Scales that ranks have to agree on.
+  const double row_scales = 4 * 8192;
+  at::Tensor of_rows_amax;
+  expect_bytes("amax_of_rows_kernel", bytes + row_scales, [&] { of_rows_amax = amax(x, Over::Row); });
+  expect_bytes("cast_by_rows_kernel", bytes + cast_bytes + row_scales,
+               [&] { cast(x, of_rows_amax, e4m3, false); });
+  expect_bytes(
+      "amax_of_pieces_kernel", all, [&] { amax_many(many); }, 3);  // zeros, and a list of pieces
+}
+
+// Scales come with their inverses. Where cuBLASLt has no product of vectors, the sums are scaled by one more launch.
+TEST(Float8KernelsOnGpu, ScalesAndProductsOfVectorsTakeNoOtherLaunches) {
+  dist::DeviceBackend* backend = dist::open_cuda_plugin();
+  if (!backend) GTEST_SKIP() << "no GPU is visible";
+  const auto start = reinterpret_cast<void (*)()>(dlsym(RTLD_DEFAULT, "virtual_gpu_start_counting"));
+  const auto count = reinterpret_cast<uint64_t (*)(const char*, const char*, const char*)>(
+      dlsym(RTLD_DEFAULT, "virtual_gpu_count"));
+  if (!start) GTEST_SKIP() << "only virtual GPUs count launches";
+  const at::Tensor amax = at::rand({512, 1}, at::TensorOptions(at::kCUDA));
+  start();
+  const ops::ScaledMatrix made = scale_and_inverse_of(amax, at::kFloat8_e4m3fn, /*power_of_two=*/true);
+  EXPECT_EQ(count("launches", nullptr, nullptr), 1u);
+  const at::Tensor a = cast(at::randn({512, 64}, amax.options()), made.scale, at::kFloat8_e4m3fn, false);
+  const at::Tensor out = at::empty({512, 512}, amax.options());
+  const int capability = backend->compute_capability(0);
+  if (capability < 89) GTEST_SKIP() << "this GPU has no Float8 units";
+  start();
+  multiply_vectors(out, {.a_NK = a, .b_MK = a, .inverse_a = made.inverse, .inverse_b = made.inverse});
+  if (capability / 10 == 9) {
+    EXPECT_EQ(count("launches", nullptr, nullptr), 1u);
+    return;
+  }
+  EXPECT_EQ(count("launches", nullptr, nullptr), 2u);
+  const uint64_t bytes = count("bytes_read", nullptr, "scale_sums_kernel") +
+                         count("bytes_written", nullptr, "scale_sums_kernel");
+  EXPECT_GE(bytes, 2 * out.nbytes() + made.inverse.nbytes());
+  EXPECT_LE(bytes, 1.1 * (2 * out.nbytes() + made.inverse.nbytes()));
 }
 
 // Three layers over one input: w1, w3, and one more. An inverse that isn't kept would be one more for each layer.
