@@ -360,7 +360,7 @@ __global__ void scale_sums_kernel(To* out, const From* sums, SumScales scales, i
   }
 }
 
-__device__ float one = 1;
+alignas(16) __device__ float one = 1;
 
 int64_t blocks_of_cast(const Matrix& x) { return blocks_for(x.rows * x.columns, kThreads * kChunk); }
 
