@@ -1,9 +1,12 @@
 #include "plan/shapes.h"
 
-#include <ATen/ExpandUtils.h>
-#include <ATen/ops/empty.h>
-
+#include <algorithm>
 #include <unordered_map>
+
+#include <ATen/Context.h>
+#include <ATen/ExpandUtils.h>
+#include <ATen/OpMathType.h>
+#include <ATen/ops/empty.h>
 
 namespace titan::plan {
 namespace {
@@ -50,7 +53,73 @@ Stack embedding_dense_backward(const Stack& arguments) {
   return {like(gradient, {arguments[2].toInt(), gradient.size(-1)})};
 }
 
+// ---- temporary memory, as in LibTorch's
+// https://github.com/pytorch/pytorch/blob/v2.11.0/aten/src/ATen/native/cuda, EmbeddingBackwardKernel.cu and
+// ForeachReduceOp.cu, and native/transformers/cuda/flash_attn/flash_api.cpp
+
+using Tensors = std::vector<at::Tensor>;
+
+at::TensorOptions in_float(const at::Tensor& t) {
+  return t.options().dtype(at::toOpMathType(t.scalar_type()));
+}
+
+Tensors of_embedding_backward(const at::Tensor& gradient, const at::Tensor& indices, int64_t vocabulary) {
+  const int64_t count = indices.numel(), most_rows = std::min(count, vocabulary);
+  if (count <= 3072) return {};
+  const int64_t sums = count / 10 + most_rows;
+  Tensors memory;
+  for (const int64_t size : {count, count, count, most_rows, most_rows, sums})
+    memory.push_back(at::empty({size}, indices.options()));
+  memory.push_back(at::empty({sums, gradient.size(-1)}, in_float(gradient)));
+  return memory;
+}
+
+Tensors of_norms(const Tensors& tensors) {
+  constexpr int64_t chunk = 65'536;
+  int64_t most_chunks = 0;
+  for (const at::Tensor& t : tensors) most_chunks = std::max(most_chunks, (t.numel() + chunk - 1) / chunk);
+  return {at::empty({static_cast<int64_t>(tensors.size()) * most_chunks}, in_float(tensors.front()))};
+}
+
+// Sums of gradients in fp32, and gradients of each head's own keys and values if several heads share them. `rows` are
+// the queries with their padding.
+Tensors of_flash_backward(const at::Tensor& q, int64_t batch, int64_t heads, int64_t heads_of_keys,
+                          int64_t rows, int64_t keys, int64_t multiprocessors) {
+  const int64_t size = q.size(-1), multiple = size <= 128 ? 32 : 64,
+                rounded = (size + multiple - 1) / multiple * multiple;
+  int64_t parts = 1;
+  if (at::globalContext().deterministicAlgorithms()) {
+    const int64_t blocks = batch * heads;
+    parts = (multiprocessors + blocks - 1) / blocks;
+  }
+  const auto options = q.options().dtype(at::kFloat);
+  Tensors memory{at::empty({heads, rows}, options), at::empty({parts, rows, heads, rounded}, options)};
+  if (heads != heads_of_keys)
+    for (int i = 0; i < 2; ++i) memory.push_back(at::empty({keys, heads, size}, q.options()));
+  return memory;
+}
+
 }  // namespace
+
+std::vector<at::Tensor> temporaries_of(const std::string& name, std::span<const at::IValue> arguments,
+                                       int64_t multiprocessors) {
+  const auto tensor = [&](size_t i) { return arguments[i].toTensor(); };
+  if (name == "aten::embedding_dense_backward")
+    return of_embedding_backward(tensor(0), tensor(1), arguments[2].toInt());
+  if (name == "aten::_foreach_norm") return of_norms(arguments[0].toTensorVector());
+  if (name == "aten::_scaled_dot_product_flash_attention_backward") {
+    const at::Tensor q = tensor(1), k = tensor(2);
+    const int64_t batch = q.size(0), rows = batch * ((q.size(2) + 127) / 128 * 128);
+    return of_flash_backward(q, batch, q.size(1), k.size(1), rows, batch * k.size(2), multiprocessors);
+  }
+  if (name == "aten::_flash_attention_backward") {  // its sequences are packed
+    const at::Tensor q = tensor(1), k = tensor(2);
+    const int64_t batch = tensor(6).numel() - 1;
+    return of_flash_backward(q, batch, q.size(1), k.size(1), q.size(0) + 128 * batch, k.size(0),
+                             multiprocessors);
+  }
+  return {};
+}
 
 const ShapeRule* shape_rule(const std::string& name) {
   static const std::unordered_map<std::string, ShapeRule> rules = {

@@ -9,6 +9,7 @@
 #include <torch/library.h>
 
 #include "kernels/call.h"
+#include "plan/shapes.h"
 
 namespace virtual_gpu {
 namespace {
@@ -83,24 +84,9 @@ FlashResult flash(const Tensor& q, const Tensor& k, const Tensor& v, double, boo
   auto [o, l] = attend("aten::_scaled_dot_product_flash_attention", q, k, v, {}, is_causal, scale);
   return {o, l, Tensor(), Tensor(), q.size(2), k.size(2), unused_seed(), unused_seed(), Tensor()};
 }
-// Memory that FlashAttention's backward takes from the allocator while it works: sums of gradients in fp32, and gradients of each head's own keys and
-// values if several heads share them. `rows` are the queries with their padding.
-// https://github.com/pytorch/pytorch/blob/v2.11.0/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp
-std::vector<Tensor> temporaries_of_flash(const Tensor& q, int64_t batch, int64_t heads, int64_t heads_of_keys,
-                                         int64_t rows, int64_t keys) {
-  const int64_t size = q.size(-1), multiple = size <= 128 ? 32 : 64,
-                rounded = (size + multiple - 1) / multiple * multiple;
-  int64_t parts = 1;
-  if (at::globalContext().deterministicAlgorithms()) {
-    const int64_t blocks = batch * heads;
-    parts = (at::cuda::getCurrentDeviceProperties()->multiProcessorCount + blocks - 1) / blocks;
-  }
-  const auto in_float = q.options().dtype(at::kFloat);
-  std::vector<Tensor> memory{at::empty({heads, rows}, in_float),
-                             at::empty({parts, rows, heads, rounded}, in_float)};
-  if (heads != heads_of_keys)
-    for (int i = 0; i < 2; ++i) memory.push_back(at::empty({keys, heads, size}, q.options()));
-  return memory;
+std::vector<Tensor> temporaries(const char* backward, const std::vector<c10::IValue>& arguments) {
+  return titan::plan::temporaries_of(backward, arguments,
+                                     at::cuda::getCurrentDeviceProperties()->multiProcessorCount);
 }
 
 std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& grad, const Tensor& q, const Tensor& k,
@@ -108,9 +94,7 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& grad, const Tens
                                                   const Tensor&, const Tensor&, c10::SymInt, c10::SymInt,
                                                   double, bool is_causal, const Tensor&, const Tensor&,
                                                   optional<double> scale) {
-  const int64_t batch = q.size(0), rows = batch * ((q.size(2) + 127) / 128 * 128);
-  const std::vector<Tensor> temporaries =
-      temporaries_of_flash(q, batch, q.size(1), k.size(1), rows, batch * k.size(2));
+  const auto temporary = temporaries("aten::_scaled_dot_product_flash_attention_backward", {grad, q, k});
   auto [a, b, c] = attend_backward("aten::_scaled_dot_product_flash_attention_backward", grad, q, k, v,
                                    {o, l}, {}, is_causal, scale);
   return {a, b, c};
@@ -203,9 +187,7 @@ std::tuple<Tensor, Tensor, Tensor> packed_flash_backward(const Tensor& grad, con
   check_packed({grad, q, k, v, out}, starts, starts_of_keys);
   Tensor grad_q = at::empty(q.sizes(), q.options()), grad_k = at::empty(k.sizes(), k.options()),
          grad_v = at::empty(v.sizes(), v.options());
-  const int64_t batch = starts.numel() - 1;
-  const std::vector<Tensor> temporaries =
-      temporaries_of_flash(q, batch, q.size(1), k.size(1), q.size(0) + 128 * batch, k.size(0));
+  const auto temporary = temporaries("aten::_flash_attention_backward", {grad, q, k, v, out, sums, starts});
   StandIns memory(StandIns::Kind::cpu);
   const auto cpu = [&](const Tensor& t) { return memory.stand_in(t); };
   run_on_device("aten::_flash_attention_backward", {grad, q, k, v, out, sums, starts},

@@ -35,6 +35,7 @@ using c10::DispatchKeySet;
 using c10::IValue;
 using titan::plan::shape_rule;
 using titan::plan::ShapeRule;
+using titan::plan::temporaries_of;
 using torch::jit::Stack;
 
 // Results of a call: CUDA tensors for the caller, and those among them that are new and must be filled.
@@ -97,22 +98,6 @@ bool is_product(const std::string& name) {
   return names.contains(name);
 }
 
-// Memory that LibTorch's kernel for CUDA takes from the allocator while it works, where that isn't little; docs/virtual_gpu.md has a table.
-// https://github.com/pytorch/pytorch/blob/v2.11.0/aten/src/ATen/native/cuda/ForeachReduceOp.cu
-std::vector<at::Tensor> temporaries_of(const std::string& name, c10::ArrayRef<IValue> arguments) {
-  const auto in_float = [](const at::Tensor& t) {
-    return t.options().dtype(at::toOpMathType(t.scalar_type()));
-  };
-  if (name == "aten::_foreach_norm") {
-    constexpr int64_t chunk = 65'536;
-    const std::vector<at::Tensor> tensors = arguments[0].toTensorVector();
-    int64_t most_chunks = 0;
-    for (const at::Tensor& t : tensors) most_chunks = std::max(most_chunks, (t.numel() + chunk - 1) / chunk);
-    return {at::empty({static_cast<int64_t>(tensors.size()) * most_chunks}, in_float(tensors.front()))};
-  }
-  return {};
-}
-
 // One operator call, from the host's side.
 class Call {
  public:
@@ -134,7 +119,8 @@ class Call {
     const Results results = results_for(*known, shapes, device_);
     {
       const std::vector<at::Tensor> temporaries =
-          temporaries_of(schema_.name(), c10::ArrayRef<IValue>(stack_).slice(base_));
+          temporaries_of(schema_.name(), std::span<const IValue>(stack_).subspan(base_),
+                         at::cuda::getCurrentDeviceProperties()->multiProcessorCount);
       queue(results.fresh);
     }
     replace_arguments(results.values);
