@@ -17,7 +17,9 @@ namespace {
 
 // run_ranks RANK...: runs them and leaves their exit codes. `lose_power` stops them all and cuts the link, so
 // that nothing answers any more and no connection is closed; `lose_network` only cuts the link.
+// Ranks that this test leaves behind, because it was killed itself, end after some minutes.
 constexpr const char* kRunRanks = R"(
+ulimit -t 200
 run_ranks() {
   for rank in $*; do
     (RANK=$rank $PROGRAM > $FOLDER/out.$rank 2> $FOLDER/err.$rank & echo $! > $FOLDER/pid.$rank
