@@ -111,6 +111,7 @@ class Call {
     Stack results;
     for (const IValue& value : of_results) results.push_back(result_for(value, shapes));
     const std::span<const IValue> inputs(stack_.data() + base_, schema_.arguments().size());
+    // Taken and given back, so that peaks have it.
     if (!gpu.device().is_cpu) temporaries_of(schema_.name(), inputs, gpu.device().multiprocessors);
     train::OperationCost cost = known_.costs.of_inputs(inputs);
     known_.costs.add_outputs(results, cost);

@@ -90,6 +90,15 @@ class LostHost : public ::testing::Test {
                 contents(folder_ / ("status." + name)).c_str());
   }
 
+  void expect_ends_on_first() {
+    for (const int rank : {0, 1})
+      expect_end(rank, "the job (hangs|fails): host second is gone [^\n]*, and with it ranks 2, 3, 4 of 5");
+  }
+  void expect_ends_on_second() {
+    for (const int rank : {2, 3, 4})
+      expect_end(rank, "the job (hangs|fails): host first is gone [^\n]*, and with it rank [01] of 5");
+  }
+
   const fs::path folder_ = fresh_folder("hosts"), run_ = fresh_folder("run");
   std::optional<Command> hosts_;
   std::chrono::steady_clock::time_point lost_;
@@ -100,26 +109,22 @@ TEST_F(LostHost, TheSecondLosesItsPower) {
   start("", "lose_power");
   if (IsSkipped() || HasFatalFailure()) return;
   lose();
-  for (const int rank : {0, 1})
-    expect_end(rank, "the job (hangs|fails): host second is gone [^\n]*, and with it ranks 2, 3, 4 of 5");
+  expect_ends_on_first();
 }
 
 TEST_F(LostHost, TheFirstLosesItsPower) {
   start("lose_power", "");
   if (IsSkipped() || HasFatalFailure()) return;
   lose();
-  for (const int rank : {2, 3, 4})
-    expect_end(rank, "the job (hangs|fails): host first is gone [^\n]*, and with it rank [01] of 5");
+  expect_ends_on_second();
 }
 
 TEST_F(LostHost, EachHasLostTheOther) {
   start("", "lose_network");
   if (IsSkipped() || HasFatalFailure()) return;
   lose();
-  for (const int rank : {0, 1})
-    expect_end(rank, "the job (hangs|fails): host second is gone [^\n]*, and with it ranks 2, 3, 4 of 5");
-  for (const int rank : {2, 3, 4})
-    expect_end(rank, "the job (hangs|fails): host first is gone [^\n]*, and with it rank [01] of 5");
+  expect_ends_on_first();
+  expect_ends_on_second();
 }
 
 }  // namespace

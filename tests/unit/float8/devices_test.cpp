@@ -401,13 +401,22 @@ TEST(Float8KernelsOnGpu, ReadAndWriteEveryByteOnce) {
       "amax_of_pieces_kernel", all, [&] { amax_many(many); }, 3);  // zeros, and a list of pieces
 }
 
+struct LaunchCounters {
+  void (*start)();
+  uint64_t (*count)(const char*, const char*, const char*);
+};
+// Null on other devices than virtual GPUs.
+LaunchCounters launch_counters() {
+  return {reinterpret_cast<void (*)()>(dlsym(RTLD_DEFAULT, "virtual_gpu_start_counting")),
+          reinterpret_cast<uint64_t (*)(const char*, const char*, const char*)>(
+              dlsym(RTLD_DEFAULT, "virtual_gpu_count"))};
+}
+
 // Scales come with their inverses. Where cuBLASLt has no product of vectors, the sums are scaled by one more launch.
 TEST(Float8KernelsOnGpu, ScalesAndProductsOfVectorsTakeNoOtherLaunches) {
   dist::DeviceBackend* backend = dist::open_cuda_plugin();
   if (!backend) GTEST_SKIP() << "no GPU is visible";
-  const auto start = reinterpret_cast<void (*)()>(dlsym(RTLD_DEFAULT, "virtual_gpu_start_counting"));
-  const auto count = reinterpret_cast<uint64_t (*)(const char*, const char*, const char*)>(
-      dlsym(RTLD_DEFAULT, "virtual_gpu_count"));
+  const auto [start, count] = launch_counters();
   if (!start) GTEST_SKIP() << "only virtual GPUs count launches";
   const at::Tensor amax = at::rand({512, 1}, at::TensorOptions(at::kCUDA));
   start();
@@ -433,9 +442,7 @@ TEST(Float8KernelsOnGpu, ScalesAndProductsOfVectorsTakeNoOtherLaunches) {
 // Three layers over one input: w1, w3, and one more. An inverse that isn't kept would be one more for each layer.
 TEST(Float8KernelsOnGpu, LayersOverOneInputCastTheirWeightsTogether) {
   if (!dist::open_cuda_plugin()) GTEST_SKIP() << "no GPU is visible";
-  const auto start = reinterpret_cast<void (*)()>(dlsym(RTLD_DEFAULT, "virtual_gpu_start_counting"));
-  const auto count = reinterpret_cast<uint64_t (*)(const char*, const char*, const char*)>(
-      dlsym(RTLD_DEFAULT, "virtual_gpu_count"));
+  const auto [start, count] = launch_counters();
   if (!start) GTEST_SKIP() << "only virtual GPUs count launches";
   const at::TensorOptions bf16 = at::TensorOptions().device(at::kCUDA).dtype(at::kBFloat16);
   const at::Tensor x = at::randn({64, 64}, bf16).requires_grad_();
@@ -473,9 +480,7 @@ TEST(Float8KernelsOnGpu, LayersOverOneInputCastTheirWeightsTogether) {
 TEST(Float8KernelsOnGpu, LayersWithMxfp8CastInTheHardwaresOrder) {
   dist::DeviceBackend* backend = dist::open_cuda_plugin();
   if (!backend) GTEST_SKIP() << "no GPU is visible";
-  const auto start = reinterpret_cast<void (*)()>(dlsym(RTLD_DEFAULT, "virtual_gpu_start_counting"));
-  const auto count = reinterpret_cast<uint64_t (*)(const char*, const char*, const char*)>(
-      dlsym(RTLD_DEFAULT, "virtual_gpu_count"));
+  const auto [start, count] = launch_counters();
   if (!start) GTEST_SKIP() << "only virtual GPUs count launches";
   if (backend->compute_capability(0) < 100) GTEST_SKIP() << "this GPU has no MXFP8";
   const at::TensorOptions bf16 = at::TensorOptions().device(at::kCUDA).dtype(at::kBFloat16);
