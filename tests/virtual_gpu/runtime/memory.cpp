@@ -227,8 +227,7 @@ void remove_block(const void* address) {
 
 void deliver(const Clock& known) {
   std::erase_if(arrivals(), [&](const Arrival& arrival) {
-    const auto number = known.find(arrival.stream);
-    if (number == known.end() || number->second < arrival.number) return false;
+    if (known[arrival.stream] < arrival.number) return false;
     arrive(arrival);
     return true;
   });

@@ -40,17 +40,6 @@ std::unordered_map<uintptr_t, std::vector<Access>>& pages() {
 }
 int races = 0;
 
-// Returns whether the clock learns something.
-bool join(Clock& clock, const Clock& other) {
-  bool is_new = false;
-  for (const auto& [stream, number] : other) {
-    uint64_t& known = clock[stream];
-    is_new |= known < number;
-    known = std::max(known, number);
-  }
-  return is_new;
-}
-
 constexpr int first_host_thread = -1000;
 struct HostThread {
   int id = 0;  // among the numbers of streams, for its own accesses
@@ -68,7 +57,7 @@ Clock& host_clock() { return host_thread().clock; }
 std::atomic<bool> any_is_known = false;
 
 void learn(const Clock& clock) {
-  if (!join(host_clock(), clock)) return;
+  if (!host_clock().join(clock)) return;
   ++host_thread().version;
   any_is_known = true;
 }
@@ -147,7 +136,7 @@ void forget_older_locks() {
   std::nth_element(numbers.begin(), middle, numbers.end());
   std::erase_if(released_locks(), [oldest = *middle](const auto& entry) {
     if (entry.second.number >= oldest) return false;
-    join(clock_of_forgotten_locks(), entry.second.clock);
+    clock_of_forgotten_locks().join(entry.second.clock);
     return true;
   });
 }
@@ -211,9 +200,7 @@ void check(const Access& now, const Clock& clock) {
   for (uintptr_t page = now.begin >> page_bits; page <= (now.end - 1) >> page_bits; ++page) {
     std::vector<Access>& list = pages()[page];
     std::erase_if(list, [&](const Access& before) {
-      const auto known = clock.find(before.stream);
-      const bool is_ordered =
-          before.stream == now.stream || (known != clock.end() && known->second >= before.number);
+      const bool is_ordered = before.stream == now.stream || clock[before.stream] >= before.number;
       const bool overlaps = before.begin < now.end && now.begin < before.end;
       if (overlaps && !is_ordered && (now.is_write || before.is_write)) {
         report(now, before);
@@ -229,13 +216,38 @@ void check(const Access& now, const Clock& clock) {
 
 }  // namespace
 
+uint64_t Clock::operator[](int stream) const {
+  const auto found = std::ranges::lower_bound(numbers_, stream, {}, &std::pair<int, uint64_t>::first);
+  return found != numbers_.end() && found->first == stream ? found->second : 0;
+}
+void Clock::set(int stream, uint64_t number) {
+  const auto found = std::ranges::lower_bound(numbers_, stream, {}, &std::pair<int, uint64_t>::first);
+  if (found != numbers_.end() && found->first == stream)
+    found->second = number;
+  else
+    numbers_.insert(found, {stream, number});
+}
+bool Clock::join(const Clock& other) {
+  bool changes = false;
+  size_t at = 0;
+  for (const auto& [stream, number] : other.numbers_) {
+    while (at < numbers_.size() && numbers_[at].first < stream) ++at;
+    if (at == numbers_.size() || numbers_[at].first != stream)
+      numbers_.insert(numbers_.begin() + static_cast<ptrdiff_t>(at), {stream, 0});
+    if (numbers_[at].second >= number) continue;
+    numbers_[at].second = number;
+    changes = true;
+  }
+  return changes;
+}
+
 void stamp(Stream& stream, Operation& operation) {
   if (!state().settings.checks_races) return;
-  join(stream.clock, host_clock());
+  stream.clock.join(host_clock());
   if (operation.is_bookkeeping)
-    join(stream.clock, operation.stamp ? operation.stamp->clock : allocator_clock());
+    stream.clock.join(operation.stamp ? operation.stamp->clock : allocator_clock());
   const uint64_t number = ++state().num_operations[stream.id];
-  stream.clock[stream.id] = number;
+  stream.clock.set(stream.id, number);
   operation.stamp = std::make_shared<const Stamp>(
       Stamp{stream.id, number, stream.clock, operation.stamp ? operation.stamp->calls : calls_here()});
 }
@@ -258,12 +270,12 @@ void check_ranges(const Operation& operation) {
 
 Clock clock_of(Stream& stream) {
   if (!state().settings.checks_races) return {};
-  join(stream.clock, host_clock());
-  stream.clock[stream.id] = state().num_operations[stream.id];
+  stream.clock.join(host_clock());
+  stream.clock.set(stream.id, state().num_operations[stream.id]);
   return stream.clock;
 }
 
-void stream_has_seen(Stream& stream, const Clock& clock) { join(stream.clock, clock); }
+void stream_has_seen(Stream& stream, const Clock& clock) { stream.clock.join(clock); }
 
 void find_allocator() {
   runtime_code = code_of("libcudart.so.13");
@@ -273,7 +285,7 @@ void find_allocator() {
 
 void host_has_seen(const Clock& clock) {
   if (held.count > 0) {
-    join(allocator_clock(), clock);
+    allocator_clock().join(clock);
   } else if (!is_watchdog()) {
     learn(clock);
     deliver(clock);
@@ -287,7 +299,19 @@ void host_has_seen_device(int device) {
     if (stream->device == device) host_has_seen(*stream);
   host_has_seen(clocks_of_deleted_streams()[device]);
 }
-void note_end(const Stream& stream) { join(clocks_of_deleted_streams()[stream.device], stream.clock); }
+void note_end(const Stream& stream) {
+  clocks_of_deleted_streams()[stream.device].join(stream.clock);
+  state().unused_streams.push_back(stream.id);
+}
+int new_stream_id() {
+  std::vector<int>& unused = state().unused_streams;
+  const auto known =
+      std::ranges::find_if(unused, [](int id) { return host_clock()[id] >= state().num_operations[id]; });
+  if (known == unused.end()) return state().next_stream++;
+  const int id = *known;
+  unused.erase(known);
+  return id;
+}
 
 void take_lock(const void* lock, const void* caller) {
   if (is_of_allocator(caller)) {
@@ -295,13 +319,9 @@ void take_lock(const void* lock, const void* caller) {
     return;
   }
   if (!counts_as_lock(lock, caller)) return;
-  Clock clock;
-  {
-    const UseLocks use;
-    const auto found = released_locks().find(lock);
-    clock = found == released_locks().end() ? clock_of_forgotten_locks() : found->second.clock;
-  }
-  learn(clock);
+  const UseLocks use;
+  const auto found = released_locks().find(lock);
+  learn(found == released_locks().end() ? clock_of_forgotten_locks() : found->second.clock);
 }
 void release_lock(const void* lock, const void* caller) {
   // By the lock, because a function whose last act is to release it isn't the caller any more.
@@ -319,7 +339,7 @@ void release_lock(const void* lock, const void* caller) {
   Released& released = released_locks()[lock];
   if (released.thread == thread.id && released.version == thread.version) return;
   released.number = ++num_releases;
-  join(released.clock, thread.clock);
+  released.clock.join(thread.clock);
   released.thread = thread.id;
   released.version = thread.version;
 }
@@ -335,7 +355,9 @@ void check_host_access(const Range& range, const std::string& name) {
   if (!block || !block->is_pinned_host) return;
   const int host = host_thread().id;
   const uint64_t number = ++state().num_operations[host];
-  learn({{host, number}});
+  host_clock().set(host, number);
+  any_is_known = true;
+  ++host_thread().version;
   const auto begin = reinterpret_cast<uintptr_t>(range.data);
   check({begin, begin + range.bytes, host, number, range.is_written, label_here(name), calls_here()},
         host_clock());

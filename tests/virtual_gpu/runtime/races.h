@@ -52,6 +52,9 @@ void host_has_seen(Stream& stream);
 void host_has_seen_device(int device);
 /// A destroyed stream's operations have run, and it is deleted.
 void note_end(const Stream& stream);
+/// That of a deleted stream if the calling host thread knows that all its operations are over, so that clocks don't grow with each stream that
+/// a long test makes.
+int new_stream_id();
 
 /// The memory is returned to the device: later accesses to the same addresses don't belong to the earlier ones.
 void forget_range(const void* data, size_t bytes);

@@ -351,7 +351,7 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* handle, unsigned flags, i
   Lock lock(s.mutex);
   s.streams.push_back(std::make_unique<Stream>());
   Stream& stream = *s.streams.back();
-  stream.id = s.next_stream++;
+  stream.id = new_stream_id();
   stream.device = current_device();
   stream.priority = priority;
   stream.flags = flags;

@@ -10,6 +10,7 @@
 #include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -20,8 +21,19 @@ namespace virtual_gpu {
 
 using Time = std::chrono::steady_clock::time_point;
 
-/// For each stream, the number of its operations that have happened before.
-using Clock = std::map<int, uint64_t>;
+/// For each stream, the number of its operations that have happened before. A sorted array: each operation copies one and joins two.
+class Clock {
+ public:
+  bool empty() const { return numbers_.empty(); }
+  /// 0 if none has happened before.
+  uint64_t operator[](int stream) const;
+  void set(int stream, uint64_t number);
+  /// Takes the later of both for each stream, and returns whether that changes this clock.
+  bool join(const Clock& other);
+
+ private:
+  std::vector<std::pair<int, uint64_t>> numbers_;  // in the order of streams
+};
 
 /// A point in a stream that others wait for. Each record of an event makes a new one.
 struct Marker {
@@ -109,7 +121,8 @@ struct State {
   std::vector<std::shared_ptr<Capture>> captures;
   uint64_t next_capture = 1;
   int next_stream = 1;
-  std::map<int, int> lanes;  ///< the captured streams' ids, by those of the lanes of graphs
+  std::vector<int> unused_streams;  ///< ids of deleted streams
+  std::map<int, int> lanes;         ///< the captured streams' ids, by those of the lanes of graphs
   std::mt19937_64 random;
   bool scheduler_runs = false;
 
