@@ -1,19 +1,22 @@
 #!/usr/bin/env bash
 # Installs into an empty folder, builds docs/examples/custom_trainer against it, and runs it with one and two ranks: the loss falls, and
 # both runs have the same curve. Then three ranks resume from what two have saved. docs/examples/custom_model is built against it, too,
-# and its model is trained both ways: as a shared object and by its own program. check_install.sh BUILD_DIR SOURCE_DIR
+# and its model is trained both ways: as a shared object and by its own program. check_install.sh BUILD_DIR SOURCE_DIR [COMMAND...], where
+# the programs run through the command.
 set -euo pipefail
 build=$1
 source=$2
+run=("${@:3}")
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cmake --install "$build" --prefix "$folder/prefix" >"$folder/install.log"
 [ "$(wc -l <"$source/docs/examples/custom_trainer/main.cpp")" -le 80 ] || { echo "the example has grown over 80 lines" >&2; exit 1; }
 cmake -S "$source/docs/examples/custom_trainer" -B "$folder/build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_PREFIX_PATH="$folder/prefix" >"$folder/configure.log" || { cat "$folder/configure.log" >&2; exit 1; }
 cmake --build "$folder/build"
-"$folder/build/custom_trainer" "$folder/steps_of_one" | tee "$folder/one"
-"$folder/prefix/bin/titan" launch -n 2 -- "$folder/build/custom_trainer" "$folder/steps_of_two" | tee "$folder/two"
-"$folder/prefix/bin/titan" launch -n 3 -- "$folder/build/custom_trainer" "$folder/steps_of_two" | tee "$folder/three"
+VIRTUAL_GPU_COUNTERS=$folder/launches "${run[@]}" "$folder/build/custom_trainer" "$folder/steps_of_one" | tee "$folder/one"
+[ ${#run[@]} = 0 ] || grep -q aten::addmm "$folder/launches" || { echo "the installed library didn't train on the virtual GPU" >&2; exit 1; }
+"${run[@]}" "$folder/prefix/bin/titan" launch -n 2 -- "$folder/build/custom_trainer" "$folder/steps_of_two" | tee "$folder/two"
+"${run[@]}" "$folder/prefix/bin/titan" launch -n 3 -- "$folder/build/custom_trainer" "$folder/steps_of_two" | tee "$folder/three"
 python3 - "$folder/one" "$folder/two" "$folder/three" <<'PY'
 import re, sys
 one, two, three = ([float(x) for x in re.findall(r"loss ([0-9.]+)", open(path).read())] for path in sys.argv[1:])
@@ -26,5 +29,5 @@ PY
 cmake -S "$source/docs/examples/custom_model" -B "$folder/model" -G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_PREFIX_PATH="$folder/prefix" >"$folder/configure.log" || { cat "$folder/configure.log" >&2; exit 1; }
 cmake --build "$folder/model"
 cd "$source"
-"$folder/prefix/bin/titan" train docs/examples/custom_model/ngram.toml --experimental.custom_import "$folder/model/libngram.so" --training.steps 2 --job.dump_folder "$folder/module_run"
-"$folder/model/ngram_titan" train docs/examples/custom_model/ngram.toml --training.steps 2 --job.dump_folder "$folder/program_run"
+"${run[@]}" "$folder/prefix/bin/titan" train docs/examples/custom_model/ngram.toml --experimental.custom_import "$folder/model/libngram.so" --training.steps 2 --job.dump_folder "$folder/module_run"
+"${run[@]}" "$folder/model/ngram_titan" train docs/examples/custom_model/ngram.toml --training.steps 2 --job.dump_folder "$folder/program_run"

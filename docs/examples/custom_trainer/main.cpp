@@ -28,6 +28,7 @@ int main(int argc, char** argv) try {
 
   at::manual_seed(0);  // all ranks draw the same weights; fully_shard keeps this rank's part
   Mlp model(16, 64);
+  model->to(world.device());  // a GPU if one is visible
   const titan::FsdpOptions fsdp{.mesh = mesh["dp_shard"]};
   titan::fully_shard(model->up, fsdp);
   titan::fully_shard(model->down, fsdp);
@@ -56,9 +57,10 @@ int main(int argc, char** argv) try {
     auto generator = at::make_generator<at::CPUGeneratorImpl>(++step);  // the same data in every run
     // Every rank draws the global batch and computes its own rows. The ranks' losses add up to the mean.
     const at::Tensor x = at::randn({batch, 16}, generator);
-    const at::Tensor y = (x.square().sum(1, true) - 16) / 8;
     const at::Tensor mine = at::arange(world.rank(), batch, world.size());
-    at::Tensor loss = (model(x.index_select(0, mine)) - y.index_select(0, mine)).square().sum() / batch;
+    const at::Tensor rows = x.index_select(0, mine).to(world.device());
+    const at::Tensor labels = (rows.square().sum(1, true) - 16) / 8;
+    at::Tensor loss = (model(rows) - labels).square().sum() / batch;
 
     optimizer.zero_grad();
     loss.backward();
