@@ -69,12 +69,45 @@ namespace {
 
 namespace symm = c10d::symmetric_memory;
 
+// LibTorch 2.11 numbers the exchanges of a rendezvous by one count for all groups of the process, as "CUDASymmetricMemory/<number>/<rank>", so
+// members whose other groups have met more or less often would wait for each other's keys forever. This store numbers those of one group.
+class NumberedStore final : public c10d::PrefixStore {
+ public:
+  using PrefixStore::PrefixStore;
+  using PrefixStore::wait;
+  void set(const std::string& key, const std::vector<uint8_t>& value) override {
+    PrefixStore::set(own(key), value);
+  }
+  std::vector<uint8_t> get(const std::string& key) override { return PrefixStore::get(own(key)); }
+  void wait(const std::vector<std::string>& keys) override {
+    std::vector<std::string> own_keys;
+    for (const std::string& key : keys) own_keys.push_back(own(key));
+    PrefixStore::wait(own_keys);
+  }
+
+ private:
+  std::string own(const std::string& key) {
+    const size_t rank = key.rfind('/');
+    TITAN_CHECK(rank != std::string::npos, "LibTorch's rendezvous of symmetric memory has a key '", key,
+                "' without a rank");
+    if (const std::string exchange = key.substr(0, rank); exchange != exchange_) {
+      exchange_ = exchange;
+      ++count_;
+    }
+    return str(count_, key.substr(rank));
+  }
+
+  std::string exchange_;  // the last one
+  int64_t count_ = 0;
+};
+
 // LibTorch 2.11's rendezvous looks up rank, size and store by the group's name in a per-process registry.
 class RegisteredGroup {
  public:
   explicit RegisteredGroup(const GroupSpec& spec)
       : name_(unused_name(spec.name)),
-        group_(c10::make_intrusive<c10d::ProcessGroup>(spec.store, spec.rank, spec.size)) {
+        group_(c10::make_intrusive<c10d::ProcessGroup>(
+            c10::make_intrusive<NumberedStore>("rendezvous", spec.store), spec.rank, spec.size)) {
     c10d::register_process_group(name_, group_);
   }
   ~RegisteredGroup() { c10d::unregister_process_group(name_); }

@@ -88,6 +88,17 @@ TEST(PeerMemoryOnGpu, EqualsPlainProducts) {
   setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1", 1);  // ranks share GPUs where there are too few
   const auto group = world().everyone();
   const auto store = c10::intrusive_ptr<c10d::Store>::reclaim_copy(&world().store());
+  // Rank 0 has met before, in a group that no other rank knows of.
+  if (group->rank() == 0)
+    dist::device_backend()
+        ->make_symmetric_memory(
+            {.name = "peer_memory_test of one",
+             .store = c10::make_intrusive<c10d::PrefixStore>("peer_memory_test of one", store),
+             .rank = 0,
+             .size = 1,
+             .world_ranks = {0},
+             .timeout = std::chrono::seconds(30)})
+        ->reserve(1024);
   const auto exchange = std::make_shared<const PeerMemoryExchange>(
       std::make_shared<PeerPieces>(PeerPieces{dist::device_backend()->make_symmetric_memory(
           {.name = "peer_memory_test",

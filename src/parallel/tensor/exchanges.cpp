@@ -378,8 +378,10 @@ std::unique_ptr<dist::SymmetricMemory> make_symmetric_memory(const DeviceMesh& a
                                                              dist::DeviceBackend& devices) {
   const dist::World& world = axis.world();
   const auto store = c10::intrusive_ptr<c10d::Store>::reclaim_copy(&world.store());
-  const auto own_store =
-      c10::make_intrusive<c10d::PrefixStore>(str("peer_memory/", c10::Join("-", axis.ranks())), store);
+  // Later calls for the same ranks have keys of their own. Each rank counts its calls, which all of them make.
+  const std::string keys = str("peer_memory/", c10::Join("-", axis.ranks()), "/");
+  const int64_t number = store->add(str(keys, "calls of ", world.rank()), 1);
+  const auto own_store = c10::make_intrusive<c10d::PrefixStore>(str(keys, number), store);
   const auto group = axis.group();
   return devices.make_symmetric_memory({.name = group->name(),
                                         .store = own_store,
