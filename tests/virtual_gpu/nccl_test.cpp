@@ -11,6 +11,7 @@
 #include <vector>
 
 #include <cuda_runtime_api.h>
+#include <dlfcn.h>
 #include <gtest/gtest.h>
 #include <nccl.h>
 
@@ -380,6 +381,69 @@ TEST(Nccl, SendsAndReceivesOutsideAGroupRunOneAfterAnother) {
       }
     }
   }
+}
+
+// ---- registered memory
+
+/// Numbers in memory that NCCL allocated, registered or not with a rank's communicator.
+struct Registered {
+  Registered(Rank& rank, bool is_registered) : communicator(rank.communicator) {
+    EXPECT_EQ(ncclMemAlloc(reinterpret_cast<void**>(&data), kBytes), ncclSuccess);
+    if (is_registered) EXPECT_EQ(ncclCommRegister(communicator, data, kBytes, &handle), ncclSuccess);
+  }
+  ~Registered() {
+    if (handle) EXPECT_EQ(ncclCommDeregister(communicator, handle), ncclSuccess);
+    EXPECT_EQ(ncclMemFree(data), ncclSuccess);
+  }
+
+  static constexpr size_t kBytes = 4096;
+  ncclComm_t communicator;
+  void* handle = nullptr;
+  float* data = nullptr;
+};
+
+uint64_t num_registered_calls(const char* name, int count) {
+  return reinterpret_cast<uint64_t (*)(const char*, int)>(
+      dlsym(RTLD_DEFAULT, "virtual_gpu_registered_calls"))(name, count);
+}
+
+TEST(NcclRegistration, AllRanksMayPassRegisteredMemoryAtTheSameOffsets) {
+  auto ranks = make_ranks(2);
+  std::vector<std::unique_ptr<Registered>> memory;
+  for (const auto& rank : ranks) memory.push_back(std::make_unique<Registered>(*rank, true));
+  const uint64_t before = num_registered_calls("ncclAllGather", 2);
+  on_all(ranks, [&](Rank& rank) {
+    float* all = memory[static_cast<size_t>(rank.number)]->data + 4;
+    EXPECT_EQ(ncclAllGather(all + 8 * rank.number, all, 8, ncclFloat, rank.communicator, rank.stream),
+              ncclSuccess);
+    EXPECT_TRUE(rank.ends());
+  });
+  EXPECT_EQ(num_registered_calls("ncclAllGather", 2) - before, 2u);
+}
+
+TEST(NcclRegistration, EndsTheProgramWhereNcclWouldBeUndefined) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto sum = [](bool second_is_registered, size_t second_offset) {
+    auto ranks = make_ranks(2);
+    std::vector<std::unique_ptr<Registered>> memory;
+    memory.push_back(std::make_unique<Registered>(*ranks[0], true));
+    memory.push_back(std::make_unique<Registered>(*ranks[1], second_is_registered));
+    on_all(ranks, [&](Rank& rank) {
+      float* data = memory[static_cast<size_t>(rank.number)]->data + (rank.number == 1 ? second_offset : 0);
+      ncclAllReduce(data, data, 8, ncclFloat, ncclSum, rank.communicator, rank.stream);
+      rank.ends();
+    });
+  };
+  sum(true, 0);
+  EXPECT_DEATH(sum(false, 0), "NCCL asks that all ranks register");
+  EXPECT_DEATH(sum(true, 2), "at other offsets");
+  EXPECT_DEATH(
+      {
+        auto ranks = make_ranks(2);
+        const Registered memory(*ranks[0], true);
+        ncclMemFree(memory.data);
+      },
+      "registered with a communicator");
 }
 
 // ---- the first contact of two ranks

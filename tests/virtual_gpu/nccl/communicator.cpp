@@ -12,6 +12,7 @@
 #include <random>
 #include <string_view>
 #include <thread>
+#include <utility>
 
 #include "runtime/virtual_gpu.h"
 
@@ -29,7 +30,35 @@ void poll(Condition condition) {
   }
 }
 
+// Registrations of all communicators: their number by address.
+struct Registered {
+  std::mutex mutex;
+  std::map<uintptr_t, int> counts;
+};
+Registered& registered() {
+  static auto& all = *new Registered;
+  return all;
+}
+
+// Under the lock.
+void count_registered(uintptr_t address, int change) {
+  auto& counts = registered().counts;
+  if ((counts[address] += change) == 0) counts.erase(address);
+}
+
 }  // namespace
+
+bool is_registered(const void* address) {
+  const std::lock_guard lock(registered().mutex);
+  return registered().counts.contains(reinterpret_cast<uintptr_t>(address));
+}
+
+int num_registrations() {
+  const std::lock_guard lock(registered().mutex);
+  int sum = 0;
+  for (const auto& [address, count] : registered().counts) sum += count;
+  return sum;
+}
 
 bool is_strict() {
   static const bool strict = [] {
@@ -57,6 +86,7 @@ std::shared_ptr<Communicator> Communicator::open(const std::string& name, int ra
 }
 
 Communicator::~Communicator() {
+  forget_registered();
   if (shared_) munmap(shared_, sizeof(Shared));
 }
 
@@ -83,6 +113,32 @@ bool Communicator::host_barrier() {
 bool Communicator::wait_for_operations() {
   poll([this] { return num_finished_ == next_ticket_ || is_aborted_; });
   return !is_aborted();
+}
+
+void Communicator::add_registered(const void* address, size_t bytes) {
+  const std::lock_guard lock(registered().mutex);
+  const auto begin = reinterpret_cast<uintptr_t>(address);
+  if (registered_.emplace(begin, bytes).second) count_registered(begin, 1);
+}
+bool Communicator::remove_registered(const void* address) {
+  const std::lock_guard lock(registered().mutex);
+  const auto begin = reinterpret_cast<uintptr_t>(address);
+  if (registered_.erase(begin) == 0) return false;
+  count_registered(begin, -1);
+  return true;
+}
+std::optional<size_t> Communicator::offset_of_registered(const void* address, size_t bytes) const {
+  const std::lock_guard lock(registered().mutex);
+  const auto begin = reinterpret_cast<uintptr_t>(address);
+  auto found = registered_.upper_bound(begin);
+  if (found == registered_.begin()) return std::nullopt;
+  --found;
+  if (begin + bytes > found->first + found->second) return std::nullopt;
+  return begin - found->first;
+}
+void Communicator::forget_registered() {
+  const std::lock_guard lock(registered().mutex);
+  for (const auto& [address, bytes] : std::exchange(registered_, {})) count_registered(address, -1);
 }
 
 void Communicator::announce_connection(int sender, int receiver) {

@@ -5,8 +5,10 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -29,6 +31,13 @@ struct Meeting {
   std::atomic<uint32_t> round;
 };
 
+/// Where a rank's calls of one launch have their buffers, as far as NCCL asks that the ranks agree.
+struct Places {
+  uint32_t num_buffers, num_registered;
+  uint64_t offsets;  ///< a hash of the registered ones' offsets
+  bool operator==(const Places&) const = default;
+};
+
 /// Memory that the ranks of a communicator share: zeroed at first, and mapped by every process.
 struct Shared {
   Meeting of_hosts, of_devices;
@@ -38,6 +47,8 @@ struct Shared {
   } splits[max_ranks];
   /// 1: the sender has come to connect, 2: the receiver has, 3: both have. [sender][receiver]
   std::atomic<uint32_t> connections[max_ranks][max_ranks];
+  /// Written before a rank's device arrives for the first time in an operation.
+  Places places[max_ranks];
   char slots[max_ranks][slot_bytes];
   Mailbox mailboxes[max_ranks][max_ranks];
 };
@@ -77,6 +88,13 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void announce_connection(int sender, int receiver);
   void wait_for_connection(int sender, int receiver);
 
+  /// Memory that ncclCommRegister was given, and that ncclCommDeregister wasn't.
+  void add_registered(const void* address, size_t bytes);
+  bool remove_registered(const void* address);
+  /// The offset of these bytes in registered memory that has all of them.
+  std::optional<size_t> offset_of_registered(const void* address, size_t bytes) const;
+  void forget_registered();
+
   /// Unless it blocks, its calls that wait for other ranks return ncclInProgress, which is its state until they have ended.
   bool blocks = true;
   std::atomic<ncclResult_t> state = ncclSuccess;
@@ -92,9 +110,14 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   int size_ = 1;
   Shared* shared_ = nullptr;
   std::atomic<bool> is_aborted_ = false;
+  std::map<uintptr_t, size_t> registered_;  // bytes by address
   std::atomic<uint64_t> next_ticket_ = 0;
   std::atomic<uint64_t> num_finished_ = 0;
 };
+
+/// Whether any communicator of this process has registered memory at the address.
+bool is_registered(const void* address);
+int num_registrations();
 
 /// Whether VIRTUAL_GPU_NCCL=strict.
 bool is_strict();

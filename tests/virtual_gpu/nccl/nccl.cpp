@@ -4,10 +4,14 @@
 #include <nccl.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <cstring>
+#include <map>
+#include <mutex>
 #include <optional>
 #include <random>
+#include <string>
 #include <thread>
 #include <utility>
 
@@ -46,6 +50,58 @@ void set_task(Operation& operation, const CommunicatorPtr& c, cudaStream_t strea
     operation.begin = begin();
 }
 
+// NCCL asks that all ranks of a call pass registered memory, or none does, and at the same offsets; else it is undefined. In place, one buffer
+// is this rank's part of the other, whose offset counts.
+struct Buffer {
+  const void* data = nullptr;
+  size_t bytes = 0;
+  const void* counts = nullptr;  ///< where the offset is taken
+};
+
+struct RegisteredCalls {
+  std::mutex mutex;
+  std::map<std::string, std::array<uint64_t, 3>> by_name;  ///< calls with so many registered buffers
+};
+RegisteredCalls& registered_calls() {
+  static auto& all = *new RegisteredCalls;
+  return all;
+}
+
+Places places_of(const Communicator& c, const std::string& name, const std::vector<Buffer>& buffers) {
+  Places places{static_cast<uint32_t>(buffers.size()), 0, 0};
+  for (const Buffer& buffer : buffers) {
+    const auto offset = c.offset_of_registered(buffer.data, buffer.bytes);
+    if (!offset) continue;
+    ++places.num_registered;
+    const size_t counted = *offset - static_cast<size_t>(static_cast<const char*>(buffer.data) -
+                                                         static_cast<const char*>(buffer.counts));
+    places.offsets = places.offsets * 1000003 + counted + 1;
+  }
+  const std::lock_guard lock(registered_calls().mutex);
+  ++registered_calls().by_name[name][std::min<size_t>(places.num_registered, 2)];
+  return places;
+}
+
+Places both(const Places& first, const Places& second) {
+  return {first.num_buffers + second.num_buffers, first.num_registered + second.num_registered,
+          first.offsets * 1000003 + second.offsets};
+}
+
+// When all ranks are in the operation.
+void compare_places(const Communicator& c, const std::string& name) {
+  const Places& mine = c.shared().places[c.rank()];
+  for (int rank = 0; rank < c.size(); ++rank) {
+    const Places& other = c.shared().places[rank];
+    if (other == mine) continue;
+    not_supported(name + " where rank " + std::to_string(c.rank()) + " has " +
+                      std::to_string(mine.num_registered) + " of " + std::to_string(mine.num_buffers) +
+                      " buffers in registered memory, and rank " + std::to_string(rank) + " has " +
+                      std::to_string(other.num_registered) +
+                      (other.num_registered == mine.num_registered ? ", at other offsets," : ""),
+                  "NCCL asks that all ranks register a call's buffers, at the same offsets, or none does.");
+  }
+}
+
 // Called for each part of a round, when all ranks' parts are in their slots.
 using Visit = std::function<void(size_t offset, size_t bytes)>;
 struct Round {
@@ -53,16 +109,19 @@ struct Round {
   size_t bytes = 0;
   Visit visit;  ///< may be empty
 };
-Task exchange(Turn turn, std::vector<Round> rounds) {
+Task exchange(Turn turn, std::vector<Round> rounds, std::string name, Places places) {
   Communicator& c = *turn.communicator;
   const uint64_t ticket = turn.ticket;
   co_await until([&c, ticket] { return c.is_turn(ticket); });
+  c.shared().places[c.rank()] = places;
+  bool is_compared = false;
   for (const Round& round : rounds) {
     for (size_t offset = 0; offset < round.bytes; offset += slot_bytes) {
       const size_t part = std::min(slot_bytes, round.bytes - offset);
       if (round.source) copy_bytes(c.shared().slots[c.rank()], round.source + offset, part);
       co_await until(c.arrive());
       if (c.is_aborted()) break;
+      if (!std::exchange(is_compared, true)) compare_places(c, name);
       if (round.visit) round.visit(offset, part);
       co_await until(c.arrive());
       if (c.is_aborted()) break;
@@ -104,11 +163,12 @@ struct Collective {
   cudaStream_t stream = nullptr;
   Operation operation;
   std::vector<Round> rounds;
+  Places places{};
 };
 thread_local std::vector<Collective> grouped_collectives;
 
 ncclResult_t submit_now(Collective collective) {
-  const auto& [c, stream, operation, rounds] = collective;
+  const auto& [c, stream, operation, rounds, places] = collective;
   if (c->is_aborted()) return ncclRemoteError;
   size_t largest = 0;
   for (const Range& range : operation.ranges) largest = std::max(largest, range.bytes);
@@ -116,7 +176,9 @@ ncclResult_t submit_now(Collective collective) {
     collective.operation.begin = computation("", {}, [] {}).begin;
   } else {
     set_task(collective.operation, c, stream,
-             [rounds = rounds](const Turn& turn) { return exchange(turn, rounds); });
+             [rounds = rounds, name = operation.name, places = places](const Turn& turn) {
+               return exchange(turn, rounds, name, places);
+             });
   }
   return submit(stream, std::move(collective.operation)) ? ncclUnhandledCudaError : ncclSuccess;
 }
@@ -133,6 +195,7 @@ ncclResult_t submit_grouped_collectives() {
     auto& ranges = merged.back().operation.ranges;
     ranges.insert(ranges.end(), next.operation.ranges.begin(), next.operation.ranges.end());
     merged.back().rounds.insert(merged.back().rounds.end(), next.rounds.begin(), next.rounds.end());
+    merged.back().places = both(merged.back().places, next.places);
   }
   ncclResult_t result = ncclSuccess;
   for (Collective& collective : merged)
@@ -140,8 +203,9 @@ ncclResult_t submit_grouped_collectives() {
   return result;
 }
 
-ncclResult_t submit_exchange(Collective collective) {
+ncclResult_t submit_exchange(Collective collective, const std::vector<Buffer>& buffers) {
   if (const ncclResult_t error = check_is_ready(*collective.communicator)) return error;
+  collective.places = places_of(*collective.communicator, collective.operation.name, buffers);
   if (group_depth == 0) return submit_now(std::move(collective));
   grouped_collectives.push_back(std::move(collective));
   return ncclSuccess;
@@ -294,7 +358,7 @@ const CommunicatorPtr& communicator_of(ncclComm_t handle) {
 }
 // A handle's memory isn't freed, so that a later use of it is found.
 CommunicatorPtr end(ncclComm_t handle) {
-  communicator_of(handle);
+  communicator_of(handle)->forget_registered();
   return std::exchange(handle->communicator, nullptr);
 }
 
@@ -342,6 +406,12 @@ extern "C" {
 
 /// For tests.
 int virtual_gpu_num_communicators() { return num_communicators; }
+int virtual_gpu_num_registrations() { return num_registrations(); }
+/// For tests: how many calls of NCCL's function passed `count` (0, 1 or 2) buffers in registered memory.
+uint64_t virtual_gpu_registered_calls(const char* name, int count) {
+  const std::lock_guard lock(registered_calls().mutex);
+  return registered_calls().by_name[name].at(static_cast<size_t>(count));
+}
 
 ncclResult_t ncclGetVersion(int* version) {
   *version = NCCL_VERSION_CODE;
@@ -437,15 +507,23 @@ ncclResult_t ncclCommUserRank(const ncclComm_t handle, int* rank) {
   *rank = communicator_of(handle)->rank();
   return ncclSuccess;
 }
-ncclResult_t ncclCommRegister(const ncclComm_t, void*, size_t, void** handle) {
-  *handle = nullptr;
+// The handle is the address.
+ncclResult_t ncclCommRegister(const ncclComm_t handle, void* address, size_t bytes, void** registered) {
+  communicator_of(handle)->add_registered(address, bytes);
+  count_call("ncclCommRegister");
+  *registered = address;
   return ncclSuccess;
 }
-ncclResult_t ncclCommDeregister(const ncclComm_t, void*) { return ncclSuccess; }
+ncclResult_t ncclCommDeregister(const ncclComm_t handle, void* registered) {
+  return communicator_of(handle)->remove_registered(registered) ? ncclSuccess : ncclInvalidUsage;
+}
 ncclResult_t ncclMemAlloc(void** address, size_t bytes) {
   return cudaMalloc(address, bytes) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
 }
 ncclResult_t ncclMemFree(void* address) {
+  if (is_registered(address))
+    not_supported("ncclMemFree of memory that is registered with a communicator",
+                  "Call ncclCommDeregister first.");
   return cudaFree(address) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
 }
 
@@ -492,7 +570,8 @@ ncclResult_t ncclAllReduce(const void* from, void* to, size_t count, ncclDataTyp
                           stream,
                           {"ncclAllReduce", {{from, bytes, false}, {to, bytes, true}}, {}},
                           {{static_cast<const char*>(from), bytes,
-                            reduce_into(c, static_cast<char*>(to), type, reduction_of(c, op))}}});
+                            reduce_into(c, static_cast<char*>(to), type, reduction_of(c, op))}}},
+                         {{from, bytes, from}, {to, bytes, to}});
 }
 ncclResult_t ncclReduce(const void* from, void* to, size_t count, ncclDataType_t type, ncclRedOp_t op,
                         int root, ncclComm_t handle, cudaStream_t stream) {
@@ -503,7 +582,8 @@ ncclResult_t ncclReduce(const void* from, void* to, size_t count, ncclDataType_t
   if (is_root) operation.ranges.push_back({to, bytes, true});
   Visit visit;
   if (is_root) visit = reduce_into(c, static_cast<char*>(to), type, reduction_of(c, op));
-  return submit_exchange({c, stream, operation, {{static_cast<const char*>(from), bytes, visit}}});
+  return submit_exchange({c, stream, operation, {{static_cast<const char*>(from), bytes, visit}}},
+                         {{from, bytes, from}});
 }
 ncclResult_t ncclBroadcast(const void* from, void* to, size_t count, ncclDataType_t type, int root,
                            ncclComm_t handle, cudaStream_t stream) {
@@ -515,7 +595,7 @@ ncclResult_t ncclBroadcast(const void* from, void* to, size_t count, ncclDataTyp
     copy_bytes(static_cast<char*>(to) + offset, c->shared().slots[root], part);
   };
   const char* source = c->rank() == root ? static_cast<const char*>(from) : nullptr;
-  return submit_exchange({c, stream, operation, {{source, bytes, take}}});
+  return submit_exchange({c, stream, operation, {{source, bytes, take}}}, {{to, bytes, to}});
 }
 ncclResult_t ncclBcast(void* data, size_t count, ncclDataType_t type, int root, ncclComm_t handle,
                        cudaStream_t stream) {
@@ -531,10 +611,12 @@ ncclResult_t ncclAllGather(const void* from, void* to, size_t count, ncclDataTyp
                  part);
   };
   const size_t all_bytes = bytes * static_cast<size_t>(c->size());
+  const bool is_in_place = from == static_cast<const char*>(to) + static_cast<size_t>(c->rank()) * bytes;
   return submit_exchange({c,
                           stream,
                           {"ncclAllGather", {{from, bytes, false}, {to, all_bytes, true}}, {}},
-                          {{static_cast<const char*>(from), bytes, take}}});
+                          {{static_cast<const char*>(from), bytes, take}}},
+                         {{from, bytes, is_in_place ? to : from}, {to, all_bytes, to}});
 }
 ncclResult_t ncclReduceScatter(const void* from, void* to, size_t count, ncclDataType_t type, ncclRedOp_t op,
                                ncclComm_t handle, cudaStream_t stream) {
@@ -547,10 +629,12 @@ ncclResult_t ncclReduceScatter(const void* from, void* to, size_t count, ncclDat
     rounds.push_back(std::move(round));
   }
   const size_t all_bytes = bytes * static_cast<size_t>(c->size());
+  const bool is_in_place = to == static_cast<const char*>(from) + static_cast<size_t>(c->rank()) * bytes;
   return submit_exchange({c,
                           stream,
                           {"ncclReduceScatter", {{from, all_bytes, false}, {to, bytes, true}}, {}},
-                          std::move(rounds)});
+                          std::move(rounds)},
+                         {{from, all_bytes, from}, {to, bytes, is_in_place ? from : to}});
 }
 ncclResult_t ncclSend(const void* data, size_t count, ncclDataType_t type, int peer, ncclComm_t handle,
                       cudaStream_t stream) {
