@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -22,6 +23,8 @@
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/cuda/CUDAEvent.h>
 #include <ATen/cuda/CUDAGraph.h>
+#include <ATen/cuda/MemPool.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/AllocatorConfig.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -32,6 +35,8 @@
 #include <c10/util/env.h>
 #include <cuda.h>
 #include <cuda_runtime_api.h>
+#include <nccl.h>
+#include <torch/csrc/cuda/CUDAPluggableAllocator.h>
 #include <torch/csrc/cuda/memory_snapshot.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -404,6 +409,91 @@ class NcclGroup final : public c10d::ProcessGroupNCCL {
   std::atomic<bool> is_aborted_{false};
 };
 
+/// A pool of LibTorch's allocator, whose memory comes from NCCL. LibTorch registers its segments when they are made, and a
+/// pool with an allocator of its own has no expandable ones.
+class CudaRegisteredMemory final : public RegisteredMemory {
+ public:
+  // While an error unwinds, streams may wait in calls that use the memory; aborting the groups ends its registration.
+  ~CudaRegisteredMemory() override {
+    if (std::uncaught_exceptions() > 0) static_cast<void>(pool_.release());
+    if (!pool_) return;
+    for (const auto& group : groups_) {
+      try {
+        group->deregisterMemPool(pool_.get());
+      } catch (const std::exception&) {  // it was aborted
+      }
+    }
+  }
+
+  void add(const c10::intrusive_ptr<c10d::Backend>& group) override {
+    auto nccl = c10::dynamic_intrusive_pointer_cast<NcclGroup>(group);
+    TITAN_CHECK(nccl, "only NCCL's groups take registered memory");
+    if (std::ranges::find(groups_, nccl) != groups_.end()) return;
+    if (!pool_)
+      pool_ = std::make_unique<at::cuda::MemPool>(allocator_of_nccl(), /*is_user_created=*/true,
+                                                  /*use_on_oom=*/false, /*no_split=*/true);
+    nccl->registerMemPool(pool_.get());
+    groups_.push_back(std::move(nccl));
+  }
+
+  at::Tensor empty(int64_t bytes) override {
+    const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+    cudaStreamCaptureStatus status{};
+    C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+    TITAN_CHECK(status == cudaStreamCaptureStatusNone,
+                "registered communication buffers can't be allocated while work is recorded");
+    // The allocator frees nothing for a pool.
+    constexpr size_t largest_rounding = 20 << 20;
+    size_t free = 0, total = 0;
+    if (cudaMemGetInfo(&free, &total) == cudaSuccess && free < static_cast<size_t>(bytes) + largest_rounding)
+      c10::cuda::CUDACachingAllocator::emptyCache();
+    std::optional<InPool> in_pool;
+    if (pool_) in_pool.emplace(pool_->device(), pool_->id());
+    return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(c10::kCUDA));
+  }
+
+ private:
+  // LibTorch's own refuses devices without NVLink SHARP, where registration is of use, too.
+  static std::shared_ptr<c10::cuda::CUDACachingAllocator::CUDAAllocator> allocator_of_nccl() {
+    static const auto allocator = torch::cuda::CUDAPluggableAllocator::createCustomAllocator(
+        [](size_t bytes, int device, cudaStream_t) -> void* {
+          const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
+          void* address = nullptr;
+          if (ncclMemAlloc(&address, bytes) == ncclSuccess) return address;
+          static_cast<void>(cudaGetLastError());  // else the next launch reports it
+          return nullptr;
+        },
+        [](void* address, size_t, int device, cudaStream_t) {
+          const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
+          static_cast<void>(ncclMemFree(address));
+        });
+    return allocator;
+  }
+
+  // This thread's requests go to the pool.
+  class InPool {
+   public:
+    InPool(c10::DeviceIndex device, c10::MempoolId_t pool) : device_(device), pool_(std::move(pool)) {
+      c10::cuda::CUDACachingAllocator::beginAllocateToPool(
+          device_, pool_,
+          [self = std::this_thread::get_id()](cudaStream_t) { return std::this_thread::get_id() == self; });
+    }
+    ~InPool() {
+      c10::cuda::CUDACachingAllocator::endAllocateToPool(device_, pool_);
+      c10::cuda::CUDACachingAllocator::releasePool(device_, pool_);
+    }
+    InPool(const InPool&) = delete;
+    InPool& operator=(const InPool&) = delete;
+
+   private:
+    c10::DeviceIndex device_;
+    c10::MempoolId_t pool_;
+  };
+
+  std::vector<c10::intrusive_ptr<NcclGroup>> groups_;
+  std::unique_ptr<at::cuda::MemPool> pool_;  // none before the first group
+};
+
 using Stats = c10::CachingDeviceAllocator::DeviceStats;
 
 constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
@@ -581,6 +671,10 @@ class CudaBackend final : public DeviceBackend {
   }
   std::unique_ptr<SymmetricMemory> make_symmetric_memory(const GroupSpec& spec) override {
     return std::make_unique<CudaSymmetricMemory>(spec);
+  }
+
+  std::unique_ptr<RegisteredMemory> make_registered_memory() override {
+    return std::make_unique<CudaRegisteredMemory>();
   }
 
   std::unique_ptr<DeviceGraph> make_graph() override { return std::make_unique<CudaGraph>(); }

@@ -499,6 +499,14 @@ bool Group::has_batches(c10::Device device) const {
   return !backends_->main || backends_->main->supportsCoalescing();
 }
 
+void Group::add_to(RegisteredMemory& memory) {
+  if (size() == 1) return;
+  TITAN_CHECK(backend_name() == "nccl", "the memory of group '", name_,
+              "' can't be registered: its backend is ", backend_name(), ", and only NCCL registers memory");
+  backends_->made(backends_->main, backends_->make_main);
+  memory.add(backends_->main);
+}
+
 template <class Add>
 Work Group::launch_batch(CollectiveOp op, const std::vector<at::Tensor>& tensors, int peer, Label label,
                          Add add) {

@@ -61,6 +61,20 @@ class SymmetricMemory {
   virtual void wait(Moment moment) = 0;
 };
 
+/// [Note: registered memory]
+/// Device memory that NCCL reads and writes directly, because it is registered with the communicators of groups. A call's
+/// buffers have to be registered by all members or by none, and at the same offsets: so each tensor is an allocation of
+/// its own, which stays until the object ends. All members make one and add the same groups.
+class RegisteredMemory {
+ public:
+  /// Nothing of the groups may still use the memory. Tensors that are left stay valid, and aren't registered any more.
+  virtual ~RegisteredMemory() = default;
+  /// A group from make_group; it may have been added before.
+  virtual void add(const c10::intrusive_ptr<c10d::Backend>& group) = 0;
+  /// Uninitialized bytes, allocated on the current stream. Throws Error if its work is recorded.
+  virtual at::Tensor empty(int64_t bytes) = 0;
+};
+
 /// Bytes on one device, as its caching allocator counts them.
 struct DeviceMemory {
   int64_t allocated_bytes = 0;       ///< in tensors now
@@ -141,6 +155,8 @@ class DeviceBackend {
   virtual std::string why_no_symmetric_memory(const std::string& address) const = 0;
   /// On the current device, for a group whose devices can all share memory. Allocates nothing yet.
   virtual std::unique_ptr<SymmetricMemory> make_symmetric_memory(const GroupSpec& spec) = 0;
+  /// On the current device; null if the backend has none.
+  virtual std::unique_ptr<RegisteredMemory> make_registered_memory() { return nullptr; }
   virtual std::unique_ptr<DeviceGraph> make_graph() = 0;
   /// Whether the stream's work is recorded instead of done.
   virtual bool is_recorded(const c10::Stream& stream) const = 0;

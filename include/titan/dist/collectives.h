@@ -26,6 +26,7 @@ struct CallRecord;
 enum class CollectiveOp : uint8_t;
 class FlightRecorder;
 struct GroupRecord;
+class RegisteredMemory;
 class StagingPool;
 struct GroupBackends;
 
@@ -126,6 +127,10 @@ class Group {
   double max(double value, Label label);
   int64_t sum(int64_t value, Label label);
   std::vector<std::string> all_gather_text(const std::string& text, Label label);
+
+  /// Registers memory with the communicator, which is made now; nothing in a group of one rank. Throws Error if the backend
+  /// isn't NCCL.
+  void add_to(RegisteredMemory& memory);
 
   /// "host" (memory of this host's ranks), "gloo", "nccl", "fake"; "none" in a group of one rank, without
   /// this rank, or closed.

@@ -51,6 +51,9 @@ struct FsdpOptions {
   /// false: keep whole gradients until the last micro-batch; their memory is logged.
   bool reduce_every_micro_batch = true;
   bool cpu_offload = false;  ///< keep shards in pinned host memory; GPUs only
+  /// Register communication buffers and gradients with NCCL, for all groups below one root; NCCL and GPUs only, without
+  /// cpu_offload. Idle buffers then stay.
+  bool register_buffers = false;
   /// How many of the following groups are gathered while this one computes, in the forward and in the backward.
   /// Each holds its parameters that much longer. 0: none. Not used by pipelines, whose schedules gather whole stages.
   int prefetch = 1;

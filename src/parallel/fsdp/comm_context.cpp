@@ -50,6 +50,21 @@ BufferPool::~BufferPool() {
   }
 }
 
+dist::RegisteredMemory& BufferPool::use_registered() {
+  if (registered_) return *registered_;
+  dist::DeviceBackend* backend = device_.is_cuda() ? dist::device_backend() : nullptr;
+  if (backend) registered_ = backend->make_registered_memory();
+  TITAN_CHECK(registered_, "fully_shard: register_buffers needs GPUs and NCCL, and the parameters are on ",
+              device_);
+  idle_.reset();
+  return *registered_;
+}
+
+at::Tensor BufferPool::new_bytes(int64_t bytes) const {
+  return registered_ ? registered_->empty(bytes)
+                     : resident_empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
+}
+
 at::Tensor BufferPool::take_fitting(int64_t bytes, const dist::Stream& user) {
   const std::lock_guard lock(mutex_);
   auto best = free_.end();
@@ -71,7 +86,7 @@ at::Tensor BufferPool::acquire(int64_t numel, at::ScalarType dtype, const dist::
   if (!buffer.defined()) {
     // Allocated on the current stream. Events order every later use, so the allocator needn't know about
     // other streams.
-    buffer = resident_empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
+    buffer = new_bytes(bytes);
     ++num_allocations_;
   }
   at::Tensor typed = at::detail::make_tensor<c10::TensorImpl>(
@@ -102,6 +117,7 @@ std::vector<at::Tensor> BufferPool::take_if(const std::function<bool(const Free&
 
 void BufferPool::begin_forward() {
   ++num_forwards_;
+  if (registered_) return;
   take_if([this](const Free& free) {
     return num_forwards_ - free.forward > kMostIdleForwards && free.used.done();
   });
@@ -138,6 +154,10 @@ CommContext::CommContext(at::Device device)
 
 CommContext::~CommContext() {
   for (ParamGroup* group : groups_) group->leave();
+  if (!pool.is_registered() || std::uncaught_exceptions() > 0) return;
+  // No call may use memory that is deregistered.
+  gather_stream.synchronize();
+  reduce_stream.synchronize();
 }
 
 void CommContext::count_gathered(int64_t change) {

@@ -48,6 +48,13 @@ class BufferPool {
   /// a recording in progress, which are never done.
   std::vector<at::Tensor> take_idle(bool wait);
 
+  /// From now on, buffers are registered with the groups that are added to this memory ([Note: registered memory]), and
+  /// stay until the pool ends. Throws Error if the device's backend has no such memory.
+  dist::RegisteredMemory& use_registered();
+  bool is_registered() const { return registered_ != nullptr; }
+  /// New memory for `bytes`, registered if the buffers are.
+  at::Tensor new_bytes(int64_t bytes) const;
+
   int64_t num_allocations() const { return num_allocations_; }
 
  private:
@@ -60,6 +67,7 @@ class BufferPool {
   std::vector<at::Tensor> take_if(const std::function<bool(const Free&)>& wanted);
 
   at::Device device_;
+  std::unique_ptr<dist::RegisteredMemory> registered_;  // null: buffers aren't
   std::mutex mutex_;  // guards the list; no memory is allocated or freed under it
   std::vector<Free> free_;
   int64_t num_forwards_ = 0;

@@ -225,6 +225,9 @@ void check_offload(const std::vector<nn::AnyRef>& modules, const FsdpOptions& op
 FsdpOptions normalized(FsdpOptions options) {
   TITAN_CHECK(options.prefetch >= 0, "fully_shard: prefetch is ", options.prefetch,
               ", which must not be negative");
+  TITAN_CHECK(
+      !options.register_buffers || !options.cpu_offload,
+      "fully_shard: register_buffers can't be combined with cpu_offload, which reduces into host memory");
   ReshardAfterForward& policy = options.reshard_after_forward;
   if (policy.kind == ReshardAfterForward::Kind::ToSize && policy.size == 1)
     policy = ReshardAfterForward::never();

@@ -221,12 +221,13 @@ void ParamGroup::start_gather_in_place() {
     places.push_back(wholes[i].narrow(0, gather_group_->rank() * chunk, chunk));
     chunks.push_back(flat_shard_.narrow(0, layout_.slots()[i].offset, layout_.slots()[i].chunk_numel()));
   }
+  // The shards aren't registered: then a call's source wouldn't be, and its destination would.
+  const bool sends_shards = float8_.empty() && dtype_ == param_dtype_ && !context_->pool.is_registered();
   if (!float8_.empty()) {
     encode_chunks(places);
-  } else if (dtype_ != param_dtype_) {
+  } else if (!sends_shards) {
     at::_foreach_copy_(places, chunks);
   }
-  const bool sends_shards = float8_.empty() && dtype_ == param_dtype_;
   std::vector<at::Tensor> to, from;
   for (size_t i = 0; i < params_.size(); ++i) {
     if (wholes[i].numel() == 0) continue;

@@ -41,8 +41,14 @@ void GradientCollector::make_flat_grad() {
   at::NoGradGuard no_grad;
   const int64_t numel = layout_.trainable_numel();
   const auto options = at::TensorOptions().dtype(config_.grad_dtype).device(config_.device);
-  flat_grad_ = config_.to_host ? host_zeros(numel, config_.grad_dtype, config_.device)
-                               : resident_zeros({numel}, options);
+  if (config_.to_host)
+    flat_grad_ = host_zeros(numel, config_.grad_dtype, config_.device);
+  else if (context_ && context_->pool.is_registered())  // sums are written there
+    flat_grad_ = context_->pool.new_bytes(numel * static_cast<int64_t>(options.dtype().itemsize()))
+                     .view(config_.grad_dtype)
+                     .zero_();
+  else
+    flat_grad_ = resident_zeros({numel}, options);
   const size_t count = layout_.num_trainable();
   written_.assign(count, false);
   for (size_t i = 0; i < count; ++i)
@@ -367,6 +373,11 @@ void GradientCollector::discard() {
     phase_ = Phase::Idle;
   }
   for (at::Tensor* buffer : {&scattering_, &reduced_, &partial_, &collected_}) release(*buffer);
+}
+
+void GradientCollector::add_groups_to(dist::RegisteredMemory& memory) const {
+  for (const auto& group : {config_.shard_group, config_.replicate_group, config_.summand_group})
+    if (group) group->add_to(memory);
 }
 
 void GradientCollector::leave() {

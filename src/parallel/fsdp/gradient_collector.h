@@ -81,6 +81,7 @@ class GradientCollector {
     module_ = module;
     by_parameter_ = config_.shard_group && config_.shard_group->has_batches(config_.device);
   }
+  void add_groups_to(dist::RegisteredMemory& memory) const;
   void leave();
 
   /// Adds grad * scale; `scale` is a scalar tensor, or undefined for 1.

@@ -344,8 +344,16 @@ void ParamGroup::join(CommContext& context, const std::string& name) {
   name_ = interned(name);
   context.add_group(this);
   if (options_.cpu_offload) context.expect_host_shards();
+  if (options_.register_buffers && !device_.is_meta()) register_buffers();
   gradients_.join(context, name_);
   takes_batches_ = gather_group_ && gather_group_->has_batches(device_);
+}
+
+void ParamGroup::register_buffers() {
+  dist::RegisteredMemory& memory = context_->pool.use_registered();
+  for (const auto& group : {gather_group_, small_gather_group_})
+    if (group) group->add_to(memory);
+  gradients_.add_groups_to(memory);
 }
 
 DTensor ParamGroup::shard(size_t slot) const {

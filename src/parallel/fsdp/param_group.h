@@ -158,6 +158,7 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   const ops::RankParts* ranks_of_parts() const;
   std::vector<ParamGroup*> due_for_scales(const ops::RankParts* parts);
   void find_float8_weights();
+  void register_buffers();
   void wait_for_gather();
   /// Continues on the stream that gradients are collected on, which reads these tensors.
   dist::StreamGuard on_forward_stream(at::TensorList read) const;
