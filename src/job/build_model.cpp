@@ -114,6 +114,7 @@ FsdpOptions build_fsdp_options(const JobConfig& config, const Meshes& meshes) {
   options.reduce_every_micro_batch =
       config.parallelism.fsdp_reduce_every_micro_batch && meshes.pp.size() == 1;
   options.cpu_offload = config.training.enable_cpu_offload;
+  options.register_buffers = config.comm.register_buffers;
   return options;
 }
 

@@ -421,6 +421,21 @@ struct Check {
     for (const auto& [key, on] : others) require(!on, kKey, str("can't be combined with ", key));
   }
 
+  void check_registration(int world_size) {
+    if (!config.comm.register_buffers) return;
+    constexpr const char* kKey = "comm.register_buffers";
+    require(!runs_on_cpu(config), kKey, "registers a GPU's memory with NCCL, and this run is on the CPU");
+    require(world_size == 1 || config.comm.backend != "gloo", kKey,
+            "can't be combined with comm.backend = \"gloo\": only NCCL registers memory");
+    require(config.comm.mode != "fake_backend", kKey,
+            "can't be combined with comm.mode = \"fake_backend\", which has no peers to share memory with");
+    require(!config.training.enable_cpu_offload, kKey,
+            "can't be combined with training.enable_cpu_offload, which reduces into the host's memory");
+    require(!config.compile.enable, kKey,
+            "can't be combined with compile.enable: a recorded step has memory of its own, which isn't "
+            "registered");
+  }
+
   void check_validation(int world_size) {
     const ValidationSettings& validation = config.validation;
     if (!validation.enable) return;
@@ -589,6 +604,7 @@ CheckedFiles check_job(const JobConfig& config, const config::Origins& origins, 
   check.check_fault_tolerance();
   check.check_metrics();
   check.check_graphs(world_size);
+  check.check_registration(world_size);
   check.check_validation(world_size);
   CheckedFiles checked;
   if (files != JobFiles::Ignore) {

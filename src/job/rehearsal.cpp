@@ -134,6 +134,8 @@ void check_plannable(const JobConfig& config, const config::Origins& origins) {
          "a plan counts a GPU's memory, and not what the optimizer does on the host; set it to false");
   refuse(config.compile.enable, "compile.enable",
          "a plan doesn't know what memory CUDA graphs take; set it to false, which launches the same work");
+  refuse(config.comm.register_buffers, "comm.register_buffers",
+         "a plan doesn't know what memory registered buffers take, which NCCL allocates; set it to false");
   refuse(config.spec().sizes(config.args()).block_causal, "model.args.attn_mask_type",
          "attention within documents depends on data, which a plan doesn't read; \"causal\" takes as much "
          "memory");

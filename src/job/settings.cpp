@@ -176,6 +176,9 @@ void describe(config::Table<CommSettings>& table) {
               "once without "
               "data of others, to try shapes and memory; losses mean nothing",
               modes);
+  table.field("register_buffers", &CommSettings::register_buffers,
+              "register FSDP's communication buffers and gradients with NCCL, which may then move data "
+              "straight between them; idle buffers are kept (docs/decisions/registered_buffers.md)");
 }
 
 namespace {

@@ -121,6 +121,7 @@ struct CommSettings {
   std::string save_traces_file_prefix = "rank_";   ///< followed by the rank and .json
   std::string backend = "auto";                    ///< "auto" (nccl on GPUs, gloo on CPUs), "gloo", "nccl"
   std::string mode = "default";                    ///< "fake_backend": rank 0 of ranks that don't exist
+  bool register_buffers = false;                   ///< FSDP's, with NCCL
 };
 
 void describe(config::Table<CommSettings>& table);

@@ -376,6 +376,23 @@ TEST_F(JobConfigTest, RefusesFeaturesThatDontExist) {
     EXPECT_EQ(problems_of(words).size(), 1u) << words[0];
 }
 
+TEST_F(JobConfigTest, BuffersAreRegisteredOnlyOnGpusOverNccl) {
+  const auto problems = [&](std::vector<std::string> words, int ranks = 2) {
+    words.insert(words.begin(), "--comm.register_buffers");
+    const auto found = problems_of(words, ranks);
+    return std::count_if(found.begin(), found.end(), [](const std::string& problem) {
+      return problem.find("comm.register_buffers") != std::string::npos;
+    });
+  };
+  const std::string on_gpu = "--training.device=cuda";
+  EXPECT_EQ(problems({on_gpu}), 0);
+  EXPECT_EQ(problems({on_gpu, "--comm.backend=gloo"}, 1), 0);
+  EXPECT_EQ(problems({"--training.device=cpu"}), 1);
+  for (const char* other : {"--comm.backend=gloo", "--comm.mode=fake_backend",
+                            "--training.enable_cpu_offload", "--compile.enable"})
+    EXPECT_EQ(problems({on_gpu, other}), 1) << other;
+}
+
 TEST_F(JobConfigTest, StepsAreRecordedOnlyWhereNothingWaitsForTheHost) {
   const auto problems = [&](std::vector<std::string> words, int ranks = 2) {
     words.insert(words.begin(), {"--compile.enable", "--training.device", "cuda"});
