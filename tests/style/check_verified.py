@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Every feature in docs/verified_on.md says something of virtual GPUs, and the tests that its page names exist: check_verified.py SOURCE BUILD.
+"""Every feature in docs/verified_on.md says something of virtual GPUs, the tests that it and the pages on GPUs name exist, and a name with a
+star for its ranks is followed by those of CI and of the night: check_verified.py SOURCE BUILD.
 The build folder has the virtual GPUs' tests. A name stands for the tests that it matches, and for those that it begins."""
 
 import fnmatch
@@ -9,6 +10,28 @@ import subprocess
 import sys
 
 NAME = re.compile(r"`((?:e2e|distributed|nightly|unit|virtual_gpu|style)\.[^`\s]+)`")
+
+
+OF_RANKS = re.compile(r"`(?:distributed|nightly)\.(\w+)\.\*\.virtual`(?: \(([^)]*)\))?")
+PAGES = ("docs/verified_on.md", "docs/virtual_gpu.md", "docs/gpu_performance.md")
+
+
+def listed(ranks: list[int]) -> str:
+    if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]} to {ranks[-1]}"
+    return " and ".join(filter(None, (", ".join(map(str, ranks[:-1])), str(ranks[-1]))))
+
+
+def ranks_of(name: str, tests: list[str]) -> str:
+    """As in "2 ranks; at night 1, 3 and 4"."""
+    def found(prefix: str) -> list[int]:
+        pattern = re.compile(rf"{prefix}\.{name}\.(\d+)_ranks\.virtual")
+        return sorted(int(match[1]) for match in map(pattern.fullmatch, tests) if match)
+    ci, night = found("distributed"), found("nightly")
+    text = f"{listed(ci)} rank{'s' if ci != [1] else ''}" if ci else ""
+    if night:
+        text += f"; at night {listed(night)}" if ci else f"{listed(night)} rank{'s' if night != [1] else ''}"
+    return text
 
 
 def tests_of(build: pathlib.Path) -> list[str]:
@@ -25,17 +48,23 @@ def problems_of(page: str, tests: list[str]) -> list[str]:
         for name in NAME.findall(line):
             if not any(fnmatch.fnmatchcase(test, pattern) for pattern in (name, name + ".*") for test in tests):
                 problems.append(f"line {number}: there is no test {name}")
+        for match in OF_RANKS.finditer(line):
+            if match[2] != (expected := ranks_of(match[1], tests)):
+                problems.append(f"line {number}: {match[0]} should say ({expected})")
+    rows = [line for line in page.splitlines() if line.startswith("| ") and line.count(" | ") == 3]
+    features = [row.split(" | ")[0] for row in rows]
+    problems += [f"two rows are about {feature[2:]}" for feature in set(features) if features.count(feature) > 1]
     return problems
 
 
 def main() -> int:
     source, build = map(pathlib.Path, sys.argv[1:])
     tests = tests_of(build)
-    problems = problems_of((source / "docs/verified_on.md").read_text(encoding="utf-8"), tests)
+    problems = [f"{page}, {problem}" for page in PAGES for problem in problems_of((source / page).read_text(encoding="utf-8"), tests)]
     for problem in problems:
-        print("docs/verified_on.md,", problem)
+        print(problem)
     if not problems:
-        print(f"the tests that docs/verified_on.md names are among {len(tests)}")
+        print(f"the tests that {', '.join(PAGES)} name are among {len(tests)}")
     return bool(problems)
 
 
