@@ -2,8 +2,13 @@
 // process. Runs under scripts/virtual_gpus.sh, also with VIRTUAL_GPU_NCCL=strict.
 // https://docs.nvidia.com/deeplearning/nccl/user-guide, "Creating a Communicator" and "Point-to-point communication".
 
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <chrono>
 #include <cstdlib>
+#include <cstring>
 #include <functional>
 #include <future>
 #include <string_view>
@@ -444,6 +449,36 @@ TEST(NcclRegistration, EndsTheProgramWhereNcclWouldBeUndefined) {
         ncclMemFree(memory.data);
       },
       "registered with a communicator");
+}
+
+// ---- a peer whose process goes
+
+// The peer, in a program of its own.
+TEST(NcclPeer, ComesAndGoes) {
+  const char* name = std::getenv("NCCL_TEST_ID");
+  if (!name) GTEST_SKIP() << "is started by Nccl.ALostPeerIsAnAsynchronousError";
+  ncclUniqueId id{};
+  std::strncpy(id.internal, name, sizeof id.internal - 1);
+  ncclComm_t communicator = nullptr;
+  _exit(ncclCommInitRank(&communicator, 2, id, 1));
+}
+
+TEST(Nccl, ALostPeerIsAnAsynchronousError) {
+  const char* reports = std::getenv("VIRTUAL_GPU_NCCL_ERRORS");
+  ncclUniqueId id;
+  ASSERT_EQ(ncclGetUniqueId(&id), ncclSuccess);
+  setenv("NCCL_TEST_ID", id.internal, 1);
+  char program[] = "/proc/self/exe", filter[] = "--gtest_filter=NcclPeer.*";
+  char* const arguments[] = {program, filter, nullptr};
+  pid_t peer = 0;
+  ASSERT_EQ(posix_spawn(&peer, program, nullptr, nullptr, arguments, environ), 0);
+  unsetenv("NCCL_TEST_ID");
+  Rank rank;
+  ASSERT_EQ(ncclCommInitRank(&rank.communicator, 2, id, 0), ncclSuccess);
+  int status = 0;
+  ASSERT_EQ(waitpid(peer, &status, 0), peer);
+  EXPECT_EQ(status, 0);
+  EXPECT_EQ(state_of(rank.communicator), reports ? ncclRemoteError : ncclSuccess);
 }
 
 // ---- the first contact of two ranks

@@ -2,10 +2,12 @@
 
 #include <fcntl.h>
 #include <sched.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -82,6 +84,7 @@ std::shared_ptr<Communicator> Communicator::open(const std::string& name, int ra
   close(file);
   if (memory == MAP_FAILED) return nullptr;
   c->shared_ = static_cast<Shared*>(memory);
+  c->shared_->processes[rank] = getpid();
   return c;
 }
 
@@ -94,6 +97,11 @@ bool Communicator::connect() {
   const bool all_came = host_barrier();
   shm_unlink(name_.c_str());  // by every rank: the first one removes the name
   return all_came;
+}
+
+bool Communicator::has_lost_peer() const {
+  return std::any_of(shared_->processes, shared_->processes + size_,
+                     [](int process) { return process != 0 && kill(process, 0) != 0 && errno == ESRCH; });
 }
 
 std::function<bool()> Communicator::arrive_at(Meeting& meeting) {

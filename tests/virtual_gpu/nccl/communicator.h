@@ -41,6 +41,7 @@ struct Places {
 /// Memory that the ranks of a communicator share: zeroed at first, and mapped by every process.
 struct Shared {
   Meeting of_hosts, of_devices;
+  std::atomic<int> processes[max_ranks];  ///< their ids, until they end the communicator
   /// Each rank's arguments of a split.
   struct {
     int color, key;
@@ -69,6 +70,11 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   /// As in NCCL, an abort ends what this rank waits for; other ranks learn nothing of it.
   bool is_aborted() const { return is_aborted_; }
   void abort() { is_aborted_ = true; }
+
+  /// Whether a rank's process has gone without ending its communicator.
+  bool has_lost_peer() const;
+  /// By the rank that ends the communicator: nobody misses it then.
+  void leave() { shared_->processes[rank_] = 0; }
 
   /// Waits on the host until all ranks are here. @returns false after an abort
   bool host_barrier();

@@ -6,12 +6,14 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
 #include <optional>
 #include <random>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
 
@@ -482,7 +484,7 @@ ncclResult_t ncclCommInitAll(ncclComm_t* handles, int size, const int*) {
 }
 // Queued operations keep what they need, and end without the handle.
 ncclResult_t ncclCommDestroy(ncclComm_t handle) {
-  end(handle);
+  end(handle)->leave();
   return ncclSuccess;
 }
 ncclResult_t ncclCommFinalize(ncclComm_t handle) {
@@ -491,12 +493,18 @@ ncclResult_t ncclCommFinalize(ncclComm_t handle) {
   return run_waiting(c, [c] { return c->wait_for_operations() ? ncclSuccess : ncclRemoteError; });
 }
 ncclResult_t ncclCommAbort(ncclComm_t handle) {
-  if (handle) end(handle)->abort();
+  if (!handle) return ncclSuccess;
+  const CommunicatorPtr c = end(handle);
+  c->leave();
+  c->abort();
   return ncclSuccess;
 }
 ncclResult_t ncclCommGetAsyncError(ncclComm_t handle, ncclResult_t* error) {
   const Communicator& c = *communicator_of(handle);
-  *error = c.is_aborted() ? ncclRemoteError : c.state.load();
+  // Over a network, NCCL's proxy sees that a peer's connection has ended; within a host, nothing does.
+  static const char* const reports = std::getenv("VIRTUAL_GPU_NCCL_ERRORS");
+  const bool is_lost = reports && std::string_view(reports) == "1" && c.has_lost_peer();
+  *error = c.is_aborted() || is_lost ? ncclRemoteError : c.state.load();
   return ncclSuccess;
 }
 ncclResult_t ncclCommCount(const ncclComm_t handle, int* count) {
