@@ -174,6 +174,144 @@ TEST(VisibleDevices, AreThoseThatTheVariableNamesInItsOrder) {
   setenv("VIRTUAL_GPU_DEVICES", "1", 1);
 }
 
+// ---- settings, which a program reads once: each has a program of its own
+
+/// Launches of a thread of its own, which wait for a gate, and how many of them have returned.
+class Launches {
+ public:
+  explicit Launches(int number) {
+    cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking);
+    thread_ = std::thread([this, number] {
+      cudaLaunchHostFunc(stream_, &wait, this);
+      for (num_returned_ = 1; num_returned_ < number; ++num_returned_)
+        cudaLaunchHostFunc(stream_, &count, this);
+    });
+  }
+  /// The number that have returned when no more do.
+  int num_returned() const {
+    for (int last = -1; last != num_returned_; std::this_thread::sleep_for(std::chrono::milliseconds(200)))
+      last = num_returned_;
+    return num_returned_;
+  }
+  /// @returns the number that have run
+  int finish() {
+    is_open_ = true;
+    thread_.join();
+    cudaStreamSynchronize(stream_);
+    return num_run_;
+  }
+
+ private:
+  static void wait(void* self) {
+    while (!static_cast<Launches*>(self)->is_open_) std::this_thread::yield();
+    count(self);
+  }
+  static void count(void* self) { ++static_cast<Launches*>(self)->num_run_; }
+
+  cudaStream_t stream_ = nullptr;
+  std::atomic<int> num_returned_ = 0, num_run_ = 0;
+  std::atomic<bool> is_open_ = false;
+  std::thread thread_;
+};
+
+[[noreturn]] void print_launches() {
+  Launches launches(8);
+  const int num_returned = launches.num_returned();
+  const int num_run = launches.finish();
+  fprintf(stderr, "%d of %d launches returned;\n", num_returned, num_run);
+  _exit(0);
+}
+
+// With CUDA_LAUNCH_BLOCKING: whether each launch returns after its work is done.
+[[noreturn]] void print_waits() {
+  std::string text;
+  cudaStream_t stream = nullptr;
+  cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+  for (int i = 0; i < 3; ++i) {
+    std::atomic<bool> is_done = false;
+    cudaLaunchHostFunc(
+        stream,
+        [](void* done) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(20));
+          *static_cast<std::atomic<bool>*>(done) = true;
+        },
+        &is_done);
+    text += is_done ? " done" : " not done";
+    cudaStreamSynchronize(stream);
+  }
+  fprintf(stderr, "launches:%s;\n", text.c_str());
+  _exit(0);
+}
+
+// Two streams run one operation each, whose delays the seed decides.
+[[noreturn]] void print_order() {
+  static std::atomic<char> next = 0;
+  static char order[2];
+  cudaStream_t streams[2];
+  for (cudaStream_t& stream : streams) cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+  static char names[] = "ab";
+  for (int i = 0; i < 2; ++i)
+    cudaLaunchHostFunc(
+        streams[i], [](void* name) { order[next++] = *static_cast<char*>(name); }, &names[i]);
+  cudaDeviceSynchronize();
+  fprintf(stderr, "order %.2s;\n", order);
+  _exit(0);
+}
+
+[[noreturn]] void print_order_of_warps() {
+  const Tensor in = at::ones({64}, on_gpu), out = at::zeros({64}, on_gpu);
+  launch_planted("order_of_warps_kernel", out, in, 1);
+  const Tensor first = out.slice(0, 32).cpu();
+  std::string text;
+  for (int i = 0; i < 32; ++i) text += first[i].item<float>() == 1 ? '0' : '1';
+  fprintf(stderr, "warps %s;\n", text.c_str());
+  _exit(0);
+}
+
+class Setting {
+ public:
+  Setting(const char* name, const char* value) : name_(name) { setenv(name, value, 1); }
+  ~Setting() { unsetenv(name_); }
+
+ private:
+  const char* name_;
+};
+
+TEST(Settings, ALaunchBeyondTheQueuesLimitWaits) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(print_launches(), testing::ExitedWithCode(0), "8 of 8 launches returned;");
+  const Setting limit("VIRTUAL_GPU_QUEUE_LIMIT", "3");
+  EXPECT_EXIT(print_launches(), testing::ExitedWithCode(0), "3 of 8 launches returned;");
+}
+
+TEST(Settings, EachLaunchWaitsWhereLaunchesBlock) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(print_waits(), testing::ExitedWithCode(0), "launches: not done not done not done;");
+  const Setting blocking("CUDA_LAUNCH_BLOCKING", "1");
+  EXPECT_EXIT(print_waits(), testing::ExitedWithCode(0), "launches: done done done;");
+  EXPECT_EXIT(print_launches(), testing::ExitedWithCode(0), "0 of 8 launches returned;");
+}
+
+TEST(Settings, TheSeedDecidesTheOrderOfStreams) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const Setting delay("VIRTUAL_GPU_DELAY_US", "400000");
+  for (const auto& [seed, order] :
+       std::map<std::string, std::string>{{"14", "order ab;"}, {"7", "order ba;"}}) {
+    const Setting setting("VIRTUAL_GPU_SEED", seed.c_str());
+    EXPECT_EXIT(print_order(), testing::ExitedWithCode(0), order) << "seed " << seed;
+  }
+}
+
+TEST(Settings, TheSeedDecidesTheOrderOfWarps) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const char* expected[] = {"warps 01111111010101010110010001110110;",
+                            "warps 10111101100101001010111101111110;"};
+  for (const int seed : {1, 2}) {
+    const Setting setting("VIRTUAL_GPU_SEED", std::to_string(seed).c_str());
+    EXPECT_EXIT(print_order_of_warps(), testing::ExitedWithCode(0), expected[seed - 1]) << "seed " << seed;
+  }
+}
+
 TEST_F(VirtualGpu, ComputesTheCpusNumbers) {
   const std::vector<Tensor> cpu = train(at::kCPU), gpu = train(at::kCUDA);
   for (size_t i = 0; i < cpu.size(); ++i) EXPECT_TRUE(cpu[i].equal(gpu[i])) << "result " << i;
@@ -545,6 +683,38 @@ TEST_F(LateMemory, ComesBackLateWithADelay) {
     EXPECT_GT(peak, tensor_bytes);
   else
     EXPECT_EQ(peak, tensor_bytes);
+}
+
+// ---- what LibTorch's kernels for GPUs refuse
+
+TEST_F(VirtualGpu, AttentionRefusesTypesAndHeadSizesOfNoKernel) {
+  const auto heads = [](int64_t size, at::ScalarType type) {
+    return at::zeros({1, 2, 4, size}, on_gpu.dtype(type));
+  };
+  const auto flash = [](const Tensor& x) {
+    at::_scaled_dot_product_flash_attention(x, x, x, 0, true, false);
+  };
+  const auto cudnn = [](const Tensor& x) {
+    at::_scaled_dot_product_cudnn_attention(x, x, x, {}, true, 0, true, false);
+  };
+  const auto efficient = [](const Tensor& x) {
+    at::_scaled_dot_product_efficient_attention(x, x, x, {}, true, 0, true);
+  };
+  for (const auto type : {at::kBFloat16, at::kHalf}) {
+    EXPECT_NO_THROW(flash(heads(64, type)));
+    EXPECT_NO_THROW(cudnn(heads(64, type)));
+    EXPECT_NO_THROW(efficient(heads(64, type)));
+  }
+  EXPECT_NO_THROW(efficient(heads(64, at::kFloat)));
+  EXPECT_NO_THROW(flash(heads(256, at::kBFloat16)));
+  EXPECT_THROW(flash(heads(64, at::kFloat)), c10::Error);
+  EXPECT_THROW(cudnn(heads(64, at::kFloat)), c10::Error);
+  EXPECT_THROW(efficient(heads(64, at::kDouble)), c10::Error);
+  EXPECT_THROW(flash(heads(264, at::kBFloat16)), c10::Error);
+  EXPECT_THROW(cudnn(heads(60, at::kBFloat16)), c10::Error);
+  const Tensor q = heads(64, at::kBFloat16), k = heads(64, at::kHalf);
+  EXPECT_THROW(at::_scaled_dot_product_flash_attention(q, k, k, 0, true, false), c10::Error);
+  c10::cuda::device_synchronize();
 }
 
 // ---- profiles
@@ -1202,9 +1372,16 @@ TEST_F(VirtualGpuDeathTest, AccessesThatAKernelMustNotMakeEndTheProgram) {
       run("one_too_far_kernel"),
       "one_too_far_kernel: thread \\(63, 0, 0\\) of block \\(0, 0, 0\\) reads 4 bytes at 0x[0-9a-f]+, "
       "outside any allocation");
-  EXPECT_DEATH(run("unwritten_shared_kernel"),
-               "thread \\(0, 0, 0\\) of block \\(0, 0, 0\\) reads 4 bytes at 0x[0-9a-f]+, in shared memory, "
-               "which nothing has written");
+  for (const char* kernel : {"unwritten_shared_kernel", "unwritten_in_template_kernel<float>"})
+    EXPECT_DEATH(
+        run(kernel),
+        "thread \\(0, 0, 0\\) of block \\(0, 0, 0\\) reads 4 bytes at 0x[0-9a-f]+, in shared memory, "
+        "which nothing has written");
+  EXPECT_DEATH(run("far_shared_kernel"),
+               "thread \\(0, 0, 0\\) .* writes 4 bytes at .*in a variable that isn't shared memory");
+  EXPECT_DEATH(run("next_shared_kernel"),
+               "thread \\(63, 0, 0\\) .* writes 4 bytes at .*, (outside any variable|in shared memory of "
+               "another kernel)");
 }
 
 cudaError_t launch_named(const char& stub, const char* mangled_name) {
@@ -1223,6 +1400,14 @@ TEST_F(VirtualGpuDeathTest, KernelsWithoutAHostVersionEndTheProgramWithTheirName
     EXPECT_EQ(launch_named(of_libtorch, "_ZN2at6native14missing_kernelEPf"), cudaSuccess);
   else
     EXPECT_DEATH(launch_named(of_libtorch, "_ZN2at6native14missing_kernelEPf"), "at::native::missing_kernel");
+}
+
+TEST_F(VirtualGpuDeathTest, OperationsThatAreNotWrittenEndTheProgramWithTheirNames) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const Tensor gates = at::zeros({2, 16}, on_gpu), state = at::zeros({2, 4}, on_gpu);
+  EXPECT_DEATH(
+      at::_thnn_fused_lstm_cell(gates, gates, state),
+      "the operation aten::_thnn_fused_lstm_cell\\. is not supported. Write it in tests/virtual_gpu/kernels");
 }
 
 TEST_F(VirtualGpuDeathTest, FunctionsThatAreNotWrittenEndTheProgramWithTheirNames) {

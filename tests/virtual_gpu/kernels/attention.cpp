@@ -1,8 +1,10 @@
 // Operations that only CUDA has: its three attention kernels and FlashAttention's entry for packed sequences, all computed by the CPU's flash attention, products of 16-bit
 // matrices with a 32-bit result, and the fused RMS norm.
 
+#include <algorithm>
 #include <functional>
 #include <limits>
+#include <vector>
 
 #include <ATen/ATen.h>
 #include <ATen/cuda/CUDAContext.h>
@@ -23,11 +25,32 @@ struct Attention {
   Tensor log_sum_exp;  // [batch, heads, queries], float
 };
 
+// The types and head sizes of LibTorch's kernels: flash_api.cpp ("only support fp16 and bf16", "head dimension at most 256"; its caller pads head sizes to
+// multiples of 8), MHA.cpp for cuDNN, whose head sizes are multiples of 8, and attention.cu for the efficient one.
+struct Limits {
+  std::vector<at::ScalarType> types;
+  int64_t largest_head = 0, multiple = 1;
+};
+const Limits of_flash{{at::kHalf, at::kBFloat16}, 256, 1};
+const Limits of_cudnn{{at::kHalf, at::kBFloat16}, 256, 8};
+const Limits of_efficient{{at::kHalf, at::kBFloat16, at::kFloat}, std::numeric_limits<int64_t>::max(), 1};
+
+void check_attention(const char* name, const Limits& limits, const Tensor& q, const Tensor& k,
+                     const Tensor& v) {
+  for (const Tensor& t : {q, k, v}) {
+    TORCH_CHECK(t.dim() == 4 && t.stride(-1) == 1, name,
+                ": Input tensor must have contiguous last dimension");
+    TORCH_CHECK(t.scalar_type() == q.scalar_type() && std::ranges::count(limits.types, t.scalar_type()) > 0,
+                name, ": no kernel for ", t.scalar_type(), " beside queries of ", q.scalar_type());
+    TORCH_CHECK(t.size(-1) <= limits.largest_head && t.size(-1) % limits.multiple == 0, name,
+                ": no kernel for a head size of ", t.size(-1));
+    TORCH_CHECK(t.device() == q.device(), name, ": inputs on ", q.device(), " and on ", t.device());
+  }
+}
+
 Attention attend(const char* name, const Tensor& q, const Tensor& k, const Tensor& v,
                  const OptionalTensor& mask, bool is_causal, optional<double> scale) {
   const at::AutoDispatchBelowADInplaceOrView guard;
-  for (const Tensor& t : {q, k, v})  // as the real kernels check
-    TORCH_CHECK(t.stride(-1) == 1, name, ": Input tensor must have contiguous last dimension");
   Attention result{at::empty({q.size(0), q.size(2), q.size(1), v.size(3)}, q.options()).transpose(1, 2),
                    at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(at::kFloat))};
   StandIns memory(StandIns::Kind::cpu);
@@ -81,6 +104,7 @@ using FlashResult =
 
 FlashResult flash(const Tensor& q, const Tensor& k, const Tensor& v, double, bool is_causal, bool,
                   optional<double> scale) {
+  check_attention("aten::_scaled_dot_product_flash_attention", of_flash, q, k, v);
   auto [o, l] = attend("aten::_scaled_dot_product_flash_attention", q, k, v, {}, is_causal, scale);
   return {o, l, Tensor(), Tensor(), q.size(2), k.size(2), unused_seed(), unused_seed(), Tensor()};
 }
@@ -102,6 +126,7 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& grad, const Tens
 
 FlashResult cudnn(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias, bool, double,
                   bool is_causal, bool, optional<double> scale) {
+  check_attention("aten::_scaled_dot_product_cudnn_attention", of_cudnn, q, k, v);
   auto [o, l] = attend("aten::_scaled_dot_product_cudnn_attention", q, k, v, bias, is_causal, scale);
   return {o,         l.unsqueeze(-1), Tensor(),      Tensor(), q.size(2),
           k.size(2), unused_seed(),   unused_seed(), Tensor()};
@@ -213,6 +238,7 @@ std::tuple<Tensor, Tensor, Tensor> packed_flash_backward(const Tensor& grad, con
 std::tuple<Tensor, Tensor, Tensor, Tensor> efficient(const Tensor& q, const Tensor& k, const Tensor& v,
                                                      const OptionalTensor& bias, bool, double, bool is_causal,
                                                      optional<double> scale) {
+  check_attention("aten::_scaled_dot_product_efficient_attention", of_efficient, q, k, v);
   auto [o, l] = attend("aten::_scaled_dot_product_efficient_attention", q, k, v, bias, is_causal, scale);
   return {o, l, unused_seed(), unused_seed()};
 }

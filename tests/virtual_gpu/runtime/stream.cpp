@@ -29,11 +29,20 @@ size_t number_from(const char* variable, size_t fallback) {
   return text && *text ? std::strtoull(text, nullptr, 10) : fallback;
 }
 
+// SplitMix64 of the seed, the stream and the number of the delay: the machine's speed, which decides how streams take turns, changes nothing.
+microseconds next_delay(const Settings& settings, Stream& stream) {
+  uint64_t z = (settings.seed << 48) + (static_cast<uint64_t>(stream.id) << 32) + ++stream.num_delays;
+  z *= 0x9E3779B97F4A7C15ull;
+  z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ull;
+  z = (z ^ z >> 27) * 0x94D049BB133111EBull;
+  return microseconds((z ^ z >> 31) % static_cast<uint64_t>(settings.max_delay_us));
+}
+
 // The first item may be late if times are drawn at random.
 bool is_too_early(State& s, Stream& stream, Time now) {
   if (s.settings.max_delay_us == 0) return false;
   if (!stream.has_not_before) {
-    stream.not_before = now + microseconds(s.random() % static_cast<uint64_t>(s.settings.max_delay_us));
+    stream.not_before = now + next_delay(s.settings, stream);
     stream.has_not_before = true;
   }
   return now < stream.not_before;

@@ -84,6 +84,7 @@ struct Stream {
   bool is_destroyed = false;  ///< is deleted when its items have run
   Time not_before;            ///< the first item may not run earlier, if times are drawn at random
   bool has_not_before = false;
+  uint64_t num_delays = 0;
   Clock clock;
   std::shared_ptr<Capture> capture;
 };

@@ -1,25 +1,31 @@
 #include "simt/accesses.h"
 
+#include <dlfcn.h>
+#include <elf.h>
+
 #include <algorithm>
 #include <array>
 #include <bitset>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <span>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "runtime/races.h"
 #include "simt/simt.h"
 
-// The linker's names for the library's image, and for the section of shared variables, which is absent if no kernel has any.
+// The linker's names for the library's image.
 extern "C" {
 [[gnu::visibility("hidden")]] extern char __ehdr_start, _end;
-[[gnu::weak]] extern char __start_simt_shared, __stop_simt_shared;
 }
 
 namespace virtual_gpu::simt {
@@ -44,6 +50,48 @@ struct Memory {
   uintptr_t begin = 0, end = 0;
   bool contains(uintptr_t at, size_t bytes) const { return at >= begin && at + bytes <= end; }
 };
+
+// A variable of the library that can be written. Shared ones are static variables of functions.
+struct Variable {
+  std::string symbol;
+  Memory memory;
+  bool is_shared = false;
+  bool is_in_use = false;     // by the block that runs now
+  std::vector<Byte> bytes{};  // empty unless it is shared
+};
+
+// By address. They come from the symbols of the library's file, because GCC ignores sections for static variables of templates.
+std::vector<Variable> read_variables() {
+  Dl_info library;
+  if (!dladdr(&__ehdr_start, &library)) return {};
+  std::ifstream file(library.dli_fname, std::ios::binary);
+  const std::string image(std::istreambuf_iterator<char>(file), {});
+  const auto at = [&]<class T>(const T*, size_t offset) {
+    return reinterpret_cast<const T*>(&image[offset]);
+  };
+  const auto* header = at(static_cast<const Elf64_Ehdr*>(nullptr), 0);
+  const std::span sections(at(static_cast<const Elf64_Shdr*>(nullptr), header->e_shoff), header->e_shnum);
+  std::vector<Variable> variables;
+  for (const Elf64_Shdr& table : sections) {
+    if (table.sh_type != SHT_SYMTAB) continue;
+    const std::span symbols(at(static_cast<const Elf64_Sym*>(nullptr), table.sh_offset),
+                            table.sh_size / sizeof(Elf64_Sym));
+    for (const Elf64_Sym& symbol : symbols) {
+      if (ELF64_ST_TYPE(symbol.st_info) != STT_OBJECT || symbol.st_shndx >= sections.size() ||
+          !(sections[symbol.st_shndx].sh_flags & SHF_WRITE) || symbol.st_size == 0)
+        continue;
+      const std::string name = &image[sections[table.sh_link].sh_offset + symbol.st_name];
+      const uintptr_t begin = number_of(&__ehdr_start) + symbol.st_value;
+      variables.push_back({.symbol = name,
+                           .memory = {begin, begin + symbol.st_size},
+                           .is_shared = name.starts_with("_ZZ") && !name.starts_with("_ZZN11virtual_gpu")});
+    }
+  }
+  if (variables.empty())
+    not_supported(std::string(library.dli_fname) + " without symbols", "Don't strip it.");
+  std::ranges::sort(variables, {}, [](const Variable& v) { return v.memory.begin; });
+  return variables;
+}
 
 constexpr int page_bits = 12;
 struct Page {
@@ -74,8 +122,7 @@ class Accesses {
   void begin_block() {
     pass_barrier();
     first_stretch_ = stretch_;
-    if (&__start_simt_shared)
-      shared_.assign(static_cast<size_t>(&__stop_simt_shared - &__start_simt_shared), {});
+    for (Variable* variable : std::exchange(in_use_, {})) variable->is_in_use = false;
   }
   void pass_barrier() {
     if (++stretch_ >> (32 - thread_bits))
@@ -83,13 +130,9 @@ class Accesses {
   }
 
   void access(uintptr_t at, size_t bytes, Kind kind) {
-    const uintptr_t shared = number_of(&__start_simt_shared);
-    if (shared && at >= shared && at < number_of(&__stop_simt_shared)) {
-      const std::span touched(&shared_[at - shared], bytes);
-      if (kind != Kind::write && std::ranges::any_of(touched, [](const Byte& b) { return b.writer == 0; }))
-        end(kind, at, bytes, "in shared memory, which nothing has written");
-      visit(touched, at, kind);
-    } else if (at < number_of(&__ehdr_start) || at >= number_of(&_end)) {
+    if (at >= number_of(&__ehdr_start) && at < number_of(&_end)) {
+      access_to_library(at, bytes, kind);
+    } else {
       for (size_t done = 0; done < bytes;) {  // it may go over the end of a page
         const size_t in_page = (at + done) % (1 << page_bits);
         const size_t part = std::min(bytes - done, (1 << page_bits) - in_page);
@@ -153,6 +196,40 @@ class Accesses {
     uintptr_t number = 0;
     Page* page = nullptr;
   };
+
+  // Kernels may change the shared ones of the library's own variables, and read the others.
+  void access_to_library(uintptr_t at, size_t bytes, Kind kind) {
+    if (!last_ || !last_->memory.contains(at, bytes)) {
+      const auto after =
+          std::ranges::upper_bound(variables_, at, {}, [](const Variable& v) { return v.memory.begin; });
+      Variable* const found = after == variables_.begin() ? nullptr : &*std::prev(after);
+      if (!found || at >= found->memory.end) {
+        if (kind == Kind::read && !found) return;  // a constant, which the linker puts before variables
+        end(kind, at, bytes, "outside any variable");
+      }
+      if (at + bytes > found->memory.end) end(kind, at, bytes, "over the end of a variable");
+      if (!found->is_shared) {
+        if (kind != Kind::read) end(kind, at, bytes, "in a variable that isn't shared memory");
+        return;
+      }
+      last_ = found;
+    }
+    // A block finds NaN in shared memory.
+    if (!std::exchange(last_->is_in_use, true)) {
+      // The symbol has the function's name: a kernel's, or that of a function that several may call.
+      if (last_->symbol.find("_kernel") != std::string::npos &&
+          last_->symbol.find(name_) == std::string::npos)
+        end(kind, at, bytes, "in shared memory of another kernel");
+      std::memset(reinterpret_cast<void*>(last_->memory.begin), 0xff,
+                  last_->memory.end - last_->memory.begin);
+      last_->bytes.assign(last_->memory.end - last_->memory.begin, {});
+      in_use_.push_back(last_);
+    }
+    const std::span touched = std::span(last_->bytes).subspan(at - last_->memory.begin, bytes);
+    if (kind != Kind::write && std::ranges::any_of(touched, [](const Byte& b) { return b.writer == 0; }))
+      end(kind, at, bytes, "in shared memory, which nothing has written");
+    visit(touched, at, kind);
+  }
 
   Page& page_of(uintptr_t at) {
     const uintptr_t number = at >> page_bits;
@@ -226,7 +303,9 @@ class Accesses {
   const char* name_ = "";
   uint32_t stretch_ = 0, first_stretch_ = 0;  // first_stretch_ is the block's
   bool has_race_ = false;
-  std::vector<Byte> shared_;
+  std::vector<Variable> variables_ = read_variables();
+  std::vector<Variable*> in_use_;
+  Variable* last_ = nullptr;  // the shared variable that was accessed last
   std::unordered_map<uintptr_t, std::unique_ptr<Page>> pages_;
   std::array<Recent, 64> recent_;
   std::vector<std::unique_ptr<Page>> unused_;

@@ -50,6 +50,40 @@ __global__ void unwritten_shared_kernel(float* out, const float* in) {
   out[threadIdx.x] = values[threadIdx.x];
 }
 
+__global__ void next_shared_kernel(float* out, const float* in) {
+  __shared__ float values[kThreads];
+  float* const next = values + 1;
+  next[threadIdx.x] = in[threadIdx.x];
+  out[threadIdx.x] = in[threadIdx.x];
+}
+
+// Into the memory of the library's own variables.
+__global__ void far_shared_kernel(float* out, const float* in) {
+  __shared__ float values[kThreads];
+  float* const place = reinterpret_cast<float*>(&virtual_gpu::simt::place);
+  const auto distance = place - values;
+  if (threadIdx.x == 0) values[distance] = in[0];
+  out[threadIdx.x] = in[threadIdx.x];
+}
+
+// For each of 32 rounds, which of the two warps came first.
+__global__ void order_of_warps_kernel(float* out, const float* in) {
+  for (unsigned round = 0; round < kThreads / 2; ++round) {
+    __syncthreads();
+    if (threadIdx.x % virtual_gpu::simt::warp_size == 0 && atomicAdd(&out[round], 1.0f) == 0.0f)
+      atomicAdd(&out[kThreads / 2 + round], threadIdx.x == 0 ? in[round] : 0.0f);
+  }
+}
+
+// In a template's shared memory, too.
+template <class T>
+__global__ void unwritten_in_template_kernel(T* out, const T* in) {
+  __shared__ T values[kThreads];
+  if (threadIdx.x > 0) values[threadIdx.x] = in[threadIdx.x];
+  __syncthreads();
+  out[threadIdx.x] = values[threadIdx.x];
+}
+
 __global__ void one_too_far_kernel(float* out, const float* in) { out[threadIdx.x] = in[threadIdx.x + 1]; }
 
 }  // namespace
@@ -65,6 +99,10 @@ extern "C" void virtual_gpu_launch_planted(const char* name, float* out, const f
   LAUNCH(blocks_share_a_result_kernel);
   LAUNCH(atomic_sum_kernel);
   LAUNCH(unwritten_shared_kernel);
+  LAUNCH(next_shared_kernel);
+  LAUNCH(far_shared_kernel);
+  LAUNCH(unwritten_in_template_kernel<float>);
+  LAUNCH(order_of_warps_kernel);
   LAUNCH(one_too_far_kernel);
 #undef LAUNCH
 }

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
-#include <cstring>
 #include <memory>
 #include <random>
 #include <span>
@@ -12,14 +11,8 @@
 #include <utility>
 #include <vector>
 
-#include "runtime/virtual_gpu.h"
+#include "runtime/stream.h"
 #include "simt/accesses.h"
-
-// The linker's names for the section of shared variables; absent if no kernel has any.
-extern "C" {
-[[gnu::weak]] extern char __start_simt_shared;
-[[gnu::weak]] extern char __stop_simt_shared;
-}
 
 // Saves the caller's stack pointer, with the registers that a function keeps for its caller on the stack, and continues where `to` was
 // saved. (swapcontext makes a system call each time, and kernels change threads millions of times.)
@@ -80,9 +73,6 @@ class Block {
  public:
   void run(dim3 size, const std::function<void()>& kernel) {
     kernel_ = &kernel;
-    if (&__start_simt_shared)
-      std::memset(&__start_simt_shared, 0xff,
-                  static_cast<size_t>(&__stop_simt_shared - &__start_simt_shared));
     begin_block();
     prepare(size);
     while (true) {
@@ -200,7 +190,7 @@ class Block {
   void* scheduler_ = nullptr;
   Fiber* current_ = nullptr;
   size_t index_ = 0;
-  std::mt19937 random_{1};
+  std::mt19937 random_{static_cast<uint32_t>(virtual_gpu::state().settings.seed)};
 };
 
 Block& block() {

@@ -68,9 +68,9 @@ T reduce(unsigned mask, T value, Combine combine) {
 
 }  // namespace virtual_gpu::simt
 
-// Shared memory is in a section of its own, which is filled with 0xff before each block: what a kernel reads and hasn't written is NaN.
+// accesses.cpp knows static variables of functions as shared ones.
 #undef __shared__
-#define __shared__ [[gnu::section("simt_shared")]] static
+#define __shared__ static
 
 #undef __launch_bounds__
 #define __launch_bounds__(...)
