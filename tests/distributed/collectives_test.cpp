@@ -251,6 +251,25 @@ TEST(Communicators, AreMadeByTheFirstDeviceTensor) {
   EXPECT_EQ(count(), before + 1);
 }
 
+// Counted by virtual GPUs: both directions in one call, so that they use the link at the same time.
+TEST(Exchanges, AreOneLaunch) {
+  const auto start = reinterpret_cast<void (*)()>(dlsym(RTLD_DEFAULT, "virtual_gpu_start_counting"));
+  const auto count = reinterpret_cast<uint64_t (*)(const char*, const char*, const char*)>(
+      dlsym(RTLD_DEFAULT, "virtual_gpu_count"));
+  if (!count || world().backend() != "nccl") GTEST_SKIP() << "runs on virtual GPUs, with --nccl";
+  const int size = world().size(), rank = world().rank();
+  if (size == 1) GTEST_SKIP() << "needs a peer";
+  const int left = (rank + size - 1) % size, right = (rank + 1) % size;
+  const at::Tensor mine = at::full({1000}, rank, options_of(at::kFloat)), received = at::zeros_like(mine);
+  const auto exchange = [&] { world().everyone()->exchange(mine, right, received, left, kLabel).wait(); };
+  exchange();  // connects
+  start();
+  exchange();
+  EXPECT_EQ(count("launches", nullptr, "ncclSend and ncclRecv"), 1u);
+  EXPECT_EQ(count("launches", nullptr, "ncclSend") + count("launches", nullptr, "ncclRecv"), 0u);
+  EXPECT_EQ(received.sum().item<float>(), 1000.f * left);
+}
+
 // LibTorch's pool has 32 streams. A message that comes late delays no other group's.
 TEST(Communicators, NeverShareAStream) {
   if (world().size() != 2) GTEST_SKIP() << "made for 2 ranks";
