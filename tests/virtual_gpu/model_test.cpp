@@ -81,8 +81,8 @@ Words with_sizes(Words words, int64_t num_layers, int64_t tokens, int64_t vocabu
   return words;
 }
 
-/// A step of an 8B model with so many blocks and tokens a rank. The allocator needs a few steps until it has all its memory. The bytes of
-/// LibTitan's kernels are counted only if they run.
+/// The sixth step of an 8B model with so many blocks and tokens a rank. From the third step on, none takes memory from the device. The bytes
+/// of LibTitan's kernels are counted only if they run.
 StepCounts count_step(const dist::World& world, int64_t num_layers, int64_t tokens, const Words& words,
                       Kernels kernels = Kernels::Launched, int64_t vocabulary = 1024) {
   JobConfig config =
@@ -90,15 +90,13 @@ StepCounts count_step(const dist::World& world, int64_t num_layers, int64_t toke
   config.training.seq_len *= resolve_parallel_dims(config.parallelism, world.size()).row_degree();
   Rehearsal training(config, world);
   const nn::TraceLabels labels(training.built().models[0]->root());
-  for (int step = 0; step < 8; ++step) {
+  for (int step = 1; step <= 6; ++step) {
     function_of<void()>("virtual_gpu_start_counting")();
     training.step();
-    // Memory may be complete on one rank a step before it is on another.
-    const int64_t calls = world.everyone()->sum(count("calls", nullptr), {.phase = "test::calls"});
-    if (step > 0 && calls == 0) break;
+    if (step > 2)
+      EXPECT_EQ(count("calls", nullptr), 0)
+          << "allocations of the device's memory, or communicators, in step " << step;
   }
-  EXPECT_EQ(count("calls", nullptr), 0)
-      << "allocations of the device's memory, or communicators, in a steady step";
   EXPECT_EQ(count("host_waits", nullptr), 0);
   if (kernels == Kernels::Run) {
     const auto run_kernels = function_of<void(bool)>("virtual_gpu_run_kernels");
@@ -251,7 +249,7 @@ INSTANTIATE_TEST_SUITE_P(
                2,
                {"--activation_checkpoint.mode=none", "--model.converters=quantize.linear.float8",
                 "--quantize.linear.float8.enable_fsdp_float8_all_gather"},
-               {79, 75, 10'000'000'000},
+               {78, 74, 10'000'000'000},
                /*runs_kernels=*/false},
         Layout{"Float8Rowwise",
                2,

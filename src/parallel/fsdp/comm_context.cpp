@@ -22,12 +22,16 @@ namespace {
 // The smallest part of a buffer that a request may use, so that a norm doesn't take a block's buffer.
 constexpr double kSmallestUse = 0.8;
 
+// Smaller buffers stay: taken anew in each step, they would leave the allocator with other gaps each time, until one is
+// too small for a large buffer.
+constexpr int64_t kLeastGivenBack = int64_t{32} << 20;
+
 // More than the micro-batches of a step, of which only the last one may need some buffers.
 constexpr int64_t kMostIdleForwards = 100;
 
 }  // namespace
 
-BufferPool::BufferPool(at::Device device) : device_(device) {
+BufferPool::BufferPool(at::Device device) : device_(device), home_(dist::Stream::current(device)) {
   if (device.is_cuda()) idle_.emplace([this](bool wait) { return take_idle(wait); });
 }
 
@@ -80,15 +84,23 @@ at::Tensor BufferPool::take_fitting(int64_t bytes, const dist::Stream& user) {
   return buffer;
 }
 
+// Events order every later use, so the allocator needn't know about other streams.
+at::Tensor BufferPool::new_buffer(int64_t bytes, const dist::Stream& user) {
+  TITAN_INTERNAL_ASSERT(home_.is_recorded() == user.is_recorded(), "a recording on another stream");
+  at::Tensor buffer;
+  {
+    const dist::StreamGuard at_home(home_);
+    buffer = new_bytes(bytes);
+  }
+  user.wait(home_);  // whose work may still use the memory
+  ++num_allocations_;
+  return buffer;
+}
+
 at::Tensor BufferPool::acquire(int64_t numel, at::ScalarType dtype, const dist::Stream& user) {
   const int64_t bytes = std::max<int64_t>(numel, 1) * static_cast<int64_t>(c10::elementSize(dtype));
   at::Tensor buffer = take_fitting(bytes, user);
-  if (!buffer.defined()) {
-    // Allocated on the current stream. Events order every later use, so the allocator needn't know about
-    // other streams.
-    buffer = new_bytes(bytes);
-    ++num_allocations_;
-  }
+  if (!buffer.defined()) buffer = new_buffer(bytes, user);
   at::Tensor typed = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(buffer.storage()), buffer.key_set(), c10::scalarTypeToTypeMeta(dtype));
   typed.unsafeGetTensorImpl()->set_sizes_contiguous({numel});
@@ -102,7 +114,7 @@ void BufferPool::release(at::Tensor buffer, const dist::Stream& last_user) {
   whole.unsafeGetTensorImpl()->set_sizes_contiguous({bytes});
   dist::Event used = last_user.record();
   const std::lock_guard lock(mutex_);
-  free_.push_back({std::move(whole), std::move(used), num_forwards_});
+  free_.push_back({std::move(whole), std::move(used), num_forwards_, last_user == home_});
 }
 
 std::vector<at::Tensor> BufferPool::take_if(const std::function<bool(const Free&)>& wanted) {
@@ -123,10 +135,17 @@ void BufferPool::begin_forward() {
   });
 }
 
+void BufferPool::hand_over() {
+  home_.wait(dist::Stream::current(device_));
+  const std::lock_guard lock(mutex_);
+  for (Free& free : free_) free.is_home = true;
+}
+
 std::vector<at::Tensor> BufferPool::take_idle(bool wait) {
   return take_if([wait](const Free& free) {
-    if (wait && !free.used.is_recorded()) free.used.synchronize();
-    return free.used.done();
+    if (free.used.is_recorded()) return false;
+    if (!free.is_home && wait) free.used.synchronize();
+    return wait || (free.is_home && free.bytes.numel() >= kLeastGivenBack);
   });
 }
 
@@ -414,13 +433,14 @@ void CommContext::finish_backward() {
 }
 
 // Before the optimizer reads the gradients and writes the shards.
-void CommContext::hand_over() const {
+void CommContext::hand_over() {
   if (groups_.empty()) return;
   {
     const dist::PeerWait waiting("reduce_scatter");
     const dist::Stream current = groups_.front()->compute_stream();
     current.wait(reduce_stream);
     current.wait(gather_stream);
+    pool.hand_over();
   }
   wait_for_copies();
 }

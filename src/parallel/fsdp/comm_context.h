@@ -28,6 +28,15 @@ namespace titan::fsdp {
 
 /// Gives out one-dimensional tensors of bytes on one device. Forward and backward of a model take turns; on a
 /// GPU, the allocator takes idle buffers from any thread when it finds no memory.
+///
+/// [Note: home of buffers]
+/// LibTorch's allocator keeps free memory for each stream, and doesn't use one stream's for another. So all buffers come
+/// from the stream that is current when the pool is made, the one that computes: whoever needs one next, and every
+/// activation, can have the memory of one that was given back. A recording begins on the same stream.
+///
+/// Buffers that this stream used last, or whose last user it has waited for since, are given back whether or not the
+/// device has come that far. So what is allocated doesn't depend on how far the device is, and steps repeat: from the
+/// third one on, none takes memory from the device.
 class BufferPool {
  public:
   explicit BufferPool(at::Device device);
@@ -44,8 +53,10 @@ class BufferPool {
   /// Gives back buffers that haven't been used for many forwards: those of the first steps, or of a
   /// validation.
   void begin_forward();
-  /// Takes out the idle buffers that all streams have finished with; with `wait`, waits for them, except for those of
-  /// a recording in progress, which are never done.
+  /// The stream on which buffers are allocated has waited for all work so far.
+  void hand_over();
+  /// Takes out the idle buffers whose memory the stream on which they were allocated may use; with `wait`, waits for
+  /// the others. Buffers of a recording in progress stay.
   std::vector<at::Tensor> take_idle(bool wait);
 
   /// From now on, buffers are registered with the groups that are added to this memory ([Note: registered memory]), and
@@ -62,12 +73,15 @@ class BufferPool {
     at::Tensor bytes;
     dist::Event used;
     int64_t forward;  // in which it was released
+    bool is_home;     // later work of the home stream may write to it
   };
   at::Tensor take_fitting(int64_t bytes, const dist::Stream& user);
+  at::Tensor new_buffer(int64_t bytes, const dist::Stream& user);
   std::vector<at::Tensor> take_if(const std::function<bool(const Free&)>& wanted);
 
   at::Device device_;
   std::unique_ptr<dist::RegisteredMemory> registered_;  // null: buffers aren't
+  dist::Stream home_;                                   // [Note: home of buffers]
   std::mutex mutex_;  // guards the list; no memory is allocated or freed under it
   std::vector<Free> free_;
   int64_t num_forwards_ = 0;
@@ -198,7 +212,7 @@ class CommContext : public std::enable_shared_from_this<CommContext> {
   void advance_reductions(size_t num_young);
   void finish_backward();
   void wait_for_copies() const;
-  void hand_over() const;
+  void hand_over();
   void reduce_next();
   void forget_reductions();
 
