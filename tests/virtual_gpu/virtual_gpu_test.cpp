@@ -277,6 +277,24 @@ class Setting {
   const char* name_;
 };
 
+[[noreturn]] void add_on_two_devices() {
+  std::string text = "nothing";
+  try {
+    at::ones({2}, on_gpu) + at::ones({2}, on_gpu.device(c10::Device(at::kCUDA, 1)));
+  } catch (const c10::Error& error) {
+    text = error.what_without_backtrace();
+  }
+  fprintf(stderr, "error: %s;\n", text.c_str());
+  _exit(0);
+}
+
+TEST(Settings, OperationsRefuseTensorsOfTwoDevices) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const Setting devices("VIRTUAL_GPU_DEVICES", "2");
+  EXPECT_EXIT(add_on_two_devices(), testing::ExitedWithCode(0),
+              "error: Expected all tensors to be on the same device");
+}
+
 TEST(Settings, ALaunchBeyondTheQueuesLimitWaits) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   EXPECT_EXIT(print_launches(), testing::ExitedWithCode(0), "8 of 8 launches returned;");
