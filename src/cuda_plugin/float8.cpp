@@ -458,43 +458,25 @@ std::tuple<at::Tensor, at::Tensor> cast_blocks_cuda(const at::Tensor& x, at::Sca
   return {data, scale.view(at::kFloat8_e8m0fnu)};
 }
 
-constexpr int64_t kPieceElements = 65536;
-
-std::vector<cuda::AmaxPiece> pieces_of(at::TensorList xs) {
-  std::vector<cuda::AmaxPiece> pieces;
-  for (size_t i = 0; i < xs.size(); ++i)
-    for (int64_t first = 0; first < xs[i].numel(); first += kPieceElements)
-      pieces.push_back({static_cast<const char*>(xs[i].const_data_ptr()) + first * xs[i].element_size(),
-                        std::min(kPieceElements, xs[i].numel() - first), static_cast<int64_t>(i)});
-  return pieces;
-}
-
-// Copies through pinned memory, which LibTorch's allocator doesn't reuse before the copy ends, so the host
-// doesn't wait.
-at::Tensor on_device(const std::vector<cuda::AmaxPiece>& pieces, at::Device device) {
-  const auto bytes = static_cast<int64_t>(pieces.size() * sizeof(cuda::AmaxPiece));
-  const at::Tensor host = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
-  std::memcpy(host.mutable_data_ptr(), pieces.data(), static_cast<size_t>(bytes));
-  return host.to(device, /*non_blocking=*/true);
-}
-
 at::Tensor amax_many_cuda(at::TensorList xs) {
   for (const at::Tensor& x : xs)
     if (!has_kernels(x) || !is_source(x) || x.scalar_type() != xs[0].scalar_type() || !x.is_contiguous())
       return composite::amax_many(xs);
   const c10::cuda::CUDAGuard guard(xs[0].device());
   at::Tensor out = at::zeros({static_cast<int64_t>(xs.size())}, xs[0].options().dtype(at::kFloat));
-  const std::vector<cuda::AmaxPiece> pieces = pieces_of(xs);
-  const at::Tensor list = on_device(pieces, xs[0].device());
-  cuda::launch_amax_of_pieces(
-      out.mutable_data_ptr<float>(), static_cast<const cuda::AmaxPiece*>(list.const_data_ptr()),
-      static_cast<int64_t>(pieces.size()), source_of(xs[0]), c10::cuda::getCurrentCUDAStream());
+  std::vector<cuda::Measurement> all;
+  for (size_t i = 0; i < xs.size(); ++i)
+    all.push_back(
+        {{xs[i].const_data_ptr(), source_of(xs[i]), 1, xs[i].numel()}, out.mutable_data_ptr<float>() + i});
+  cuda::launch_amax_of_many(all, c10::cuda::getCurrentCUDAStream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return out;
 }
 
 at::Tensor delayed_scale_cuda(const at::Tensor& amax, const at::Tensor& pending, const at::Tensor& largest,
                               at::ScalarType dtype, bool power_of_two, bool records) {
+  if (!has_kernels(amax))
+    return composite::delayed_scale(amax, pending, largest, dtype, power_of_two, records);
   const c10::cuda::CUDAGuard guard(amax.device());
   at::Tensor out = at::empty({}, amax.options());
   cuda::launch_delayed_scale(

@@ -40,15 +40,8 @@ void launch_magnitudes_of_columns(std::span<const Measurement> all, cudaStream_t
 /// out: one fp32 per row.
 void launch_amax_of_rows(float* out, const Matrix& x, cudaStream_t stream);
 
-/// Elements [first, first + count) of a tensor whose largest magnitude goes to out[tensor].
-struct AmaxPiece {
-  const void* data = nullptr;
-  int64_t count = 0;
-  int64_t tensor = 0;
-};
-/// `pieces` are on the device. The caller zeroes out, fp32.
-void launch_amax_of_pieces(float* out, const AmaxPiece* pieces, int64_t num_pieces, Source source,
-                           cudaStream_t stream);
+/// The largest magnitude of each matrix, fp32. The caller zeroes them.
+void launch_amax_of_many(std::span<const Measurement> all, cudaStream_t stream);
 
 /// A scale is largest / max(amax, 1e-12), computed in double, rounded to fp32.
 struct ScaleOptions {

@@ -106,23 +106,41 @@ __global__ void update_histories_kernel(Histories all) {
 
 // The largest of all doesn't depend on the order in which thread blocks come.
 template <class T>
-__global__ void amax_of_pieces_kernel(float* out, const AmaxPiece* pieces) {
-  const AmaxPiece piece = pieces[blockIdx.x];
-  unsigned best = largest_of(static_cast<const T*>(piece.data), piece.count, threadIdx.x, kThreads);
+__global__ void amax_of_many_kernel(Batch<Measurement> batch) {
+  const Measurement work = batch.of[blockIdx.z];
+  const int64_t count = work.x.rows * work.x.columns, parts = parts_of_elements(count);
+  if (blockIdx.x >= parts) return;
+  const int64_t first = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  unsigned best = largest_of(static_cast<const T*>(work.x.data), count, first, parts * kThreads);
   best = __reduce_max_sync(0xffffffffu, best);
-  if (threadIdx.x % kWarp == 0) atomicMax(reinterpret_cast<unsigned*>(out + piece.tensor), best);
+  if (threadIdx.x % kWarp == 0) atomicMax(static_cast<unsigned*>(work.out), best);
 }
 
 }  // namespace
 
 int64_t parts_of_matrix(const Matrix& x) { return parts_of_elements(x.rows * x.columns); }
 
+namespace {
+
+dim3 grid_of_parts(std::span<const Measurement> works) {
+  return {most(works, [](const Measurement& work) { return parts_of_matrix(work.x); }), 1,
+          static_cast<unsigned>(works.size())};
+}
+
+}  // namespace
+
 void launch_magnitudes(std::span<const Measurement> all, cudaStream_t stream) {
   in_batches(all, [&](const Batch<Measurement>& batch, std::span<const Measurement> works) {
-    const dim3 grid(most(works, [](const Measurement& work) { return parts_of_matrix(work.x); }), 1,
-                    static_cast<unsigned>(works.size()));
     with_source(works[0].x.source, [&]<class T>(T) {
-      launch_kernel(magnitudes_kernel<T>, grid, dim3(kThreads), stream, batch);
+      launch_kernel(magnitudes_kernel<T>, grid_of_parts(works), dim3(kThreads), stream, batch);
+    });
+  });
+}
+
+void launch_amax_of_many(std::span<const Measurement> all, cudaStream_t stream) {
+  in_batches(all, [&](const Batch<Measurement>& batch, std::span<const Measurement> works) {
+    with_source(works[0].x.source, [&]<class T>(T) {
+      launch_kernel(amax_of_many_kernel<T>, grid_of_parts(works), dim3(kThreads), stream, batch);
     });
   });
 }
@@ -146,15 +164,6 @@ void launch_magnitudes_of_columns(std::span<const Measurement> all, cudaStream_t
           static_cast<unsigned>(works.size()));
       launch_kernel(magnitudes_of_columns_kernel<T>, grid, dim3(kThreads), stream, batch);
     });
-  });
-}
-
-void launch_amax_of_pieces(float* out, const AmaxPiece* pieces, int64_t num_pieces, Source source,
-                           cudaStream_t stream) {
-  if (num_pieces == 0) return;
-  with_source(source, [&]<class T>(T) {
-    launch_kernel(amax_of_pieces_kernel<T>, dim3(static_cast<unsigned>(num_pieces)), dim3(kThreads), stream,
-                  out, pieces);
   });
 }
 

@@ -194,10 +194,8 @@ void launch_amax_of_rows(float*, const Matrix& x, cudaStream_t) {
   count("amax_of_rows_kernel", bytes_of(x), 4.0 * static_cast<double>(x.rows));
 }
 
-// The pieces themselves are on the device, where nothing can be read.
-void launch_amax_of_pieces(float*, const AmaxPiece*, int64_t num_pieces, Source source, cudaStream_t) {
-  constexpr double piece_elements = 65536;
-  count("amax_of_pieces_kernel", static_cast<double>(num_pieces) * piece_elements * size_of(source), 0);
+void launch_amax_of_many(std::span<const Measurement> all, cudaStream_t) {
+  count_batches("amax_of_many_kernel", all, read_by<Measurement>, [](const Measurement&) { return 4.0; });
 }
 
 void launch_scale(float*, float*, const float*, int64_t number, const ScaleOptions&, cudaStream_t) {

@@ -2,12 +2,12 @@
 # graphs_test.sh TITAN FOLDER NAME [ARGUMENT...]: eight steps that launch a recorded graph (compile.enable) have the losses, gradient norms and
 # final weights of eight that don't, to the bit, on two virtual GPUs or as many as --nproc says. The test named resumed stops after four steps and
 # resumes. All of a step is recorded, except in the test named host_lr: the optimizer's part, whose learning rate comes from the host. A race ends the
-# program.
+# program, and so does a recorded copy that reads the host's memory.
 set -euo pipefail
 titan=$1 folder=$2/$3
 shift 3
 source_folder=$(cd "$(dirname "$0")/../.." && pwd)
-export VIRTUAL_GPU_RACES=fatal OMP_NUM_THREADS=1
+export VIRTUAL_GPU_RACES=fatal VIRTUAL_GPU_GRAPHS_READ_HOST=0 OMP_NUM_THREADS=1
 rm -rf "$folder"
 mkdir -p "$folder"
 cd "$source_folder"  # paths in the config are relative to the working directory

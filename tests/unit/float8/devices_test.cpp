@@ -397,8 +397,16 @@ TEST(Float8KernelsOnGpu, ReadAndWriteEveryByteOnce) {
   expect_bytes("amax_of_rows_kernel", bytes + row_scales, [&] { of_rows_amax = amax(x, Over::Row); });
   expect_bytes("cast_by_rows_kernel", bytes + cast_bytes + row_scales,
                [&] { cast(x, of_rows_amax, e4m3, false); });
+  expect_bytes("scale_kernel", 3 * row_scales,
+               [&] { scale_and_inverse_of(of_rows_amax, e4m3, /*power_of_two=*/false); });
+  expect_bytes("delayed_scale_kernel", static_cast<double>(parts.nbytes()) + 3 * 4.0,
+               [&] { delayed_scale(parts, history, e4m3, /*power_of_two=*/false, /*records=*/true); });
   expect_bytes(
-      "amax_of_pieces_kernel", all, [&] { amax_many(many); }, 3);  // zeros, and a list of pieces
+      "amax_of_many_kernel", all, [&] { amax_many(many); }, 2);  // zeros first
+  const at::Tensor histories = at::ones({4096, 16}, scale.options());
+  const at::Tensor pending = at::ones({4096}, scale.options()), largest = pending.clone();
+  expect_bytes("update_histories_kernel", 4.0 * 4096 * (2 * 16 + 2),
+               [&] { update_histories(histories, pending, largest); });
 }
 
 struct LaunchCounters {

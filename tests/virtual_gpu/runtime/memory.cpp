@@ -137,6 +137,11 @@ cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t stream, 
     to_device = is_device_memory(to);
     const Stream& on = stream_of(stream);
     if (const cudaError_t error = check_capture(on)) return error;
+    if (on.capture && !from_pageable && !from_device && !state().settings.graphs_read_host) {
+      std::fprintf(stderr, "virtual GPU: a graph is recorded that reads %zu bytes of the host's memory\n",
+                   bytes);
+      return break_capture(*on.capture, cudaErrorStreamCaptureUnsupported);
+    }
     if ((from_pageable || to_pageable) && on.capture)
       return break_capture(*on.capture, cudaErrorStreamCaptureUnsupported);
   }

@@ -179,6 +179,7 @@ State::State() {
   settings.max_delay_us = static_cast<int64_t>(number_from("VIRTUAL_GPU_DELAY_US", 0));
   settings.seed = number_from("VIRTUAL_GPU_SEED", 1);
   settings.traces = number_from("VIRTUAL_GPU_TRACE", 0) != 0;
+  settings.graphs_read_host = number_from("VIRTUAL_GPU_GRAPHS_READ_HOST", 1) != 0;
   random.seed(settings.seed);
 }
 

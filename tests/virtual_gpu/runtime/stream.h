@@ -108,7 +108,8 @@ struct Settings {
   size_t queue_limit = 0;    ///< the host waits if a stream has this many operations; 0: never
   int64_t max_delay_us = 0;  ///< operations and completions are late by up to this; 0: never
   uint64_t seed = 0;
-  bool traces = false;  ///< prints each operation
+  bool traces = false;           ///< prints each operation
+  bool graphs_read_host = true;  ///< a recorded copy may read page-locked memory
 };
 
 /// All state of the virtual devices of this process; `mutex` guards every field and every Stream and Event.
