@@ -1,5 +1,6 @@
 #include "train/step_graphs.h"
 
+#include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
@@ -35,6 +36,13 @@ void try_to_record(const char* what, int64_t step, const Record& record) {
 struct StepGraphs::Recorded {
   explicit Recorded(at::Device device) : graph(device), update(device) {}
 
+  /// Whether a launch can read batches like these.
+  bool fits(const std::vector<data::Batch>& others) const {
+    return std::ranges::equal(batches, others, [](const data::Batch& a, const data::Batch& b) {
+      return a.input_BS.sizes() == b.input_BS.sizes() && a.labels_BS.sizes() == b.labels_BS.sizes();
+    });
+  }
+
   std::vector<data::Batch> batches;                          // on the device: what the graph reads
   std::vector<std::pair<at::Tensor, at::Tensor>> gradients;  // parameter, its gradient
   ClippedStep clipped;
@@ -54,6 +62,15 @@ ClippedStep StepGraphs::run(int64_t step, const StepInput& input) {
     TITAN_CHECK(!batch.document_end,
                 "a step with attention within documents can't be recorded as a CUDA graph, because documents "
                 "differ from step to step");
+  if (recorded_ && !recorded_->fits(input.batches)) {
+    log::info_rank0(
+        str("step ", step,
+            " has batches of other sizes than the CUDA graph: it runs as usual, and the next step is "
+            "recorded"));
+    recorded_.reset();
+    reshard();
+    num_usual_steps_ = kUsualSteps - 1;
+  }
   if (num_usual_steps_ < kUsualSteps) {
     ++num_usual_steps_;
     return numbers_.clip(step, parts_.runner->forward_backward(input.batches, input.tokens.global));
@@ -100,16 +117,12 @@ std::unique_ptr<StepGraphs::Recorded> StepGraphs::record(int64_t step, const Ste
 ClippedStep StepGraphs::launch(const StepInput& input) {
   const at::NoGradGuard no_grad;
   Recorded& recorded = *recorded_;
-  TITAN_INTERNAL_ASSERT(input.batches.size() == recorded.batches.size(),
-                        "steps have different numbers of batches");
   reshard();
   const dist::Stream current = dist::Stream::current(parts_.device);
   copies_.wait(current);  // the launch before reads the same tensors
   {
     const dist::StreamGuard on_copies(copies_);
     for (size_t i = 0; i < input.batches.size(); ++i) {
-      TITAN_INTERNAL_ASSERT(input.batches[i].input_BS.sizes() == recorded.batches.at(i).input_BS.sizes(),
-                            "the batches of steps have different sizes");
       recorded.batches[i].input_BS.copy_(input.batches[i].input_BS, /*non_blocking=*/true);
       recorded.batches[i].labels_BS.copy_(input.batches[i].labels_BS, /*non_blocking=*/true);
     }

@@ -4,7 +4,8 @@
 // step doesn't grow with the model.
 //
 // The first steps run as usual, until everything that is made once is made: communication buffers, caches, NCCL's
-// connections, the optimizer's state. The batches of all steps have the same sizes, so one recording is enough.
+// connections, the optimizer's state. There is one recording. A step whose batches have other sizes than it was made for
+// drops it and runs as usual; the next one is recorded anew.
 //
 // It has two graphs, because the step before is judged between them, while the device works: forward, backward and
 // clipping; then the optimizer's update. What changes from launch to launch is in memory on the device: the batches,

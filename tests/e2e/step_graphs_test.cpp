@@ -67,8 +67,9 @@ class StepGraphs : public ::testing::TestWithParam<GraphCase> {
                         ranks(GetParam().ranks, GetParam().words) + words;
       const std::string spoiled =
           std::to_string(GetParam().spoiled_rank) + " tok_embeddings token=" + std::to_string(kStrange);
-      const CommandResult result =
-          run(train_words(all), {{"OMP_NUM_THREADS", "1"}, {"TITAN_TEST_SPOILED", spoiled}}, 300);
+      const CommandResult result = run(
+          train_words(all),
+          {{"OMP_NUM_THREADS", "1"}, {"TITAN_TEST_SPOILED", spoiled}, {"TITAN_TEST_SHORTER_ROWS", "5"}}, 300);
       EXPECT_EQ(result.status, status) << result.err << result.out;
       (compile == std::string("true") ? recorded_ : usual_) = result.err + result.out;
     }
@@ -140,6 +141,20 @@ TEST_P(StepGraphs, ContinueAfterARewind) {
                                     "5", "--fault_tolerance.spike_rewind_steps", "1"});
   EXPECT_THAT(log, HasSubstr("Rewinding to step 20 and skipping the data through step 22"));
   expect_equal(27, 27);
+}
+
+// A step with other rows runs without a graph, and the next one is recorded.
+TEST_P(StepGraphs, AreRecordedAgainForOtherRows) {
+  if (GetParam().ranks > 1) GTEST_SKIP() << "the rows are changed on one rank";
+  const fs::path text = write_text(config_);
+  const std::string log =
+      run_both(text, 10,
+               {"--training.dataset", "text", "--training.seq_len", "48", "--training.local_batch_size", "4",
+                "--experimental.custom_import", std::string(TITAN_BINARY_DIR) + "/lib/libshorter_rows.so"});
+  EXPECT_EQ(count(log, "step 3 is recorded as a CUDA graph"), 1) << log;
+  EXPECT_EQ(count(log, "step 6 has batches of other sizes"), 1) << log;
+  EXPECT_EQ(count(log, "step 7 is recorded as a CUDA graph"), 1) << log;
+  expect_equal(10, 10);
 }
 
 INSTANTIATE_TEST_SUITE_P(
