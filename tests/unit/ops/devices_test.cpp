@@ -373,6 +373,10 @@ TEST(KernelsOnGpu, ReadAndWriteEveryByteOnce) {
   expect_least("rms_norm_kernel", 2 * bytes(x) + bytes(weight) + bytes(rstd));
   expect_least("add_rms_norm_kernel", 4 * bytes(x) + bytes(weight) + bytes(rstd));
   expect_least("rms_norm_backward_kernel", 3 * bytes(x) + bytes(weight) + bytes(rstd));
+  const double rows_of_blocks =
+      static_cast<double>(count("bytes_written", nullptr, "rms_norm_backward_kernel")) - bytes(x);
+  EXPECT_GT(rows_of_blocks, 0);
+  expect_least("sum_of_rows_kernel", rows_of_blocks + 2 * bytes(weight));
   expect_least("rotary_kernel", 4 * bytes(x) + bytes(table));
   expect_least("swiglu_kernel", 3 * bytes(x));
   expect_least("swiglu_backward_kernel", 4 * bytes(x));
