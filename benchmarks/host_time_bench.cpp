@@ -1,10 +1,12 @@
 // Host time of a transformer block under fully_shard on one rank, with shapes so small that the arithmetic
 // hardly counts. benchmarks/pytorch/host_time.py measures the same with PyTorch.
 //
-//   host_time_bench [--dtype fp32|bf16] [--repetitions N] [--tp N] [--device cpu|cuda]
+//   host_time_bench [--dtype fp32|bf16] [--repetitions N] [--ranks N] [--tp N] [--device cpu|cuda]
 //
-// With --tp, the block is that of one of N tensor-parallel ranks (with sequence parallelism) whose peers are
-// fake: its 4 gathers and 4 reduce-scatters cost only host time. With --device cuda it runs on a virtual GPU,
+// With --ranks, parameters are sharded over N ranks whose peers are fake: gathers and reductions are prepared, called
+// and waited for, and cost only host time. Without it, on one rank, LibTitan makes none. With --tp, the block is that
+// of one of N tensor-parallel ranks (with sequence parallelism), whose peers are fake, too: its 4 gathers and 4
+// reduce-scatters. With --device cuda it runs on a virtual GPU,
 // whose own work is left out and printed beside it. Prints one JSON object: us_per_block, the median over
 // repetitions of (forward + backward of 8 blocks) / 8, with batch 1, sequence 8, width 64, 4 heads,
 // feed-forward 192; gradients are dropped between repetitions. Uses one thread.
@@ -56,6 +58,7 @@ TITAN_MODULE(Blocks);
 struct Options {
   std::string dtype = "fp32";
   int repetitions = 200;
+  int ranks = 1;  // that share the parameters
   int tp = 1;
   std::string device = "cpu";
 };
@@ -65,14 +68,15 @@ Options parse(const std::vector<std::string>& args) {
   for (size_t i = 0; i + 1 < args.size(); i += 2) {
     if (args[i] == "--dtype") options.dtype = args[i + 1];
     if (args[i] == "--repetitions") options.repetitions = std::stoi(args[i + 1]);
+    if (args[i] == "--ranks") options.ranks = std::stoi(args[i + 1]);
     if (args[i] == "--tp") options.tp = std::stoi(args[i + 1]);
     if (args[i] == "--device") options.device = args[i + 1];
   }
-  TITAN_CHECK(
-      args.size() % 2 == 0 && (options.dtype == "fp32" || options.dtype == "bf16") &&
-          (options.device == "cpu" || options.device == "cuda") && options.repetitions > 0 &&
-          kHeads % options.tp == 0,
-      "usage: host_time_bench [--dtype fp32|bf16] [--repetitions N] [--tp 1|2|4] [--device cpu|cuda]");
+  TITAN_CHECK(args.size() % 2 == 0 && (options.dtype == "fp32" || options.dtype == "bf16") &&
+                  (options.device == "cpu" || options.device == "cuda") && options.repetitions > 0 &&
+                  options.ranks > 0 && kHeads % options.tp == 0,
+              "usage: host_time_bench [--dtype fp32|bf16] [--repetitions N] [--ranks N] [--tp 1|2|4] "
+              "[--device cpu|cuda]");
   return options;
 }
 
@@ -114,11 +118,11 @@ double median(std::vector<double> numbers) {
 int run(const std::vector<std::string>& args) {
   const Options options = parse(args);
   at::set_num_threads(1);
+  const int peers = options.ranks * options.tp;
   const dist::World world =
-      options.tp == 1
-          ? dist::init({.device = options.device})
-          : dist::init({.backend = "fake", .device = options.device, .fake_world_size = options.tp});
-  const auto mesh = DeviceMesh::create(world, {{"dp_shard", 1}, {"tp", options.tp}});
+      peers == 1 ? dist::init({.device = options.device})
+                 : dist::init({.backend = "fake", .device = options.device, .fake_world_size = peers});
+  const auto mesh = DeviceMesh::create(world, {{"dp_shard", options.ranks}, {"tp", options.tp}});
   Blocks model(models::Llama3Args{.dim = kDim, .n_layers = kBlocks, .n_heads = kHeads, .multiple_of = 64},
                nn::Construct{.device = world.device(), .deferred = true});
   parallelize(model, mesh["tp"], block_plan());

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Measures the host time of a transformer block under PyTorch's FSDP2 on one rank, or with --tp N under its tensor parallelism with
-fake peers. Shapes are so small that the arithmetic hardly counts. With --device cuda it runs on a virtual GPU, whose own work is left out.
+"""Measures the host time of a transformer block under PyTorch's FSDP2 on one rank, with --ranks N as one of N whose peers are fake, or
+with --tp N under its tensor parallelism with fake peers. Shapes are so small that the arithmetic hardly counts. With --device cuda it runs on a virtual GPU, whose own work is left out.
 
     .venv/bin/python benchmarks/pytorch/host_time.py [--dtype bf16]
-    scripts/virtual_gpus.sh 1 -- .venv/bin/python benchmarks/pytorch/host_time.py --dtype bf16 --device cuda
+    scripts/virtual_gpus.sh 1 -- .venv/bin/python benchmarks/pytorch/host_time.py --dtype bf16 --ranks 2 --device cuda
 
 Prints one JSON object: us_per_block, the median over repetitions of (forward + backward of 8 blocks) / 8, with batch 1, sequence 8,
 width 64, 4 heads, feed-forward 192; gradients are dropped between repetitions. Uses one thread.
@@ -23,7 +23,9 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from fsdp_model import init_ranks, policy  # noqa: E402
 from llama3 import ModelArgs, TransformerBlock, rope_table  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 BLOCKS = 8
 PROGRAM = ctypes.CDLL(None)
@@ -42,14 +44,16 @@ class Blocks(torch.nn.Module):
         return x_BSD
 
 
-def cut(model: Blocks, ranks: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
+def join_fake(ranks: int, device: str) -> DeviceMesh:
+    """Collective calls return at once."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    return init_device_mesh(device, (ranks,))
+
+
+def cut(model: Blocks, mesh: DeviceMesh) -> None:
     from torch.distributed.tensor.parallel import parallelize_module
-    from torch.testing._internal.distributed.fake_pg import FakeStore
     from tp_model import block_plan
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    mesh = init_device_mesh("cpu", (ranks,))
     for layer in model.layers:
         parallelize_module(layer, mesh, block_plan())
 
@@ -78,15 +82,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--repetitions", type=int, default=200)
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = Blocks().to(options.device)
         if options.tp > 1:
-            cut(model, options.tp)
+            cut(model, join_fake(options.tp, "cpu"))
         else:
-            mesh = init_ranks(0, 1, os.path.join(folder, "store"), options.device)
+            one = options.ranks == 1
+            mesh = init_ranks(0, 1, os.path.join(folder, "store"), options.device) if one else join_fake(options.ranks, options.device)
             for module in (*model.layers, model):
                 fully_shard(module, mesh=mesh, mp_policy=policy(options.dtype))
         x_BSD = torch.randn(1, ARGS.max_seq_len // options.tp, ARGS.dim, device=options.device, requires_grad=True)
