@@ -30,15 +30,12 @@ class ShorterRows final : public titan::train::TrainerPolicy {
   int64_t last_step_;
 };
 
-struct Registration {
-  Registration() {
-    titan::train::trainer_policies().add(
-        "shorter_rows",
-        [](titan::train::TrainerParts& parts) -> std::unique_ptr<titan::train::TrainerPolicy> {
-          const char* step = std::getenv("TITAN_TEST_SHORTER_ROWS");
-          return step ? std::make_unique<ShorterRows>(parts, std::atoll(step)) : nullptr;
-        });
-  }
-} registration;
-
 }  // namespace
+
+extern "C" void titan_register() {
+  titan::train::trainer_policies().add(
+      "shorter_rows", [](titan::train::TrainerParts& parts) -> std::unique_ptr<titan::train::TrainerPolicy> {
+        const char* step = std::getenv("TITAN_TEST_SHORTER_ROWS");
+        return step ? std::make_unique<ShorterRows>(parts, std::atoll(step)) : nullptr;
+      });
+}
