@@ -178,7 +178,7 @@ class DeviceBackend {
 /// allocator has no block for a request, before more is taken from the driver.
 class IdleMemory {
  public:
-  /// Returns tensors to be freed, which no stream uses any more; with `wait`, waits for streams. Called on any
+  /// Returns tensors to be freed, which no stream but their own uses any more; with `wait`, waits for streams. Called on any
   /// thread, under the allocator's lock: it allocates and frees no device memory itself.
   using Take = std::function<std::vector<at::Tensor>(bool wait)>;
 
