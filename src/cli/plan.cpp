@@ -41,6 +41,7 @@ struct Plan {
   const train::JobConfig& config;
   const PlanArguments& arguments;
   train::JobPlan job;
+  std::vector<std::string> notes = {};  ///< the parts of the config that are planned in another way, or not at all
 };
 
 // ---- JSON
@@ -77,6 +78,10 @@ json memory_json(const train::PlannedRole& role) {
           {"peak_gib", gib(role.rank.peak_reserved_bytes)},
           {"peak_reserved_bytes", role.rank.peak_reserved_bytes},
           {"peak_allocated_bytes", role.rank.peak_allocated_bytes},
+          {"shard_gradient_bytes", role.rank.shard_gradient_bytes},
+          {"nccl_bytes", role.outside.nccl_bytes},
+          {"symmetric_memory_bytes", role.outside.symmetric_bytes},
+          {"communicators", role.outside.communicators},
           {"at_peak", point_json(role.summary.peak)},
           {"at_peak_by_module", modules},
           {"after_step", categories_json(role.summary.after_step)},
@@ -132,6 +137,7 @@ json time_json(const plan::StepTime::OfRank& rank) {
 
 json to_json(const Plan& plan) {
   json memory = {{"peak_gib", gib(plan.job.peak_bytes())},
+                 {"outside_gib", gib(plan.job.largest().outside.bytes())},
                  {"usable_gib", gib(plan.job.cluster.device.usable_bytes())},
                  {"by_role", json::array()}};
   json steps = json::array(), collectives = json::array(), operations = json::array(),
@@ -150,6 +156,7 @@ json to_json(const Plan& plan) {
           {"world", plan.arguments.world_size},
           {"device", plan.job.cluster.device.name},
           {"assumed", plan.job.cluster.assumed},
+          {"notes", plan.notes},
           {"fits", plan.job.fits()},
           {"step_s", plan.job.step.seconds},
           {"tokens_per_s_per_device", plan.job.tokens_per_s_per_device()},
@@ -304,7 +311,7 @@ std::string changes_text(const std::vector<Change>& changes) {
            "combinations of them\n";
   TextTable table{{{"what makes it fit", "GiB", "tokens/s of a device"}}, {false, true, true}};
   for (const Change& change : changes)
-    table.rows.push_back({c10::Join(" ", change.words), gib_text(change.plan.peak_bytes()),
+    table.rows.push_back({c10::Join(" ", change.words), gib_text(change.plan.needed_bytes()),
                           short_number(std::round(change.plan.tokens_per_s_per_device()))});
   return to_string(table);
 }
@@ -331,16 +338,31 @@ std::string headline(const Plan& plan) {
              number("%.1f", 100 * plan.job.mfu()), " %");
 }
 
+// Nothing of this is the allocator's, so it isn't in the tables.
+std::string outside_text(const train::PlannedRole& role) {
+  const plan::OutsideMemory& outside = role.outside;
+  if (outside.bytes() == 0) return "";
+  std::string text =
+      str("of it, about ", gib_text(outside.nccl_bytes), " GiB are buffers of NCCL's ", outside.communicators,
+          outside.communicators == 1 ? " communicator" : " communicators", " (an estimate)");
+  if (outside.symmetric_bytes > 0)
+    text += str(", and ", gib_text(outside.symmetric_bytes),
+                " GiB symmetric memory of asynchronous tensor parallelism");
+  return text + "\n";
+}
+
 std::string to_text(const Plan& plan) {
   const train::PlannedRole& role = plan.job.largest();
-  const int64_t usable = plan.job.cluster.device.usable_bytes(), missing = plan.job.peak_bytes() - usable;
-  const std::string verdict = plan.job.fits() ? str("fits: ", gib_text(plan.job.peak_bytes()), " of ",
-                                                    gib_text(usable), " GiB, without NCCL's buffers")
-                                              : str("doesn't fit: ", gib_text(missing), " GiB more than the ",
-                                                    gib_text(usable), " GiB that there are");
+  const int64_t usable = plan.job.cluster.device.usable_bytes(), missing = plan.job.needed_bytes() - usable;
+  const std::string verdict =
+      plan.job.fits() ? str("fits: ", gib_text(plan.job.needed_bytes()), " of ", gib_text(usable), " GiB")
+                      : str("doesn't fit: ", gib_text(missing), " GiB more than the ", gib_text(usable),
+                            " GiB that there are");
   const std::string& module = role.summary.peak.module;
-  return str(headline(plan), "\n", verdict, "\n", assumed_text(plan.job.cluster), "\n", memory_table(plan),
-             "\n", time_table(plan.job), "\n",
+  std::string notes;
+  for (const std::string& note : plan.notes) notes += note + "\n";
+  return str(headline(plan), "\n", verdict, "\n", outside_text(role), assumed_text(plan.job.cluster), notes,
+             "\n", memory_table(plan), "\n", time_table(plan.job), "\n",
              plan.job.roles.size() > 1 ? role.rank.role.name + " takes most; its" : "the", " peak is in ",
              module.empty() ? "no module" : module, "\n\n", modules_table(role), "\ncollectives of a step\n",
              collectives_table(role), "\nlaunches of a step\n", operations_table(role));
@@ -353,7 +375,7 @@ plan::Kernels kernels_of(const std::string& name) {
   return name == "compiled" ? plan::Kernels::Compiled : plan::Kernels::Eager;
 }
 
-train::JobConfig load_planned_job(const PlanArguments& arguments) {
+train::JobConfig load_planned_job(const PlanArguments& arguments, std::vector<std::string>* notes) {
   train::JobConfig config;
   config::Origins origins =
       config::load(train::job_schema(), {arguments.config, arguments.overrides}, config);
@@ -363,7 +385,17 @@ train::JobConfig load_planned_job(const PlanArguments& arguments) {
   config.training.device = "cuda";
   train::check_job(config, origins, arguments.world_size, train::JobFiles::Ignore);
   train::check_plannable(config, origins);
-  return config;
+  if (notes && config.validation.enable)
+    notes->emplace_back("validation isn't planned: neither its time nor its memory");
+  if (!config.spec().sizes(config.args()).block_causal) return config;
+  // The lengths of documents depend on data.
+  if (notes)
+    notes->emplace_back(
+        "attention within documents is planned as causal attention over whole sequences, which takes as much "
+        "memory and more time");
+  PlanArguments causal = arguments;
+  causal.overrides.emplace_back("--model.args.attn_mask_type=causal");
+  return load_planned_job(causal, nullptr);
 }
 
 train::JobConfig load_for_search(const PlanArguments& arguments) {
@@ -413,17 +445,19 @@ int plan_command(const Arguments& words) {
   at::set_num_threads(1);
   // Before anything makes a tensor.
   plan::PlannedGpu& gpu = plan::PlannedGpu::open(cluster.device);
-  const train::JobConfig config = load_planned_job(arguments);
+  std::vector<std::string> notes;
+  const train::JobConfig config = load_planned_job(arguments, &notes);
   const train::PlanOptions options{.kernels = kernels_of(arguments.kernels),
                                    .with_spans = !arguments.timeline.empty() || !arguments.svg.empty()};
-  const Plan plan{config, arguments, train::plan_job(config, arguments.world_size, cluster, gpu, options)};
+  const Plan plan{config, arguments, train::plan_job(config, arguments.world_size, cluster, gpu, options),
+                  notes};
   if (!arguments.timeline.empty()) write_file_atomic(arguments.timeline, timeline_json(plan.job));
   if (!arguments.svg.empty()) write_file_atomic(arguments.svg, step_svg(plan.job, headline(plan)));
   const bool wants_changes = !plan.job.fits() && arguments.for_run == 0;
   const std::vector<Change> changes = wants_changes ? changes_that_fit(plan, gpu) : std::vector<Change>();
   if (!arguments.json) return print(to_text(plan) + (wants_changes ? "\n" + changes_text(changes) : ""));
   json object = to_json(plan);
-  if (!plan.job.fits()) object["missing_gib"] = gib(plan.job.peak_bytes() - cluster.device.usable_bytes());
+  if (!plan.job.fits()) object["missing_gib"] = gib(plan.job.needed_bytes() - cluster.device.usable_bytes());
   if (wants_changes) object["changes_that_fit"] = changes_json(changes);
   return print(object.dump(1) + "\n");
 }

@@ -68,6 +68,7 @@ PlanAnswer answer(const PlanArguments& base, const plan::ClusterSpec& cluster,
             .mfu = plan.mfu(),
             .parameters = static_cast<double>(config.spec().sizes(config.args()).num_params),
             .peak_bytes = plan.peak_bytes(),
+            .outside_bytes = plan.largest().outside.bytes(),
             .most_bytes = plan.largest().summary.most_bytes,
             .saved_bytes = saved_bytes(plan.largest().summary),
             .seconds = plan.busiest().seconds};

@@ -126,23 +126,32 @@ RunPlan read_plan(const std::string& text) try {
   const auto lasting = [&](const char* category) {
     return memory.at("after_step").at(category).get<double>() / kGiB;
   };
-  RunPlan found{
-      .device = plan.at("device"),
-      .world_size = plan.at("world"),
-      .step_s = plan.at("step_s"),
-      .tps = plan.at("tokens_per_s_per_device"),
-      .mfu = 100 * plan.at("mfu").get<double>(),
-      .reserved_gib = memory.at("peak_reserved_bytes").get<double>() / kGiB,
-      .allocated_gib = memory.at("peak_allocated_bytes").get<double>() / kGiB,
-      .compute_s = time.at("compute"),
-      .optimizer_s = time.at("optimizer"),
-      .exposed_communication_s = time.at("exposed_communication"),
-      .bubble_s = time.at("bubble"),
-      .host_s = time.at("host"),
-      .lasting = {.parameters = lasting("parameters"),
-                  // Each as large as its shard. The plan's category has the buffers of reductions, too.
-                  .gradients = lasting("parameters"),
-                  .optimizer = lasting("optimizer")}};
+  RunPlan found{.device = plan.at("device"),
+                .world_size = plan.at("world"),
+                .step_s = plan.at("step_s"),
+                .tps = plan.at("tokens_per_s_per_device"),
+                .mfu = 100 * plan.at("mfu").get<double>(),
+                .reserved_gib = memory.at("peak_reserved_bytes").get<double>() / kGiB,
+                .allocated_gib = memory.at("peak_allocated_bytes").get<double>() / kGiB,
+                .compute_s = time.at("compute"),
+                .optimizer_s = time.at("optimizer"),
+                .exposed_communication_s = time.at("exposed_communication"),
+                .bubble_s = time.at("bubble"),
+                .host_s = time.at("host"),
+                .lasting = {.parameters = lasting("parameters"),
+                            // The plan's category has the buffers of reductions, too.
+                            .gradients = memory.at("shard_gradient_bytes").get<double>() / kGiB,
+                            .optimizer = lasting("optimizer")}};
+  for (const auto& [category, bytes] : memory.at("at_peak").at("categories").items()) {
+    const double lasts = category == "parameters"  ? found.lasting.parameters
+                         : category == "gradients" ? found.lasting.gradients
+                         : category == "optimizer" ? found.lasting.optimizer
+                                                   : 0;
+    const double gib = bytes.get<double>() / kGiB - lasts;
+    // Not yet reduced, if it is below.
+    if (std::abs(gib) >= 0.005)
+      found.rest.emplace_back(category == "gradients" ? "gradients on their way to shards" : category, gib);
+  }
   TITAN_CHECK(found.step_s > 0 && found.tps > 0 && found.reserved_gib > 0, "a plan's figures are above 0");
   return found;
 } catch (const nlohmann::json::exception& error) {

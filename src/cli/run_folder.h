@@ -99,6 +99,8 @@ struct RunPlan {
   double compute_s = 0, optimizer_s = 0, exposed_communication_s = 0, bubble_s = 0,
          host_s = 0;  ///< parts of a step
   LastingMemory lasting = {};
+  /// The rest of the peak in tensors, in GiB by category.
+  std::vector<std::pair<std::string, double>> rest = {};
 };
 /// In the run's folder: what `titan plan --json` printed.
 inline constexpr const char* kPlanFile = "plan.json";

@@ -26,8 +26,7 @@ std::string PlannedRole::stream_name(int64_t stream) const {
 }
 
 const PlannedRole& JobPlan::largest() const {
-  return *std::ranges::max_element(roles, {},
-                                   [](const PlannedRole& role) { return role.rank.peak_reserved_bytes; });
+  return *std::ranges::max_element(roles, {}, &PlannedRole::needed_bytes);
 }
 
 double JobPlan::tokens_per_s_per_device() const { return tokens / step.seconds / world_size; }
@@ -49,7 +48,8 @@ JobPlan plan_job(const JobConfig& config, int world_size, const plan::ClusterSpe
   for (const Role& role : roles_of(config, world_size)) {
     PlannedRank rank = rehearse(config, world_size, role, device);
     plan::Summary summary = plan::summarize(*rank.trace);
-    plan.roles.push_back({std::move(rank), std::move(summary)});
+    const plan::OutsideMemory outside = plan::outside_memory(*rank.trace, cluster, rank.num_symmetric_pieces);
+    plan.roles.push_back({std::move(rank), std::move(summary), outside});
   }
   // The last rank is one of its own only if it does something else than the first of its pipeline rank.
   std::vector<PlannedRole>& roles = plan.roles;

@@ -8,6 +8,7 @@
 
 #include "job/rehearsal.h"
 #include "plan/cost_model.h"
+#include "plan/outside_memory.h"
 #include "plan/simulation.h"
 #include "plan/summary.h"
 
@@ -16,7 +17,10 @@ namespace titan::train {
 struct PlannedRole {
   PlannedRank rank;
   plan::Summary summary;
+  plan::OutsideMemory outside = {};
 
+  /// The allocator's peak, and the memory outside of it.
+  int64_t needed_bytes() const { return rank.peak_reserved_bytes + outside.bytes(); }
   /// "fsdp gather", "default", "stream 5"; a group's own: "calls of dp_shard".
   std::string stream_name(int64_t stream) const;
 };
@@ -28,9 +32,11 @@ struct JobPlan {
 
   // ---- memory
 
-  const PlannedRole& largest() const;  ///< the role that takes most from the device
+  const PlannedRole& largest() const;  ///< the role that takes most of the device
+  /// The allocator's peak.
   int64_t peak_bytes() const { return largest().rank.peak_reserved_bytes; }
-  bool fits() const { return peak_bytes() <= cluster.device.usable_bytes(); }
+  int64_t needed_bytes() const { return largest().needed_bytes(); }
+  bool fits() const { return needed_bytes() <= cluster.device.usable_bytes(); }
 
   // ---- time
 

@@ -462,7 +462,8 @@ class Search {
       ++result_.num_planned;
       planning_time_.add(work_of(layout), plan.planning_s);
       most_pessimistic_ = std::min(most_pessimistic_, value_of(plan) / value_of(estimate));
-      const bool fits = plan.peak_bytes <= options_.usable_bytes;
+      const int64_t needed = plan.peak_bytes + plan.outside_bytes;
+      const bool fits = needed <= options_.usable_bytes;
       progress_(str(layout.text(), ": ", std::lround(1e3 * plan.step_s), " ms (estimate ",
                     std::lround(1e3 * estimate.step_s), " ms), ",
                     std::lround(static_cast<double>(plan.peak_bytes) / kGiB), " GiB (estimate ",
@@ -471,7 +472,7 @@ class Search {
         result_.best.push_back({layout, plan, estimate.step_s, estimate.bytes});
       } else {
         ++result_.num_too_large;
-        does_not_fit(layout, static_cast<double>(plan.peak_bytes));
+        does_not_fit(layout, static_cast<double>(needed));
       }
     }
     std::ranges::stable_sort(result_.best, {},

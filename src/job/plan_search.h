@@ -73,7 +73,8 @@ struct PlanAnswer {
   double planning_s = 0;    ///< the time that planning took
   double step_s = 0, tokens = 0, mfu = 0;
   double parameters = 0;               ///< the model's
-  int64_t peak_bytes = 0;              ///< from the device
+  int64_t peak_bytes = 0;              ///< from the device, by the allocator
+  int64_t outside_bytes = 0;           ///< besides: NCCL's buffers and symmetric memory
   plan::BytesByCategory most_bytes{};  ///< the most that each category takes, at different times
   int64_t saved_bytes = 0;             ///< the activations when the backward begins
   std::array<double, plan::kNumActivities> seconds{};  ///< the busiest rank's

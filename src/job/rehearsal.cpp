@@ -1,5 +1,7 @@
 #include "job/rehearsal.h"
 
+#include <set>
+
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
@@ -98,6 +100,22 @@ void set_categories(const Rehearsal& rehearsal, plan::Trace& trace) {
   }
 }
 
+int64_t bytes_of_gradients(const Rehearsal& rehearsal) {
+  std::set<const c10::StorageImpl*> counted;
+  int64_t bytes = 0;
+  for (const Parameter& parameter : rehearsal.built().parameters) {
+    const at::Tensor& gradient = parameter.data.local.grad();
+    if (gradient.defined() && counted.insert(gradient.storage().unsafeGetStorageImpl()).second)
+      bytes += static_cast<int64_t>(gradient.storage().nbytes());
+  }
+  return bytes;
+}
+
+bool has_symmetric_memory(const ParallelismSettings& settings) {
+  return settings.enable_async_tensor_parallel && settings.tensor_parallel_degree > 1 &&
+         overlap_transport(settings) != OverlapTransport::SendReceive;
+}
+
 }  // namespace
 
 PlannedRank rehearse(const JobConfig& config, int world_size, const Role& role, plan::PlannedGpu& device) {
@@ -116,6 +134,9 @@ PlannedRank rehearse(const JobConfig& config, int world_size, const Role& role, 
       rehearsal.step();
     }
     set_categories(rehearsal, device.trace());
+    planned.shard_gradient_bytes = bytes_of_gradients(rehearsal);
+    if (has_symmetric_memory(config.parallelism))
+      planned.num_symmetric_pieces = static_cast<int>(rehearsal.built().models.size());
     planned.tokens_of_step = static_cast<double>(rehearsal.tokens());
     for (const dist::NamedStream& named : dist::named_streams())
       planned.streams.emplace_back(number_of(named.stream), named.name);
@@ -136,9 +157,6 @@ void check_plannable(const JobConfig& config, const config::Origins& origins) {
          "a plan doesn't know what memory CUDA graphs take; set it to false, which launches the same work");
   refuse(config.comm.register_buffers, "comm.register_buffers",
          "a plan doesn't know what memory registered buffers take, which NCCL allocates; set it to false");
-  refuse(config.spec().sizes(config.args()).block_causal, "model.args.attn_mask_type",
-         "attention within documents depends on data, which a plan doesn't read; \"causal\" takes as much "
-         "memory");
   if (!problems.empty()) throw ConfigError(std::move(problems));
 }
 

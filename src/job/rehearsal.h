@@ -52,7 +52,10 @@ struct PlannedRank {
   Role role;
   int64_t peak_allocated_bytes = 0;  ///< in tensors
   int64_t peak_reserved_bytes = 0;   ///< taken from the device
-  double tokens_of_step = 0;         ///< all ranks'
+  int64_t shard_gradient_bytes =
+      0;                         ///< the gradients that live on after a step, without buffers of reductions
+  int num_symmetric_pieces = 0;  ///< see outside_memory.h
+  double tokens_of_step = 0;     ///< all ranks'
   std::shared_ptr<const plan::Trace> trace;
   std::vector<std::pair<int64_t, std::string>> streams;  ///< those with names
 };

@@ -51,8 +51,9 @@ struct ClusterSpec {
   DeviceSpec device;
   struct Host {
     int64_t devices = 1;
-    double gb_per_s = 0;    ///< between two devices: in one direction, of one device
-    double latency_us = 0;  ///< one hop of a ring
+    double gb_per_s = 0;        ///< between two devices: in one direction, of one device
+    double latency_us = 0;      ///< one hop of a ring
+    double pcie_gb_per_s = 64;  ///< between the host's memory and a device, in one direction
   } host;
   std::vector<std::string> assumed;  ///< keys of the device that its file leaves out, with an H100's values
   struct Network {

@@ -207,6 +207,8 @@ CostModel::KernelTime CostModel::of(const Launch& launch, std::string_view name)
     const double computing = launch.flops / (cluster_.device.peak_flops(launch.dtype) * share);
     return {std::max(computing, seconds_of_bytes(bytes)) + launch_seconds, 1};
   }
+  if (is_copy_over_bus(name))
+    return {launch.bytes_written / (kPcieShare * cluster_.host.pcie_gb_per_s * 1e9) + launch_seconds, 1};
   double factor = 1, launches = 1;
   if (const Replacement* other = replacement_of(name); other && kernels_ != Kernels::Ours) {
     const bool is_compiled = kernels_ == Kernels::Compiled;
@@ -214,6 +216,10 @@ CostModel::KernelTime CostModel::of(const Launch& launch, std::string_view name)
     launches = is_compiled ? other->compiled_launches : other->eager_launches;
   }
   return {seconds_of_bytes(factor * bytes) + launches * launch_seconds, launches};
+}
+
+bool CostModel::is_copy_over_bus(std::string_view name) const {
+  return !cluster_.device.is_cpu && (name == kCopyToHost || name == kCopyToDevice);
 }
 
 CostModel::KernelTime CostModel::of_copies(std::string_view op, double bytes) const {

@@ -6,6 +6,7 @@
 //   longer. The share comes from measured points of the device's file; between them it follows how many tiles of the result each
 //   multiprocessor computes, and how long one is worked on (shares_of_tiles in cost_model.cpp);
 // - attention: its FLOPs, by measured shares for lengths of sequences;
+// - a copy between the host's memory and the device: its bytes, by kPcieShare of the bus's speed;
 // - everything else: its bytes, by kMemoryShare of the memory's speed;
 // - a collective: the least of NCCL's three protocols, each by its latency for every hop of a ring, and by the speed of the slower of the host's
 //   links and the network (the model of NCCL's own tuner, src/graph/tuning.cc in NVIDIA/nccl);
@@ -25,6 +26,8 @@ namespace titan::plan {
 constexpr double kMemoryShare = 0.9;
 /// The share of NVLink that NCCL's rings reach: 340 to 370 of 450 GB/s on 8 H100 (NVIDIA/nccl, issue 1218), 235 of 300 on 8 A100.
 constexpr double kHostLinkShare = 0.8;
+/// The share of PCIe's data sheet that a long copy from or to pinned memory reaches. An assumption.
+constexpr double kPcieShare = 0.85;
 /// How much longer computation takes while a collective runs on the same device, whose kernels take multiprocessors and memory's speed. An
 /// assumption.
 constexpr double kContention = 0.10;
@@ -45,6 +48,9 @@ class CostModel {
     double launches = 1;  ///< which the host makes one by one
   };
   KernelTime of(const Launch& launch, std::string_view name) const;
+
+  /// Whether it is a copy by the device's copy engines, which takes nothing from its kernels. A CPU's ranks have no such engine.
+  bool is_copy_over_bus(std::string_view name) const;
 
   /// The copies that FSDP of PyTorch makes after a gather, or before a reduction, of so many bytes; 0 with our kernels.
   KernelTime of_copies(std::string_view op, double bytes) const;

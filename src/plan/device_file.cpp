@@ -151,6 +151,10 @@ ClusterSpec read_cluster(const config::Document& document, const std::string& fi
   keys.number("host.devices", cluster.host.devices, 1, 65536);
   keys.number("host.gb_per_s", cluster.host.gb_per_s, 1e-6, kMost);
   keys.number("host.latency_us", cluster.host.latency_us, 0.0, kMost);
+  if (keys.has("host.pcie_gb_per_s"))
+    keys.number("host.pcie_gb_per_s", cluster.host.pcie_gb_per_s, 1e-6, kMost);
+  else if (!cluster.device.is_cpu)
+    cluster.assumed.push_back(str("host.pcie_gb_per_s = ", cluster.host.pcie_gb_per_s));
   keys.number("network.gb_per_s", cluster.network.gb_per_s, 1e-6, kMost);
   keys.number("network.latency_us", cluster.network.latency_us, 0.0, kMost);
   // Their rows are read one by one.
@@ -235,6 +239,7 @@ std::string to_toml(const ClusterSpec& cluster) {
   return text + str("\n[host]\ndevices = ", cluster.host.devices,
                     "\ngb_per_s = ", text_of(cluster.host.gb_per_s),
                     "\nlatency_us = ", text_of(cluster.host.latency_us),
+                    "\npcie_gb_per_s = ", text_of(cluster.host.pcie_gb_per_s),
                     "\n\n[network]\ngb_per_s = ", text_of(cluster.network.gb_per_s),
                     "\nlatency_us = ", text_of(cluster.network.latency_us), "\n");
 }

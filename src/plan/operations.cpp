@@ -246,8 +246,9 @@ void copy_across(const at::Tensor& self, const at::Tensor& source, bool non_bloc
   const bool to_device = self.is_cuda();
   const bool is_same_dtype = self.scalar_type() == source.scalar_type();
   if (self.is_contiguous() && source.is_contiguous() && is_same_dtype && self.sizes() == source.sizes()) {
-    PlannedGpu::get().launch(
-        {.name = "cudaMemcpyAsync", .bytes_read = bytes_of(source), .bytes_written = bytes_of(self)});
+    PlannedGpu::get().launch({.name = to_device ? kCopyToDevice : kCopyToHost,
+                              .bytes_read = bytes_of(source),
+                              .bytes_written = bytes_of(self)});
     // Small ones may be read by the host; the memory of large ones is never touched, so it takes none.
     if (!to_device && self.nbytes() <= kReadByHost) self.zero_();
     if (!non_blocking || !(to_device ? source : self).is_pinned()) wait_for_current_stream();

@@ -27,11 +27,11 @@ Point own_point(size_t number) { return 4 * number + 3; }
 
 /// An entry of a stream's queue.
 struct Item {
-  enum class Kind : uint8_t { Work, Reach, Wait, Batch, EndOfStep } kind;
+  enum class Kind : uint8_t { Work, Copy, Reach, Wait, Batch, EndOfStep } kind;
   Activity activity = Activity::Compute;
   int32_t num_calls = 0;  // a Batch's collectives of the trace, from first_call
   double issued = 0;      // by the host
-  double seconds = 0;     // Work's
+  double seconds = 0;     // Work's and a Copy's
   Point point = 0;        // for Reach and Wait
   size_t entry = 0;       // its place in the trace, for spans
   size_t first_call = 0;
@@ -43,16 +43,23 @@ struct Stream {
   bool is_running = false;  // the first item
   double began = 0;
   double remaining = 0;       // for Work, in seconds at full speed
-  size_t open_transfers = 0;  // a begun Batch's
+  size_t open_transfers = 0;  // a begun Batch's or Copy's
 };
 
-/// One side or both of a collective in progress.
+/// The links that transfers of a rank share. The bus to the host has a lane for each direction.
+enum class Links : uint8_t { InHost, BetweenHosts, ToHost, ToDevice };
+constexpr size_t kNumLinks = 4;
+Links links_of(const CostModel::Transfer& cost) {
+  return cost.between_hosts ? Links::BetweenHosts : Links::InHost;
+}
+
+/// One side or both of a collective in progress, or a copy between the host and the device.
 struct Transfer {
   struct End {
     size_t rank = 0, stream = 0;  // places in their lists
   };
   double remaining = 0;
-  bool between_hosts = false;
+  Links links = Links::InHost;
   std::vector<End> ends;
   double updated = 0, speed = 1;
 
@@ -96,10 +103,10 @@ struct Rank {
   static constexpr int32_t kNotQueued = -1;
   std::vector<int32_t> stream_of_point;
   std::vector<bool> reached;
-  int active[2] = {0, 0};  // transfers within the host, and between hosts
-  int working = 0;         // kernels
-  double updated = 0;      // when its kernels' progress was last counted
-  double next = 0;         // when a kernel ends or an item's issue comes, if nothing else changes
+  std::array<int, kNumLinks> active{};  // transfers
+  int working = 0;                      // kernels
+  double updated = 0;                   // when its kernels' progress was last counted
+  double next = 0;  // when a kernel ends or an item's issue comes, if nothing else changes
   bool is_dirty = true;
 
   std::unordered_map<int, int> shared_communicators;          // its numbers of groups to everybody's
@@ -115,7 +122,10 @@ struct Rank {
     return point < stream_of_point.size() && stream_of_point[point] != kNotQueued;
   }
   bool has_reached(Point point) const { return point < reached.size() && reached[point]; }
-  bool communicates() const { return active[0] + active[1] > 0; }
+  // Copies to and from the host take no multiprocessors.
+  bool communicates() const {
+    return active[static_cast<size_t>(Links::InHost)] + active[static_cast<size_t>(Links::BetweenHosts)] > 0;
+  }
 };
 
 class Simulation {
@@ -230,11 +240,12 @@ class Simulation {
     const CostModel::KernelTime& time = time_of(rank, launch);
     rank.host_time += time.launches * costs_.host_seconds();
     const bool is_optimizer = rank.trace->name(launch.module).starts_with("optimizer");
-    queue(rank, launch.stream,
-          {.kind = Item::Kind::Work,
-           .activity = is_optimizer ? Activity::Optimizer : Activity::Compute,
-           .seconds = time.seconds,
-           .entry = index});
+    queue(
+        rank, launch.stream,
+        {.kind = costs_.is_copy_over_bus(rank.trace->name(launch.name)) ? Item::Kind::Copy : Item::Kind::Work,
+         .activity = is_optimizer ? Activity::Optimizer : Activity::Compute,
+         .seconds = time.seconds,
+         .entry = index});
   }
 
   void copies(Rank& rank, std::string_view op, double bytes, int64_t stream, size_t entry) const {
@@ -380,6 +391,16 @@ class Simulation {
         set_working(rank, rank.working - 1);
         end(r, rank.streams[place]);
         break;
+      case Item::Kind::Copy:
+        if (!stream.is_running) {
+          begin(stream);
+          stream.open_transfers = 1;
+          start(item.seconds, links_of_copy(rank, item), {{r, place}});
+          return false;
+        }
+        if (stream.open_transfers > 0) return false;
+        end(r, stream);
+        break;
       case Item::Kind::Batch:
         if (!stream.is_running) {
           begin(stream);
@@ -394,6 +415,12 @@ class Simulation {
     }
     rank.streams[place].items.pop_front();
     return true;
+  }
+
+  static Links links_of_copy(const Rank& rank, const Item& item) {
+    const Trace& trace = *rank.trace;
+    const Launch& launch = trace.launches()[trace.entries()[item.entry].index];
+    return trace.name(launch.name) == kCopyToHost ? Links::ToHost : Links::ToDevice;
   }
 
   void begin(Stream& stream) const {
@@ -468,7 +495,7 @@ class Simulation {
       const size_t other = pipeline_rank_of(call.peer);
       // The peers of this pipeline rank do the same at the same time, so what is sent here is received there: it counts once.
       if (other == end.rank || other >= ranks_.size())
-        return start(sends ? cost.seconds : 0, cost.between_hosts, {end});
+        return start(sends ? cost.seconds : 0, links_of(cost), {end});
       const int group = shared_communicator(rank, call);
       const int64_t sequence = rank.messages[{group, other, sends}]++;
       return meet({group, sends ? end.rank : other, sends ? other : end.rank, sequence}, 2, end, cost);
@@ -477,7 +504,7 @@ class Simulation {
     const CostModel::Transfer cost = costs_.of(rank.trace->name(call.op), bytes, members);
     // In ascending order.
     const size_t first = pipeline_rank_of(members.front()), last = pipeline_rank_of(members.back());
-    if (first == last || ranks_.size() == 1) return start(cost.seconds, cost.between_hosts, {end});
+    if (first == last || ranks_.size() == 1) return start(cost.seconds, links_of(cost), {end});
     std::set<size_t> stages;
     for (const int member : members) stages.insert(pipeline_rank_of(member));
     // Members of other data-parallel positions stand for the simulated ones.
@@ -494,17 +521,16 @@ class Simulation {
     std::vector<Transfer::End>& arrived = meetings_[key];
     arrived.push_back(end);
     if (arrived.size() < needed) return;
-    start(cost.seconds, cost.between_hosts, std::move(arrived));
+    start(cost.seconds, links_of(cost), std::move(arrived));
     meetings_.erase(key);
   }
 
-  void start(double seconds, bool between_hosts, std::vector<Transfer::End> ends) {
+  void start(double seconds, Links links, std::vector<Transfer::End> ends) {
     for (const Transfer::End& end : ends) {
       touch(end.rank);
-      ++ranks_[end.rank].active[between_hosts];
+      ++ranks_[end.rank].active[static_cast<size_t>(links)];
     }
-    transfers_.push_back(
-        {.remaining = seconds, .between_hosts = between_hosts, .ends = std::move(ends), .updated = now_});
+    transfers_.push_back({.remaining = seconds, .links = links, .ends = std::move(ends), .updated = now_});
     set_speeds();
   }
 
@@ -516,7 +542,7 @@ class Simulation {
       transfer.speed = 0;  // marks it
       for (const Transfer::End& end : transfer.ends) {
         touch(end.rank);
-        --ranks_[end.rank].active[transfer.between_hosts];
+        --ranks_[end.rank].active[static_cast<size_t>(transfer.links)];
         --ranks_[end.rank].streams[end.stream].open_transfers;
       }
     }
@@ -530,7 +556,7 @@ class Simulation {
     for (Transfer& transfer : transfers_) {
       int most = 1;
       for (const Transfer::End& end : transfer.ends)
-        most = std::max(most, ranks_[end.rank].active[transfer.between_hosts]);
+        most = std::max(most, ranks_[end.rank].active[static_cast<size_t>(transfer.links)]);
       if (transfer.speed == 1.0 / most) continue;
       transfer.settle(now_);
       transfer.speed = 1.0 / most;
@@ -574,6 +600,7 @@ class Simulation {
       if (stream.items.empty()) break;
       const Item& item = stream.items.front();
       if (item.issued >= now_) return Activity::Host;
+      if (item.kind == Item::Kind::Copy) return Activity::ExposedCommunication;
       if (item.kind == Item::Kind::Batch)
         return rank.communicates() ? Activity::ExposedCommunication : Activity::Bubble;
       if (item.kind != Item::Kind::Wait || !rank.was_queued(item.point)) return Activity::Host;

@@ -37,6 +37,10 @@ struct Allocation {
   Category category = Category::Activations;
 };
 
+/// The names of launches that are copies over the host's bus.
+constexpr const char* kCopyToHost = "cudaMemcpyAsync to the host";
+constexpr const char* kCopyToDevice = "cudaMemcpyAsync to the device";
+
 struct Launch {
   int name = 0;  ///< "aten::mm", "rms_norm_kernel"
   int module = 0;

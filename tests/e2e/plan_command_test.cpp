@@ -324,10 +324,12 @@ TEST(PlanCommand, TakesDevicesFromFiles) {
   EXPECT_THAT(plan("llama3_8b", 8, {"--device", "h200"}).out, HasSubstr("NVIDIA H200"));
   const auto folder = fresh_folder("plan");
   std::ofstream(folder / "small.toml") << kDevice << "name = \"Small\"\nmemory_gib = 16\n" << kLinks;
-  EXPECT_THAT(plan("llama3_8b", 8, {"--device", (folder / "small.toml").string()}).out,
-              AllOf(HasSubstr("8 x Small"), HasSubstr("doesn't fit"),
-                    HasSubstr("assumed, as of an H100, because the device's file leaves it out: "
-                              "device.compute_capability = 90, device.multiprocessors = 132\n")));
+  EXPECT_THAT(
+      plan("llama3_8b", 8, {"--device", (folder / "small.toml").string()}).out,
+      AllOf(HasSubstr("8 x Small"), HasSubstr("doesn't fit"),
+            HasSubstr(
+                "assumed, as of an H100, because the device's file leaves it out: "
+                "device.compute_capability = 90, device.multiprocessors = 132, host.pcie_gb_per_s = 64\n")));
 }
 
 // Also if no estimate is small enough for a full plan.
@@ -359,8 +361,6 @@ TEST(PlanCommand, NamesTheKeyOfAWrongValue) {
   expect_refused(plan("llama3_8b", 8, {"--training.device=cpu"}), "training.device");
   expect_refused(plan("llama3_8b", 8, {"--compile.enable"}), "compile.enable");
   expect_refused(plan("llama3_8b", 8, {"--comm.register_buffers"}), "comm.register_buffers");
-  expect_refused(plan("llama3_8b", 8, {"--model.args.attn_mask_type=block_causal"}),
-                 "model.args.attn_mask_type");
   expect_refused(plan("llama3_8b", 8, {"--for-run", "1"}), "process 1 of --for-run didn't start this one");
   expect_refused(plan("llama3_8b", 8, {"--max-tp", "2"}), "need --search");
   expect_refused(plan("llama3_8b", 8, {"--search", "--svg", "a.svg"}), "--search plans many");
@@ -378,6 +378,62 @@ TEST(PlanCommand, NamesTheKeyOfAWrongValue) {
                  "float8");
   expect_refused(run({titan_program(), "plan", std::string(TITAN_SOURCE_DIR) + "/configs/llama3_8b.toml"}),
                  "--world");
+}
+
+TEST(PlanCommand, SaysWhatIsPlannedInAnotherWay) {
+  const Words words = {"--model.args.n_layers=2"};
+  const json causal = plan_json("llama3_8b", 8, words);
+  EXPECT_EQ(causal.at("notes").size(), 0U);
+  const Words others = words + Words{"--model.args.attn_mask_type=block_causal", "--validation.enable"};
+  const json documents = plan_json("llama3_8b", 8, others);
+  EXPECT_EQ(documents.at("notes").size(), 2U);
+  EXPECT_EQ(documents.at("memory"), causal.at("memory"));
+  EXPECT_EQ(documents.at("step_s"), causal.at("step_s"));
+  EXPECT_THAT(plan("llama3_8b", 8, others).out,
+              AllOf(HasSubstr("validation isn't planned"), HasSubstr("is planned as causal attention")));
+}
+
+// 8 sequences of 8,192 tokens leave about 0.2 GB of a block in the host's memory: PCIe needs longer for them than an H100 for the block's
+// computation, the memory of the GPU doesn't.
+TEST(PlanCommand, CopiesToTheHostTakeAsLongAsTheBusSays) {
+  const auto step_at = [&](const char* gb_per_s, const char* mode) {
+    const auto file = fresh_folder("plan") / "h100.toml";
+    std::ifstream original(std::string(TITAN_SOURCE_DIR) + "/configs/devices/h100.toml");
+    const std::string h100((std::istreambuf_iterator<char>(original)), std::istreambuf_iterator<char>());
+    const std::string key = "pcie_gb_per_s = ";
+    const size_t at = h100.find(key) + key.size();
+    std::ofstream(file) << h100.substr(0, at) << gb_per_s << h100.substr(h100.find(' ', at));
+    return plan_json("llama3_8b", 8,
+                     {"--device", file.string(), "--model.args.n_layers=8",
+                      std::string("--activation_checkpoint.mode=") + mode});
+  };
+  const json slow = step_at("8", "offload"), fast = step_at("1000", "offload");
+  double bytes = 0;
+  for (const json& row : fast.at("operations"))
+    if (row.at("operation") == "cudaMemcpyAsync to the host") bytes += row.at("bytes_written").get<double>();
+  EXPECT_GT(bytes, 1e9);
+  // Both directions one after the other: into the host's memory in the forward, back in the backward.
+  EXPECT_GE(slow.at("step_s").get<double>(), 2 * bytes / 8e9);
+  EXPECT_GT(slow.at("time").at("exposed_communication"), 0.5 * slow.at("step_s").get<double>());
+  EXPECT_LT(fast.at("step_s").get<double>(), 1.1 * step_at("64", "none").at("step_s").get<double>());
+}
+
+TEST(PlanCommand, CountsWhatIsOutsideTheAllocator) {
+  const Words words = {"--model.args.n_layers=2", "--parallelism.tensor_parallel_degree=8",
+                       "--parallelism.enable_async_tensor_parallel"};
+  const json found = plan_json("llama3_8b", 16, words).at("memory").at("by_role")[0];
+  EXPECT_GE(found.at("communicators"), 1);
+  EXPECT_GT(found.at("nccl_bytes"), 100 << 20);
+  // A summand of each of 8 ranks: the whole sequence's hidden states in bf16.
+  EXPECT_EQ(found.at("symmetric_memory_bytes"), int64_t{8192} * 4096 * 2);
+  const json sent =
+      plan_json("llama3_8b", 16, words + Words{"--parallelism.async_tensor_parallel_transport=send_receive"})
+          .at("memory")
+          .at("by_role")[0];
+  EXPECT_EQ(sent.at("symmetric_memory_bytes"), 0);
+  EXPECT_GT(sent.at("nccl_bytes"), found.at("nccl_bytes"));
+  EXPECT_EQ(sent.at("peak_reserved_bytes"), found.at("peak_reserved_bytes"));
+  EXPECT_THAT(plan("llama3_8b", 16, words).out, HasSubstr("symmetric memory of asynchronous"));
 }
 
 TEST(PlanCommand, NamesTheKeyOfAWrongDeviceFile) {

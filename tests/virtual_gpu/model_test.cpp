@@ -340,8 +340,12 @@ Counts collectives_since(const dist::World& world, uint64_t first) {
 
 class Recipes : public ::testing::TestWithParam<Recipe> {};
 
+int64_t num_allocations() {
+  return at::getDeviceAllocator(at::kCUDA)->getDeviceStats(0).allocation[0].allocated;
+}
+
 void expect_as_planned(const json& plan, int rank, const dist::DeviceMemory& memory,
-                       const Counts& collectives) {
+                       const Counts& collectives, int64_t allocations) {
   const json& planned = planned_memory(plan, rank);
   const auto near = [](const char* what, int64_t measured, double planned) {
     std::printf("  %s: %.3f GiB, planned %.3f (%+.2f %%)\n", what, static_cast<double>(measured) / (1 << 30),
@@ -350,6 +354,14 @@ void expect_as_planned(const json& plan, int rank, const dist::DeviceMemory& mem
   };
   near("in tensors", memory.peak_allocated_bytes, planned.at("peak_allocated_bytes"));
   near("from the device", memory.peak_reserved_bytes, planned.at("peak_reserved_bytes"));
+  for (const json& step : plan.at("step"))
+    if (step.at("role") == planned.at("role")) {
+      const double planned_allocations = step.at("allocations");
+      std::printf("  allocations: %lld, planned %.0f\n", static_cast<long long>(allocations),
+                  planned_allocations);
+      EXPECT_NEAR(planned_allocations, static_cast<double>(allocations),
+                  0.015 * static_cast<double>(allocations));
+    }
   EXPECT_EQ(planned_collectives(plan, planned.at("role")), collectives);
   const Counts launches = planned_launches(plan, planned.at("role"));
   EXPECT_EQ(launches, launches_of(launches)) << "launches of a step: planned, and on the virtual GPU";
@@ -378,9 +390,11 @@ TEST_P(Recipes, FitTheirGpu) {
     training.step();
     function_of<void()>("virtual_gpu_start_counting")();
     const uint64_t first_call = world.recorder().num_calls();
+    const int64_t first_allocation = num_allocations();
     training.step();
+    const int64_t allocations = num_allocations() - first_allocation;
     const dist::DeviceMemory memory = gpu.memory(0);
-    expect_as_planned(plan, rank, memory, collectives_since(world, first_call));
+    expect_as_planned(plan, rank, memory, collectives_since(world, first_call), allocations);
     constexpr double gib = 1 << 30;
     std::printf("%s, rank %d: %.2f GiB in tensors, %.2f GiB of the device's %.2f GiB\n", recipe.name, rank,
                 static_cast<double>(memory.peak_allocated_bytes) / gib,

@@ -94,6 +94,8 @@ std::string plan_section(const PageInput& input) {
   table.add("of it, activations and all else that a step takes, GiB", two_decimals,
             plan.allocated_gib - plan.lasting.sum(),
             input.lasting && allocated ? std::optional(*allocated - input.lasting->sum()) : std::nullopt);
+  for (const auto& [category, gib] : plan.rest)
+    table.add(str("of that, ", category, ", GiB"), two_decimals, gib, std::nullopt);
   table.add("compute, ms", short_number, 1e3 * plan.compute_s, measured_ms(&StepParts::compute_s));
   table.add("optimizer, ms", short_number, 1e3 * plan.optimizer_s, measured_ms(&StepParts::optimizer_s));
   table.add(plan.bubble_s > 0 ? "exposed communication and bubble, ms" : "exposed communication, ms",

@@ -25,7 +25,8 @@ using ::testing::Not;
 constexpr const char* kPlan =
     R"({"device": "GPU", "world": 8, "step_s": 0.5, "tokens_per_s_per_device": 1000, "mfu": 0.4,
 "memory": {"by_role": [{"role": "first rank", "rank": 0, "peak_reserved_bytes": 2147483648, "peak_allocated_bytes": 1073741824,
-"after_step": {"parameters": 268435456, "gradients": 134217728, "optimizer": 536870912, "buffers": 9}}]},
+"shard_gradient_bytes": 134217728, "at_peak": {"categories": {"parameters": 268435456, "gradients": 184549376, "optimizer": 536870912, "activations": 83886080}},
+"after_step": {"parameters": 268435456, "gradients": 184549376, "optimizer": 536870912, "buffers": 9}}]},
 "time_by_role": [{"compute": 0.3, "optimizer": 0.05, "exposed_communication": 0.1, "bubble": 0, "host": 0.05}]})";
 
 TEST(ReadPlan, FindsTheFiguresOfRankZero) {
@@ -38,7 +39,9 @@ TEST(ReadPlan, FindsTheFiguresOfRankZero) {
   EXPECT_EQ(plan.reserved_gib, 2);
   EXPECT_EQ(plan.allocated_gib, 1);
   EXPECT_EQ(plan.lasting.parameters, 0.25);
-  EXPECT_EQ(plan.lasting.gradients, 0.25) << "as large as the parameters, without buffers of reductions";
+  EXPECT_EQ(plan.lasting.gradients, 0.125) << "without buffers of reductions";
+  EXPECT_EQ(plan.rest, (std::vector<std::pair<std::string, double>>{
+                           {"activations", 0.078125}, {"gradients on their way to shards", 0.046875}}));
   EXPECT_EQ(plan.lasting.optimizer, 0.5);
   EXPECT_DOUBLE_EQ(
       plan.compute_s + plan.optimizer_s + plan.exposed_communication_s + plan.bubble_s + plan.host_s, 0.5);

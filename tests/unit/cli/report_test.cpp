@@ -126,7 +126,8 @@ RunPlan plan_of_two_gib() {
           .optimizer_s = 0.05,
           .exposed_communication_s = 0.1,
           .host_s = 0.05,
-          .lasting = {.parameters = 0.1, .gradients = 0.1, .optimizer = 0.2}};
+          .lasting = {.parameters = 0.1, .gradients = 0.1, .optimizer = 0.2},
+          .rest = {{"activations", 0.5}, {"gathered", 0.1}}};
 }
 
 std::string row(const char* what, const char* planned, const char* measured, const char* difference) {
@@ -170,7 +171,9 @@ TEST(ReportPlan, ShowsMemoryByCategory) {
       row("of it, parameters, GiB", "0.10", "0.10", "+0.0 %"),
       row("of it, gradients, GiB", "0.10", "0.15", "+50.0 %"),
       row("of it, optimizer, GiB", "0.20", "0.20", "+0.0 %"),
-      row("of it, activations and all else that a step takes, GiB", "0.60", "0.80", "+33.3 %")};
+      row("of it, activations and all else that a step takes, GiB", "0.60", "0.80", "+33.3 %"),
+      row("of that, activations, GiB", "0.50", "not measured", ""),
+      row("of that, gathered, GiB", "0.10", "not measured", "")};
   for (const std::string& wanted : rows)
     EXPECT_NE(html.find(wanted), std::string::npos) << wanted << "\n" << html;
 }

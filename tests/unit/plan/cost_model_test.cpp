@@ -153,7 +153,8 @@ latency_us = 15
 )";
   const ClusterSpec cluster = load_device(file.string());
   EXPECT_EQ(cluster.assumed,
-            (std::vector<std::string>{"device.compute_capability = 90", "device.multiprocessors = 132"}));
+            (std::vector<std::string>{"device.compute_capability = 90", "device.multiprocessors = 132",
+                                      "host.pcie_gb_per_s = 64"}));
   const DeviceSpec& device = cluster.device;
   EXPECT_EQ(device.compute_capability, 90);
   EXPECT_EQ(device.multiprocessors, 132);

@@ -20,7 +20,7 @@ ClusterSpec round_cluster() {
                     .tflops = {{"bfloat16", 1}},
                     .efficiency = {},
                     .attention = {}};
-  cluster.host = {.devices = 8, .gb_per_s = 1 / 0.8, .latency_us = 0};
+  cluster.host = {.devices = 8, .gb_per_s = 1 / 0.8, .latency_us = 0, .pcie_gb_per_s = 1 / 0.85};
   cluster.network = {.gb_per_s = 1 / 0.94, .latency_us = 0};
   return cluster;
 }
@@ -44,6 +44,12 @@ class Program {
                      .module = trace_.number_of(module),
                      .stream = stream,
                      .bytes_read = seconds * kGB});
+  }
+  void copy(const char* direction, double seconds, int64_t stream) {
+    trace_.launched({.name = trace_.number_of(direction),
+                     .module = trace_.number_of("layer"),
+                     .stream = stream,
+                     .bytes_written = seconds * kGB});
   }
   int64_t record(int64_t stream) {
     const int64_t event = trace_.next_event();
@@ -112,6 +118,21 @@ TEST(Simulation, AStreamWaitsForAnEvent) {
   program.kernel(1, 0);
   // One second alone, then two kernels of a second side by side.
   EXPECT_NEAR(simulate_one(program).seconds, 3, kTolerance);
+}
+
+TEST(Simulation, CopiesToTheHostTakeNothingFromKernels) {
+  Program program;
+  program.kernel(3);
+  program.copy(kCopyToHost, 2, 1);
+  program.copy(kCopyToDevice, 2, 2);  // in the other direction, at the same time
+  EXPECT_NEAR(simulate_one(program).seconds, 3, kTolerance);
+  program.copy(kCopyToHost, 2, 1);
+  program.copy(kCopyToHost, 2, 3);  // shares the bus with those of stream 1
+  program.wait(0, program.record(1));
+  program.wait(0, program.record(3));
+  const StepTime time = simulate_one(program);
+  EXPECT_NEAR(time.seconds, 6, kTolerance);
+  EXPECT_NEAR(of(time.ranks[0], Activity::ExposedCommunication), 3, kTolerance);
 }
 
 TEST(Simulation, ACollectiveIsHiddenByComputationThatDoesNotWaitForIt) {

@@ -1,0 +1,58 @@
+#include "plan/outside_memory.h"
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
+
+namespace titan::plan {
+
+namespace {
+
+// The driver hands out memory that is mapped for peers in such pieces.
+constexpr int64_t kGranularity = int64_t{2} << 20;
+
+bool is_in_one_host(const std::vector<int>& ranks, int64_t host_devices) {
+  return std::ranges::all_of(ranks,
+                             [&](int rank) { return rank / host_devices == ranks.front() / host_devices; });
+}
+
+/// The calls of a communicator.
+struct Use {
+  bool has_collectives = false;
+  std::set<int> senders;
+  int64_t largest_send = 0;  ///< through symmetric memory
+};
+
+}  // namespace
+
+OutsideMemory outside_memory(const Trace& trace, const ClusterSpec& cluster, int num_pieces) {
+  OutsideMemory memory;
+  if (cluster.device.is_cpu) return memory;
+  std::map<int, Use> uses;
+  for (const Collective& call : trace.collectives()) {
+    if (call.group_size < 2) continue;
+    const bool is_shared = num_pieces > 0 && call.peer >= 0 && trace.name(call.group) == "tp" &&
+                           is_in_one_host(trace.members(call.communicator), cluster.host.devices);
+    Use& use = uses[call.communicator];
+    if (is_shared)
+      use.largest_send = std::max(use.largest_send, call.bytes);
+    else if (call.peer < 0)
+      use.has_collectives = true;
+    else if (trace.name(call.op) == "receive")
+      use.senders.insert(call.peer);
+  }
+  for (const auto& [communicator, use] : uses) {
+    const auto size = static_cast<int64_t>(trace.members(communicator).size());
+    const int64_t connections = (use.has_collectives ? kChannels * std::min<int64_t>(2, size - 1) : 0) +
+                                kMessageChannels * static_cast<int64_t>(use.senders.size());
+    if (use.has_collectives || !use.senders.empty()) ++memory.communicators;
+    memory.nccl_bytes += connections * kBytesOfConnection;
+    const int64_t piece = use.largest_send * size;
+    memory.symmetric_bytes += num_pieces * ((piece + kGranularity - 1) / kGranularity * kGranularity);
+  }
+  return memory;
+}
+
+}  // namespace titan::plan

@@ -1,0 +1,39 @@
+#pragma once
+
+// [Note: memory outside the allocator]
+// What a device holds besides LibTorch's caching allocator's memory and a CUDA context: NCCL's buffers, and symmetric memory. Estimates, because NCCL
+// decides how many channels it opens when it has seen the machine.
+//
+// NCCL. A rank has buffers for what each of its neighbors sends, on each channel, one for each protocol (computeBuffSizes in src/init.cc of
+// NVIDIA/nccl): NCCL_BUFFSIZE, 4 MiB, for Simple; 4.7 MiB for LL128; 0.5 MiB for LL. A communicator that makes collectives has kChannels channels,
+// with two neighbors on each: a ring's and a tree's (one if it has two ranks). A rank that sends to this one has kMessageChannels channels. Communicators
+// of which nothing is called on the device don't exist, as PyTorch makes them at the first call. Those of NVLink's switches aren't counted.
+//
+// Symmetric memory. Asynchronous tensor parallelism has a piece that holds a summand of each rank of its group; a plan has sends and receives in
+// place of it (exchanges.cpp), whose largest one is such a summand.
+
+#include <cstdint>
+
+#include "plan/cluster.h"
+#include "plan/trace.h"
+
+namespace titan::plan {
+
+/// Assumptions: what NCCL's log often says of 8 GPUs with NVLink ("16 coll channels", "2 p2p channels per peer").
+constexpr int64_t kChannels = 16, kMessageChannels = 2;
+/// Buffers for one neighbor on one channel: the default of NCCL_BUFFSIZE, and the buffers of LL128 and LL.
+constexpr int64_t kBytesOfConnection =
+    (int64_t{4} << 20) + int64_t{120} * 640 * 8 * 8 + int64_t{8} * 512 * 8 * 16;
+
+struct OutsideMemory {
+  int communicators = 0;
+  int64_t nccl_bytes = 0;
+  int64_t symmetric_bytes = 0;
+  int64_t bytes() const { return nccl_bytes + symmetric_bytes; }
+};
+
+/// `num_pieces`: of symmetric memory, one for each stage of the model, through which exchanges of the groups called "tp" go where a group is in one
+/// host; 0: none, they go through NCCL.
+OutsideMemory outside_memory(const Trace& trace, const ClusterSpec& cluster, int num_pieces);
+
+}  // namespace titan::plan
