@@ -92,7 +92,7 @@ at::Tensor BufferPool::new_buffer(int64_t bytes, const dist::Stream& user) {
     const dist::StreamGuard at_home(home_);
     buffer = new_bytes(bytes);
   }
-  user.wait(home_);  // whose work may still use the memory
+  user.wait(home_);  // its work may still use the memory
   ++num_allocations_;
   return buffer;
 }
