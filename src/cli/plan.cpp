@@ -41,7 +41,8 @@ struct Plan {
   const train::JobConfig& config;
   const PlanArguments& arguments;
   train::JobPlan job;
-  std::vector<std::string> notes = {};  ///< the parts of the config that are planned in another way, or not at all
+  std::vector<std::string> notes =
+      {};  ///< the parts of the config that are planned in another way, or not at all
 };
 
 // ---- JSON
