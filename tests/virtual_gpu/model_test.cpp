@@ -81,7 +81,8 @@ Words with_sizes(Words words, int64_t num_layers, int64_t tokens, int64_t vocabu
   return words;
 }
 
-/// The sixth step of an 8B model with so many blocks and tokens a rank. From the third step on, none takes memory from the device. The bytes
+/// The sixth step of an 8B model with so many blocks and tokens a rank. From the third step on, none takes memory from a device that
+/// keeps up with its host. The bytes
 /// of LibTitan's kernels are counted only if they run.
 StepCounts count_step(const dist::World& world, int64_t num_layers, int64_t tokens, const Words& words,
                       Kernels kernels = Kernels::Launched, int64_t vocabulary = 1024) {

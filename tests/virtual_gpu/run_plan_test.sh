@@ -39,7 +39,8 @@ for text in "the plan for NVIDIA H100 80GB HBM3: a step in .* GiB from the devic
 done
 [ "$(grep -c "GiB of the plan" "$folder/log")" = 1 ] || failed "memory is compared more than once:" "$folder/log"
 "$titan" report "$folder/run" >"$folder/report" || failed "the report fails:" "$folder/report"
-if ! grep -q "Planned for 2 x NVIDIA H100 80GB HBM3" "$folder/run/report.html" || grep -q "not measured" "$folder/run/report.html"; then
+# The allocator can't tell for what it has given out memory, so parts of the rest are only planned.
+if ! grep -q "Planned for 2 x NVIDIA H100 80GB HBM3" "$folder/run/report.html" || grep -v "of that, " "$folder/run/report.html" | grep -q "not measured"; then
   failed "the report doesn't compare the run with its plan:" "$folder/run/report.html"
 fi
 

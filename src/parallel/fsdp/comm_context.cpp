@@ -86,6 +86,8 @@ at::Tensor BufferPool::take_fitting(int64_t bytes, const dist::Stream& user) {
 
 // Events order every later use, so the allocator needn't know about other streams.
 at::Tensor BufferPool::new_buffer(int64_t bytes, const dist::Stream& user) {
+  TITAN_CHECK(!registered_ || !user.is_recorded(),
+              "registered communication buffers can't be allocated while work is recorded");
   TITAN_INTERNAL_ASSERT(home_.is_recorded() == user.is_recorded(), "a recording on another stream");
   at::Tensor buffer;
   {
