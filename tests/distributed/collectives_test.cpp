@@ -219,8 +219,9 @@ TEST(Overlap, AStreamIsTimedWithoutWaitingForIt) {
   current.synchronize();
   const auto steps = clock.take();
   ASSERT_EQ(steps.size(), 1U);
-  EXPECT_GT(steps[0].waited_s, 0.2 * steps[0].span_s);
-  EXPECT_LT(steps[0].waited_s, 0.8 * steps[0].span_s);
+  // A busy machine may give one half more time than the other.
+  EXPECT_GT(steps[0].waited_s, 0.1 * steps[0].span_s);
+  EXPECT_LT(steps[0].waited_s, 0.9 * steps[0].span_s);
 }
 
 TEST(Meshes, GroupsAlongAxesOfTheRealWorld) {

@@ -59,19 +59,19 @@ TEST(RunPlan, IsLeftOutOnCpusByDefault) {
   EXPECT_THAT(result.err, Not(AnyOf(HasSubstr("no plan"), HasSubstr("the plan for"))));
 }
 
-// Attention within documents depends on data, which a plan does not read.
+// A CPU multiplies in Float8, and an A100 doesn't.
 TEST(RunPlan, FailsWithoutTheRun) {
   const auto folder = fresh_folder("run");
   Command run(train_words(small_run(folder) + Words{"--job.dump_folder", folder.string(),
-                                                    "--metrics.plan_device=h100", "--training.steps=100000",
+                                                    "--metrics.plan_device=a100", "--training.steps=100000",
                                                     "--validation.enable=false",
-                                                    "--model.args.attn_mask_type=block_causal"}));
+                                                    "--model.converters=quantize.linear.float8"}));
   EXPECT_TRUE(run.wait_for_errors("this run has no plan: ", 100));
   const size_t rows = whole_rows(folder).size();
   EXPECT_TRUE(wait_until([&] { return whole_rows(folder).size() > rows + 1; })) << "the run continues";
   run.signal(SIGTERM);
   const CommandResult result = run.wait(60);
-  EXPECT_THAT(result.err, HasSubstr("attention within documents depends on data, which a plan doesn't read"));
+  EXPECT_THAT(result.err, HasSubstr("needs a GPU of compute capability 8.9 or above"));
   EXPECT_FALSE(fs::exists(folder / "plan.json"));
 }
 
