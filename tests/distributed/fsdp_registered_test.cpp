@@ -12,6 +12,7 @@
 #include <gtest/gtest.h>
 
 #include "dist/device_backend.h"
+#include "dist/work_graph.h"
 #include "distributed/toy_case.h"
 #include "parallel/fsdp/comm_context.h"
 #include "titan/parallel/fsdp.h"
@@ -127,10 +128,8 @@ TEST(FsdpRegistered, NothingIsAllocatedWhileWorkIsRecorded) {
   pool.use_registered();
   const dist::Stream side = dist::Stream::create(testing::device());
   const dist::StreamGuard on_side(side);
-  const auto graph = dist::device_backend()->make_graph();
-  graph->begin();
-  const std::string error = error_of([&] { pool.acquire(1, at::kByte, side); });
-  graph->end();
+  dist::WorkGraph graph(testing::device());
+  const std::string error = error_of([&] { graph.record([&] { pool.acquire(1, at::kByte, side); }); });
   EXPECT_NE(error.find("can't be allocated while work is recorded"), std::string::npos) << error;
 }
 

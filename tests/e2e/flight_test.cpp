@@ -169,7 +169,7 @@ TEST_F(Flight, NamesAKilledRankWithoutALauncher) {
   for (const size_t rank : {0, 2}) {
     const CommandResult result = ends[rank].get();
     EXPECT_LT(seconds_after(killed), 10 + lag.seconds()) << rank;
-    EXPECT_EQ(result.status, 1) << rank;
+    EXPECT_EQ(result.status, 1) << rank << "\n" << result.err;
     EXPECT_THAT(result.err, ContainsRegex(str("the job fails: lost: rank 1 \\(host [^ ]+, pid ", pid,
                                               "\\), last heard from at ")));
   }
