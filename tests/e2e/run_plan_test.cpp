@@ -59,22 +59,6 @@ TEST(RunPlan, IsLeftOutOnCpusByDefault) {
   EXPECT_THAT(result.err, Not(AnyOf(HasSubstr("no plan"), HasSubstr("the plan for"))));
 }
 
-// A CPU multiplies in Float8, and an A100 doesn't.
-TEST(RunPlan, FailsWithoutTheRun) {
-  const auto folder = fresh_folder("run");
-  Command run(train_words(small_run(folder) + Words{"--job.dump_folder", folder.string(),
-                                                    "--metrics.plan_device=a100", "--training.steps=100000",
-                                                    "--validation.enable=false",
-                                                    "--model.converters=quantize.linear.float8"}));
-  EXPECT_TRUE(run.wait_for_errors("this run has no plan: ", 100));
-  const size_t rows = whole_rows(folder).size();
-  EXPECT_TRUE(wait_until([&] { return whole_rows(folder).size() > rows + 1; })) << "the run continues";
-  run.signal(SIGTERM);
-  const CommandResult result = run.wait(60);
-  EXPECT_THAT(result.err, HasSubstr("needs a GPU of compute capability 8.9 or above"));
-  EXPECT_FALSE(fs::exists(folder / "plan.json"));
-}
-
 TEST(RunPlan, RefusesAnUnknownDeviceBeforeTheRun) {
   const auto folder = fresh_folder("run");
   const CommandResult result =

@@ -115,6 +115,11 @@ Task exchange(Turn turn, std::vector<Round> rounds, std::string name, Places pla
   Communicator& c = *turn.communicator;
   const uint64_t ticket = turn.ticket;
   co_await until([&c, ticket] { return c.is_turn(ticket); });
+  // A rank whose communicator was aborted doesn't arrive: the others may still wait in an earlier operation.
+  if (c.is_aborted()) {
+    c.finish(ticket);
+    co_return;
+  }
   c.shared().places[c.rank()] = places;
   bool is_compared = false;
   for (const Round& round : rounds) {
