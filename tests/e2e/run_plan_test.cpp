@@ -1,5 +1,7 @@
 // The plan that titan train makes of its own run, on CPUs. On GPUs: tests/virtual_gpu/run_plan_test.sh.
 
+#include <signal.h>
+
 #include "e2e/small_run.h"
 
 namespace titan::testing {
@@ -57,6 +59,33 @@ TEST(RunPlan, IsLeftOutOnCpusByDefault) {
   EXPECT_EQ(result.status, 0) << result.err;
   EXPECT_FALSE(fs::exists(folder / "plan.json"));
   EXPECT_THAT(result.err, Not(AnyOf(HasSubstr("no plan"), HasSubstr("the plan for"))));
+}
+
+// The plan's process is a child of another thread than the first.
+std::vector<int> children_of_threads(int pid) {
+  std::vector<int> children;
+  std::error_code ended;
+  for (const auto& thread : fs::directory_iterator(str("/proc/", pid, "/task"), ended)) {
+    std::ifstream file(thread.path() / "children");
+    for (int child; file >> child;) children.push_back(child);
+  }
+  return children;
+}
+
+TEST(RunPlan, FailsWithoutTheRun) {
+  const auto folder = fresh_folder("run");
+  Command run(train_words(small_run(folder) + Words{"--job.dump_folder", folder.string(),
+                                                    "--metrics.plan_device=h100", "--training.steps=100000",
+                                                    "--validation.enable=false"}));
+  std::vector<int> planning;
+  ASSERT_TRUE(wait_until([&] { return !(planning = children_of_threads(run.pid())).empty(); }));
+  kill(planning.front(), SIGKILL);
+  EXPECT_TRUE(run.wait_for_errors("this run has no plan: titan plan was ended by signal 9", 100));
+  const size_t rows = whole_rows(folder).size();
+  EXPECT_TRUE(wait_until([&] { return whole_rows(folder).size() > rows + 1; })) << "the run continues";
+  run.signal(SIGTERM);
+  run.wait(60);
+  EXPECT_FALSE(fs::exists(folder / "plan.json"));
 }
 
 TEST(RunPlan, RefusesAnUnknownDeviceBeforeTheRun) {
