@@ -359,8 +359,10 @@ void expect_as_planned(const json& plan, int rank, const dist::DeviceMemory& mem
       const double planned_allocations = step.at("allocations");
       std::printf("  allocations: %lld, planned %.0f\n", static_cast<long long>(allocations),
                   planned_allocations);
+      // The last rank of a group with asynchronous tensor parallelism makes fewer than the planned one, of the same sizes at the peak.
+      const double tolerance = rank == step.at("rank") ? 0 : 0.03;
       EXPECT_NEAR(planned_allocations, static_cast<double>(allocations),
-                  0.015 * static_cast<double>(allocations));
+                  tolerance * static_cast<double>(allocations));
     }
   EXPECT_EQ(planned_collectives(plan, planned.at("role")), collectives);
   const Counts launches = planned_launches(plan, planned.at("role"));
