@@ -148,8 +148,7 @@ RunPlan read_plan(const std::string& text) try {
                          : category == "optimizer" ? found.lasting.optimizer
                                                    : 0;
     const double gib = bytes.get<double>() / kGiB - lasts;
-    // Not yet reduced, if it is below.
-    if (std::abs(gib) >= 0.005)
+    if (gib >= 0.005)
       found.rest.emplace_back(category == "gradients" ? "gradients on their way to shards" : category, gib);
   }
   TITAN_CHECK(found.step_s > 0 && found.tps > 0 && found.reserved_gib > 0, "a plan's figures are above 0");

@@ -1,7 +1,6 @@
 // titan::float8_* on a GPU: takes LibTorch's tensors and launches the kernels in float8_*.cu.
 
 #include <algorithm>
-#include <cstring>
 #include <tuple>
 #include <utility>
 #include <vector>

@@ -32,7 +32,7 @@ struct JobPlan {
 
   // ---- memory
 
-  const PlannedRole& largest() const;  ///< the role that takes most of the device
+  const PlannedRole& largest() const;  ///< the role that needs the most memory
   /// The allocator's peak.
   int64_t peak_bytes() const { return largest().rank.peak_reserved_bytes; }
   int64_t needed_bytes() const { return largest().needed_bytes(); }

@@ -17,8 +17,7 @@ at::Tensor StandIns::stand_in(const at::Tensor& t) {
     copy.unsafeGetTensorImpl()->set_wrapped_number(t.unsafeGetTensorImpl()->is_wrapped_number());
     return copy;
   }
-  TORCH_CHECK(pairs_.empty() || t.dim() == 0 || pairs_.front().cuda.dim() == 0 ||
-                  pairs_.front().cuda.device() == t.device(),
+  TORCH_CHECK(pairs_.empty() || pairs_.front().cuda.device() == t.device(),
               "Expected all tensors to be on the same device, but found at least two devices, ",
               pairs_.front().cuda.device(), " and ", t.device());
   auto* impl = t.unsafeGetTensorImpl();

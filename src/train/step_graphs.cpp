@@ -107,7 +107,7 @@ std::unique_ptr<StepGraphs::Recorded> StepGraphs::record(int64_t step, const Ste
     if (parameter.data.local.grad().defined())
       recorded->gradients.emplace_back(parameter.data.local, parameter.data.local.grad());
   log::info_rank0(
-      str("step ", step, " is recorded as a CUDA graph, which all further steps launch",
+      str("step ", step, " is recorded as a CUDA graph, which further steps of the same sizes launch",
           parts_.optimizer.can_be_recorded()
               ? ""
               : ". The optimizer's part runs as usual: its rule takes the learning rate from the host"));

@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -199,24 +200,26 @@ struct Layout {
   const char* name;
   int world_size;
   Words words;
-  StepCounts most;
+  StepCounts counts;  ///< of bytes, rounded up
   bool runs_kernels = true;
 };
 void PrintTo(const Layout& layout, std::ostream* out) { *out << layout.name; }
 
 class BlockOf : public ::testing::TestWithParam<Layout> {};
 
-TEST_P(BlockOf, TakesNoMoreThanIsKnown) {
+TEST_P(BlockOf, TakesWhatIsKnown) {
   if (!in_memory_only_mode()) GTEST_SKIP() << "runs on virtual GPUs in memory-only mode";
-  const auto& [name, world_size, words, most, runs_kernels] = GetParam();
+  const auto& [name, world_size, words, counts, runs_kernels] = GetParam();
   if (nccl_world().size() != world_size) GTEST_SKIP() << "runs on " << world_size << " ranks";
   const StepCounts block = runs_kernels ? count_block_with_bytes(nccl_world(), words)
                                         : count_block_with_planned_bytes(nccl_world(), words);
   std::printf("a block of %s: %ld operations, %ld launches, %.2f GB in memory-bound operations\n", name,
               block.operations, block.launches, static_cast<double>(block.memory_bound_bytes) / 1e9);
-  EXPECT_LE(block.operations, most.operations);
-  EXPECT_LE(block.launches, most.launches);
-  EXPECT_LE(block.memory_bound_bytes, most.memory_bound_bytes);
+  EXPECT_EQ(block.operations, counts.operations);
+  EXPECT_EQ(block.launches, counts.launches);
+  const auto bytes = static_cast<double>(counts.memory_bound_bytes);
+  EXPECT_LE(static_cast<double>(block.memory_bound_bytes), bytes);
+  EXPECT_GE(static_cast<double>(block.memory_bound_bytes), 0.9 * bytes);
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -264,8 +267,7 @@ INSTANTIATE_TEST_SUITE_P(
 struct Recipe {
   const char* name;
   int world_size;
-  double peak_gib;  ///< in tensors, on the rank with most
-  int num_stages = 1;
+  double peak_gib;           ///< in tensors, on the rank with most
   const char* variant = "";  ///< a name for what the words change
   Words words = {};
 };
@@ -347,20 +349,21 @@ int64_t num_allocations() {
 void expect_as_planned(const json& plan, int rank, const dist::DeviceMemory& memory,
                        const Counts& collectives, int64_t allocations) {
   const json& planned = planned_memory(plan, rank);
-  const auto near = [](const char* what, int64_t measured, double planned) {
+  const auto near = [](const char* what, int64_t measured, double planned, int tolerance) {
     std::printf("  %s: %.3f GiB, planned %.3f (%+.2f %%)\n", what, static_cast<double>(measured) / (1 << 30),
                 planned / (1 << 30), 100 * (planned / static_cast<double>(measured) - 1));
-    EXPECT_NEAR(planned, static_cast<double>(measured), 4 << 20) << what;
+    EXPECT_NEAR(planned, static_cast<double>(measured), tolerance) << what;
   };
-  near("in tensors", memory.peak_allocated_bytes, planned.at("peak_allocated_bytes"));
-  near("from the device", memory.peak_reserved_bytes, planned.at("peak_reserved_bytes"));
+  near("in tensors", memory.peak_allocated_bytes, planned.at("peak_allocated_bytes"), 4 << 20);
+  // The 2 MiB in tensors by which a Float8 plan is lower may go to other segments, which have 20 MiB each.
+  near("from the device", memory.peak_reserved_bytes, planned.at("peak_reserved_bytes"), 40 << 20);
   for (const json& step : plan.at("step"))
     if (step.at("role") == planned.at("role")) {
       const double planned_allocations = step.at("allocations");
       std::printf("  allocations: %lld, planned %.0f\n", static_cast<long long>(allocations),
                   planned_allocations);
-      // The last rank of a group with asynchronous tensor parallelism makes fewer than the planned one, of the same sizes at the peak.
-      const double tolerance = rank == step.at("rank") ? 0 : 0.03;
+      // A group's last rank in asynchronous tensor parallelism makes fewer than the one that is planned for all.
+      const double tolerance = rank == step.at("rank") ? 0.015 : 0.03;
       EXPECT_NEAR(planned_allocations, static_cast<double>(allocations),
                   tolerance * static_cast<double>(allocations));
     }
@@ -373,11 +376,13 @@ TEST_P(Recipes, FitTheirGpu) {
   if (!in_memory_only_mode()) GTEST_SKIP() << "runs on virtual GPUs in memory-only mode";
   const Recipe& recipe = GetParam();
   const JobConfig config = load_preset(recipe.name, recipe.world_size, recipe.words);
-  // One rank of each role: the first, the last, and one of the middle stage.
-  std::vector<int> ranks{0, recipe.world_size - 1};
-  if (recipe.num_stages > 1) ranks.insert(ranks.begin() + 1, recipe.world_size / 2);
   double largest = 0;
   const json plan = plan_of(recipe.name, recipe.world_size, recipe.words);
+  // The first, the last, and the one that takes most, which is another one in pipelines only.
+  std::set<int> ranks{0, recipe.world_size - 1};
+  const auto peak = [](const json& role) { return role.at("peak_reserved_bytes").get<double>(); };
+  const json& roles = plan.at("memory").at("by_role");
+  ranks.insert(std::ranges::max_element(roles, {}, peak)->at("rank").get<int>());
   for (const int rank : ranks) {
     const dist::World world = dist::init({.backend = "fake",
                                           .device = "cuda",
@@ -415,8 +420,7 @@ INSTANTIATE_TEST_SUITE_P(
                       Recipe{"llama3_70b", 256, 22.66}, Recipe{"llama3_70b_2d", 256, 22.66},
                       Recipe{"llama3_70b_3d", 256, 35.09}, Recipe{"llama3_405b", 512, 28.63},
                       Recipe{"llama3_405b_2d", 512, 28.63}, Recipe{"llama3_405b_3d", 512, 22.64},
-                      Recipe{"llama3_405b_pp", 512, 35.15, 16},
-                      Recipe{"llama3_405b_pp_interleaved", 512, 36.15, 16}),
+                      Recipe{"llama3_405b_pp", 512, 35.15}, Recipe{"llama3_405b_pp_interleaved", 512, 37.03}),
     [](const auto& info) { return std::string(info.param.name); });
 
 Recipe with(const char* variant, Words words, Recipe recipe) {
@@ -440,7 +444,7 @@ INSTANTIATE_TEST_SUITE_P(
               kSettings + "scaling_type_grad_output=delayed"},
              {"llama3_8b", 8, 34.15}),
         with("_float8", {kFloat8}, {"llama3_8b_2d", 8, 34.13}),
-        with("_float8", {kFloat8}, {"llama3_405b_pp", 512, 31.89, 16}),
+        with("_float8", {kFloat8}, {"llama3_405b_pp", 512, 32.85}),
         with("_bfloat16_states", {"--optimizer.state_dtype=bfloat16"}, {"llama3_8b", 8, 30.21}),
         with("_bfloat16", {"--training.dtype=bfloat16", "--optimizer.stochastic_rounding"},
              {"llama3_8b", 8, 26.82}),

@@ -38,20 +38,17 @@ BufferPool::BufferPool(at::Device device) : device_(device), home_(dist::Stream:
 BufferPool::~BufferPool() {
   idle_.reset();
   const bool unwinds = std::uncaught_exceptions() > 0;
-  const auto is_done = [](const dist::Event& event) {
+  const auto is_done = [unwinds](const dist::Event& event) {
     try {
+      if (!unwinds) event.synchronize();
       return event.done();
     } catch (const std::exception&) {  // the device failed
       return false;
     }
   };
-  for (Free& free : free_) {
-    // While an error unwinds, streams may wait for a peer that is lost. Memory in use is given up, then.
-    if (!unwinds)
-      free.used.synchronize();
-    else if (!is_done(free.used))
-      static_cast<void>(free.bytes.unsafeReleaseTensorImpl());
-  }
+  // While an error unwinds, streams may wait for a peer that is lost. Memory in use is given up, then.
+  for (Free& free : free_)
+    if (!is_done(free.used)) static_cast<void>(free.bytes.unsafeReleaseTensorImpl());
 }
 
 dist::RegisteredMemory& BufferPool::use_registered() {
@@ -177,8 +174,12 @@ CommContext::~CommContext() {
   for (ParamGroup* group : groups_) group->leave();
   if (!pool.is_registered() || std::uncaught_exceptions() > 0) return;
   // No call may use memory that is deregistered.
-  gather_stream.synchronize();
-  reduce_stream.synchronize();
+  try {
+    gather_stream.synchronize();
+    reduce_stream.synchronize();
+  } catch (const std::exception&) {
+    // A device that has failed. Whoever uses it next meets the same error.
+  }
 }
 
 void CommContext::count_gathered(int64_t change) {

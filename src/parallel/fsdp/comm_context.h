@@ -35,8 +35,8 @@ namespace titan::fsdp {
 /// activation, can have the memory of one that was given back. A recording begins on the same stream.
 ///
 /// Buffers that this stream used last, or whose last user it has waited for since, are given back whether or not the
-/// device has come that far. So what is allocated doesn't depend on how far the device is, and steps repeat: from the
-/// third one on, none takes memory from the device.
+/// device has come that far. So steps repeat: from the third one on, none takes memory from a device that keeps up with its
+/// host.
 class BufferPool {
  public:
   explicit BufferPool(at::Device device);
