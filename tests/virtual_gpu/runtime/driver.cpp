@@ -12,6 +12,7 @@
 #include <string>
 #include <unordered_map>
 
+#include "runtime/counters.h"
 #include "runtime/memory.h"
 #include "runtime/races.h"
 
@@ -156,6 +157,7 @@ CUresult memory_map(CUdeviceptr address, size_t bytes, size_t offset, CUmemGener
 CUresult memory_unmap(CUdeviceptr address, size_t bytes) {
   Lock lock(state().mutex);
   void* wanted = reinterpret_cast<void*>(address);
+  count_host_wait("cuMemUnmap");
   wait_for_device(lock, current_device());
   forget_range(wanted, bytes);
   remove_block(wanted);

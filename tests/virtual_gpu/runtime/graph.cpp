@@ -2,6 +2,7 @@
 // lane of its own, so that what could run at the same time still can.
 
 #include <map>
+#include <memory>
 #include <ranges>
 #include <set>
 
@@ -46,6 +47,7 @@ void launch(Lock& lock, const Graph& graph, Stream& origin) {
     lane->id = id;
     lane->clock = clock_of(origin);
     lane->is_destroyed = true;  // deleted when its items have run
+    lane->is_lane = true;
     lane->items.push_back(WaitFor{start});
   }
   std::map<const Marker*, Fresh> markers;
@@ -76,6 +78,14 @@ void launch(Lock& lock, const Graph& graph, Stream& origin) {
   }
   for (const MarkerPtr& end : ends) push(lock, origin, WaitFor{end});
   if (s.settings.launch_blocking) wait_for(lock, origin);
+}
+
+// Its lanes' ids are those of streams again when nothing can launch it any more.
+void destroy(void* handle) {
+  const std::unique_ptr<std::shared_ptr<Graph>> graph(static_cast<std::shared_ptr<Graph>*>(handle));
+  const Lock lock(state().mutex);  // released before the graph's tensors are
+  if (graph->use_count() > 1) return;
+  for (const auto& [captured, id] : (*graph)->lanes) state().unused_streams.push_back(id);
 }
 
 }  // namespace
@@ -156,11 +166,11 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t handle) {
   return cudaSuccess;
 }
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
-  delete reinterpret_cast<std::shared_ptr<Graph>*>(graph);
+  destroy(graph);
   return cudaSuccess;
 }
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
-  delete reinterpret_cast<std::shared_ptr<Graph>*>(executable);
+  destroy(executable);
   return cudaSuccess;
 }
 

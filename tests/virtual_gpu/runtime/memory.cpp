@@ -40,6 +40,18 @@ typename Map::iterator find_in(Map& map, const void* address) {
   return at < next->first + next->second.bytes ? next : map.end();
 }
 
+// Empty for memory that LibTorch's allocator has not handed out. A part may go over the ends of blocks, in an expandable segment.
+Range allocation_with(const void* address) {
+  const auto range = [](uintptr_t begin, size_t bytes) {
+    return Range{reinterpret_cast<const void*>(begin), bytes};
+  };
+  if (const auto part = find_in(parts(), address); part != parts().end())
+    return range(part->first, part->second.bytes);
+  const auto block = find_in(blocks(), address);
+  if (block == blocks().end() || block->second.has_parts) return {};
+  return range(block->first, block->second.bytes);
+}
+
 std::map<int, size_t>& used_bytes() {
   static auto* u = new std::map<int, size_t>;
   return *u;
@@ -69,7 +81,7 @@ cudaError_t allocate(void** address, size_t bytes, bool is_pinned_host) {
   return cudaSuccess;
 }
 
-cudaError_t give_back(void* address, bool is_pinned_host) {
+cudaError_t give_back(void* address, bool is_pinned_host, const char* call) {
   Lock lock(state().mutex);
   if (!address) return cudaSuccess;
   if (const cudaError_t error = check_no_capture()) return error;
@@ -77,6 +89,7 @@ cudaError_t give_back(void* address, bool is_pinned_host) {
   if (found == blocks().end() || found->second.is_pinned_host != is_pinned_host)
     return fail(cudaErrorInvalidValue);
   const Block block = found->second;
+  count_host_wait(call);
   wait_for_device(lock, block.device);
   host_has_seen_device(block.device);
   if (!is_pinned_host) return_memory(block.device, block.bytes);
@@ -251,17 +264,29 @@ void deliver_to(const std::vector<Range>& ranges) {
 
 Range find_allocation(const void* address) {
   const Lock lock(state().mutex);
-  const auto range = [](uintptr_t begin, size_t bytes) {
-    return Range{reinterpret_cast<const void*>(begin), bytes};
-  };
-  // A part may go over the ends of blocks, in an expandable segment.
-  if (const auto part = find_in(parts(), address); part != parts().end())
-    return range(part->first, part->second.bytes);
-  const auto block = find_in(blocks(), address);
-  if (block == blocks().end() || block->second.has_parts) return {};
-  const Range found = range(block->first, block->second.bytes);
-  if (block->second.is_pinned_host) deliver_to({found});
+  const Range found = allocation_with(address);
+  if (const Block* block = find_block(address); block && block->is_pinned_host) deliver_to({found});
   return found;
+}
+
+void check_ends(const Operation& operation) {
+  if (operation.is_bookkeeping) return;  // it is what makes the parts
+  for (const Range& range : operation.ranges) {
+    if (range.bytes == 0) continue;
+    const Range allocation = allocation_with(range.data);
+    const auto* end = static_cast<const char*>(range.data) + range.bytes;
+    const auto* allowed = static_cast<const char*>(allocation.data) + allocation.bytes;
+    if (!allocation.data || end <= allowed) continue;
+    const std::string& name = operation.label ? *operation.label : operation.name;
+    std::fprintf(
+        stderr,
+        "virtual GPU: %s %s %zu bytes at %p, the last %td of them outside the allocation of %zu bytes "
+        "at %p\n",
+        name.c_str(), range.is_written ? "writes" : "reads", range.bytes, range.data, end - allowed,
+        allocation.bytes, allocation.data);
+    if (operation.stamp && operation.stamp->calls) print_calls(*operation.stamp->calls);
+    std::abort();
+  }
 }
 
 void note_part(const void* address, size_t bytes, bool is_handed_out) {
@@ -298,12 +323,12 @@ cudaError_t cudaMalloc(void** address, size_t bytes) {
   begin_allocating();
   return allocate(address, bytes, false);
 }
-cudaError_t cudaFree(void* address) { return give_back(address, false); }
+cudaError_t cudaFree(void* address) { return give_back(address, false, "cudaFree"); }
 cudaError_t cudaMallocAsync(void** address, size_t bytes, cudaStream_t) { return cudaMalloc(address, bytes); }
 cudaError_t cudaFreeAsync(void* address, cudaStream_t) { return cudaFree(address); }
 cudaError_t cudaHostAlloc(void** address, size_t bytes, unsigned) { return allocate(address, bytes, true); }
 cudaError_t cudaMallocHost(void** address, size_t bytes) { return allocate(address, bytes, true); }
-cudaError_t cudaFreeHost(void* address) { return give_back(address, true); }
+cudaError_t cudaFreeHost(void* address) { return give_back(address, true, "cudaFreeHost"); }
 
 cudaError_t cudaHostRegister(void* address, size_t bytes, unsigned) {
   Lock lock(state().mutex);

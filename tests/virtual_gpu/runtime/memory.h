@@ -18,6 +18,10 @@ const Block* find_block(const void* address);
 void add_block(const void* address, Block block);
 void remove_block(const void* address);
 
+/// Ends the program if a range begins in an allocation and ends after it: in the program's own, or in a part that LibTorch's allocator has
+/// handed out. The state's mutex is held.
+void check_ends(const Operation& operation);
+
 /// Bytes that copies bring to pinned memory arrive there when the host has synchronized with the copy, and not when it has run. Those of the
 /// operations in the clock do now, and those in ranges that another operation of the device reads, or writes. The state's mutex is held.
 void deliver(const Clock& known);

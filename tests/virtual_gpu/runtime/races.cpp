@@ -301,7 +301,7 @@ void host_has_seen_device(int device) {
 }
 void note_end(const Stream& stream) {
   clocks_of_deleted_streams()[stream.device].join(stream.clock);
-  state().unused_streams.push_back(stream.id);
+  if (!stream.is_lane) state().unused_streams.push_back(stream.id);
 }
 int new_stream_id() {
   std::vector<int>& unused = state().unused_streams;
@@ -310,6 +310,7 @@ int new_stream_id() {
   if (known == unused.end()) return state().next_stream++;
   const int id = *known;
   unused.erase(known);
+  state().lanes.erase(id);
   return id;
 }
 

@@ -68,6 +68,7 @@ Outcome run_first(Lock& lock, State& s, Stream& stream) {
     auto& operation = std::get<Operation>(item);
     stream.is_running = true;
     stamp_of_running = operation.stamp.get();
+    check_ends(operation);
     deliver_to(operation.ranges);
     lock.unlock();
     if (!stream.running) stream.running = operation.begin();
@@ -459,8 +460,10 @@ cudaError_t cudaStreamAddCallback(cudaStream_t handle, cudaStreamCallback_t func
                               [handle, function, data] { function(handle, cudaSuccess, data); });
 }
 
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
-  *event = reinterpret_cast<cudaEvent_t>(new Event);
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
+  auto* const made = new Event;
+  made->is_timed = (flags & cudaEventDisableTiming) == 0;
+  *event = reinterpret_cast<cudaEvent_t>(made);
   return cudaSuccess;
 }
 cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
@@ -512,7 +515,7 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t first, cudaEve
   Lock lock(state().mutex);
   const Event& a = *reinterpret_cast<Event*>(first);
   const Event& b = *reinterpret_cast<Event*>(second);
-  if (!a.marker || !b.marker) return fail(cudaErrorInvalidResourceHandle);
+  if (!a.is_timed || !b.is_timed || !a.marker || !b.marker) return fail(cudaErrorInvalidResourceHandle);
   if (!a.marker->is_done || !b.marker->is_done) return fail(cudaErrorNotReady);
   *milliseconds = std::chrono::duration<float, std::milli>(b.marker->done_at - a.marker->done_at).count();
   return cudaSuccess;

@@ -82,6 +82,7 @@ struct Stream {
   Attempt running;            ///< the first item's attempt, once it has begun
   bool is_running = false;    ///< the scheduler is in the first item at this moment
   bool is_destroyed = false;  ///< is deleted when its items have run
+  bool is_lane = false;       ///< belongs to a graph's launch: its id stays the graph's
   Time not_before;            ///< the first item may not run earlier, if times are drawn at random
   bool has_not_before = false;
   uint64_t num_delays = 0;
@@ -90,6 +91,7 @@ struct Stream {
 };
 
 struct Event {
+  bool is_timed = true;
   MarkerPtr marker;  ///< none before the first record
   Clock clock;
   std::shared_ptr<Capture> capture;
