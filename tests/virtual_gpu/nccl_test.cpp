@@ -451,6 +451,76 @@ TEST(NcclRegistration, EndsTheProgramWhereNcclWouldBeUndefined) {
       "registered with a communicator");
 }
 
+// ---- calls that don't match
+
+using CallOf = std::function<void(Rank&)>;
+void call_on_two(const CallOf& first, const CallOf& second) {
+  auto ranks = make_ranks(2);
+  on_all(ranks, [&](Rank& rank) {
+    (rank.number == 0 ? first : second)(rank);
+    EXPECT_TRUE(rank.ends());
+  });
+}
+
+TEST(Nccl, RanksThatMakeDifferentCallsEndTheProgram) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto sum = [](size_t count, ncclDataType_t type = ncclFloat, ncclRedOp_t op = ncclSum) {
+    return [=](Rank& r) { ncclAllReduce(r.data, r.data, count, type, op, r.communicator, r.stream); };
+  };
+  const auto broadcast = [](int root) {
+    return [=](Rank& r) { ncclBroadcast(r.data, r.data, 4, ncclFloat, root, r.communicator, r.stream); };
+  };
+  const auto gather = [](Rank& r) { ncclAllGather(r.data, r.data, 1, ncclFloat, r.communicator, r.stream); };
+  const auto both = [](const CallOf& first, const CallOf& second) {
+    return [=](Rank& r) {
+      ncclGroupStart();
+      first(r);
+      second(r);
+      ncclGroupEnd();
+    };
+  };
+  const auto scaled = [](float factor, int num_before) {
+    return [=](Rank& r) mutable {
+      ncclRedOp_t op = ncclSum;
+      for (int i = 0; i <= num_before; ++i)
+        ncclRedOpCreatePreMulSum(&op, &factor, ncclFloat, ncclScalarHostImmediate, r.communicator);
+      ncclReduceScatter(r.data, r.data + 8, 1, ncclFloat, op, r.communicator, r.stream);
+    };
+  };
+  call_on_two(both(sum(4), gather), both(sum(4), gather));
+  call_on_two(scaled(2, 0), scaled(3, 1));
+  const char* const other_count =
+      "rank [01] begins with ncclAllReduce of [14] elements of type 7, .* same calls";
+  EXPECT_DEATH(call_on_two(sum(1), sum(4)), other_count);
+  EXPECT_DEATH(call_on_two(sum(4), sum(4, ncclFloat, ncclMax)), "operation [02], .* same calls");
+  EXPECT_DEATH(call_on_two(broadcast(0), broadcast(1)), "ncclBroadcast of 4 .* root [01].* same calls");
+  EXPECT_DEATH(call_on_two(both(sum(4), gather), both(sum(4), sum(1))), "same calls");
+}
+
+TEST(Nccl, AMessageOfAnotherSizeEndsTheProgram) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto send = [](Rank& r) { r.send(1, 1); };
+  const auto receive = [](size_t count) { return [=](Rank& r) { r.receive(0, count); }; };
+  call_on_two(send, receive(1));
+  EXPECT_DEATH(call_on_two(send, receive(4)), "a message of 4 bytes from rank 0 where rank 1 receives 16");
+}
+
+TEST(Nccl, RefusesPeersAndRootsThatAreNoRanks) {
+  const auto ranks = make_ranks(2);
+  const Rank& rank = *ranks[0];
+  const auto broadcast = [&](int root) {
+    return ncclBroadcast(rank.data, rank.data, 1, ncclFloat, root, rank.communicator, rank.stream);
+  };
+  for (const int number : {-1, 2}) {
+    EXPECT_EQ(rank.send(number), ncclInvalidArgument);
+    EXPECT_EQ(rank.receive(number), ncclInvalidArgument);
+    EXPECT_EQ(std::string_view(ncclGetLastError(rank.communicator)),
+              "peer " + std::to_string(number) + " of 2 ranks");
+    EXPECT_EQ(broadcast(number), ncclInvalidArgument);
+  }
+  EXPECT_TRUE(rank.is_done());
+}
+
 // ---- a peer whose process goes
 
 // The peer, in a program of its own.

@@ -22,7 +22,10 @@ constexpr size_t step_bytes = size_t{1} << 15;
 /// Messages from one rank to another, or parts of long ones.
 struct Mailbox {
   std::atomic<uint32_t> num_sent, num_received;
-  char steps[num_steps][step_bytes];
+  struct {
+    uint64_t message_bytes;  ///< those of the whole message
+    char data[step_bytes];
+  } steps[num_steps];
 };
 
 /// Where the ranks wait for each other.
@@ -31,11 +34,12 @@ struct Meeting {
   std::atomic<uint32_t> round;
 };
 
-/// Where a rank's calls of one launch have their buffers, as far as NCCL asks that the ranks agree.
+/// The calls of a rank's launch, and where they have their buffers, as far as NCCL asks that the ranks agree.
 struct Places {
+  uint64_t calls;  ///< a hash of their texts
+  char text[120];  ///< the first one's
   uint32_t num_buffers, num_registered;
   uint64_t offsets;  ///< a hash of the registered ones' offsets
-  bool operator==(const Places&) const = default;
 };
 
 /// Memory that the ranks of a communicator share: zeroed at first, and mapped by every process.

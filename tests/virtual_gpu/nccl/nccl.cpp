@@ -60,6 +60,14 @@ struct Buffer {
   const void* counts = nullptr;  ///< where the offset is taken
 };
 
+/// The arguments that must be equal on all ranks; what a function lacks is 0.
+struct Terms {
+  size_t count = 0;
+  ncclDataType_t type = ncclInt8;
+  ncclRedOp_t op = ncclSum;
+  int root = 0;
+};
+
 struct RegisteredCalls {
   std::mutex mutex;
   std::map<std::string, std::array<uint64_t, 3>> by_name;  ///< calls with so many registered buffers
@@ -69,8 +77,14 @@ RegisteredCalls& registered_calls() {
   return all;
 }
 
-Places places_of(const Communicator& c, const std::string& name, const std::vector<Buffer>& buffers) {
-  Places places{static_cast<uint32_t>(buffers.size()), 0, 0};
+Places places_of(const Communicator& c, const std::string& name, const Terms& terms,
+                 const std::vector<Buffer>& buffers) {
+  Places places{};
+  places.num_buffers = static_cast<uint32_t>(buffers.size());
+  // Each rank has its own factor, and its own number for it.
+  std::snprintf(places.text, sizeof places.text, "%s of %zu elements of type %d, operation %d, root %d",
+                name.c_str(), terms.count, terms.type, std::min<int>(terms.op, ncclNumOps), terms.root);
+  places.calls = std::hash<std::string_view>()(places.text);
   for (const Buffer& buffer : buffers) {
     const auto offset = c.offset_of_registered(buffer.data, buffer.bytes);
     if (!offset) continue;
@@ -84,9 +98,12 @@ Places places_of(const Communicator& c, const std::string& name, const std::vect
   return places;
 }
 
-Places both(const Places& first, const Places& second) {
-  return {first.num_buffers + second.num_buffers, first.num_registered + second.num_registered,
-          first.offsets * 1000003 + second.offsets};
+Places both(Places first, const Places& second) {
+  first.calls = first.calls * 1000003 + second.calls;
+  first.num_buffers += second.num_buffers;
+  first.num_registered += second.num_registered;
+  first.offsets = first.offsets * 1000003 + second.offsets;
+  return first;
 }
 
 // When all ranks are in the operation.
@@ -94,7 +111,11 @@ void compare_places(const Communicator& c, const std::string& name) {
   const Places& mine = c.shared().places[c.rank()];
   for (int rank = 0; rank < c.size(); ++rank) {
     const Places& other = c.shared().places[rank];
-    if (other == mine) continue;
+    if (other.calls != mine.calls)
+      not_supported("a communicator's operation where rank " + std::to_string(c.rank()) + " begins with " +
+                        mine.text + ", and rank " + std::to_string(rank) + " with " + other.text + ",",
+                    "NCCL asks that all ranks make the same calls, also within groups.");
+    if (other.num_registered == mine.num_registered && other.offsets == mine.offsets) continue;
     not_supported(name + " where rank " + std::to_string(c.rank()) + " has " +
                       std::to_string(mine.num_registered) + " of " + std::to_string(mine.num_buffers) +
                       " buffers in registered memory, and rank " + std::to_string(rank) + " has " +
@@ -146,6 +167,15 @@ ncclResult_t check_is_ready(const Communicator& c) {
   if (c.is_aborted()) return ncclRemoteError;
   if (c.state != ncclInProgress) return c.state;
   last_error_text = "a call with a communicator whose previous call is still ncclInProgress";
+  return ncclInvalidArgument;
+}
+
+// The rank is a call's root or peer.
+ncclResult_t check_is_member(const Communicator& c, int rank, const char* role) {
+  if (rank >= 0 && rank < c.size()) return ncclSuccess;
+  static thread_local std::string text;
+  text = std::string(role) + " " + std::to_string(rank) + " of " + std::to_string(c.size()) + " ranks";
+  last_error_text = text.c_str();
   return ncclInvalidArgument;
 }
 
@@ -210,9 +240,11 @@ ncclResult_t submit_grouped_collectives() {
   return result;
 }
 
-ncclResult_t submit_exchange(Collective collective, const std::vector<Buffer>& buffers) {
-  if (const ncclResult_t error = check_is_ready(*collective.communicator)) return error;
-  collective.places = places_of(*collective.communicator, collective.operation.name, buffers);
+ncclResult_t submit_exchange(Collective collective, const Terms& terms, const std::vector<Buffer>& buffers) {
+  const Communicator& c = *collective.communicator;
+  if (const ncclResult_t error = check_is_ready(c)) return error;
+  if (const ncclResult_t error = check_is_member(c, terms.root, "root")) return error;
+  collective.places = places_of(c, collective.operation.name, terms, buffers);
   if (group_depth == 0) return submit_now(std::move(collective));
   grouped_collectives.push_back(std::move(collective));
   return ncclSuccess;
@@ -266,11 +298,18 @@ bool move_parts(const std::vector<Transfer>& transfers, std::vector<size_t>& num
     if (in_transit == (t.is_send ? num_steps : 0)) continue;
     const size_t part = std::min(step_bytes, t.bytes - num_moved[i]);
     char* data = t.data + num_moved[i];
+    auto& step = mailbox.steps[(t.is_send ? mailbox.num_sent : mailbox.num_received) % num_steps];
     if (t.is_send) {
-      std::memcpy(mailbox.steps[mailbox.num_sent % num_steps], data, part);
+      step.message_bytes = t.bytes;
+      std::memcpy(step.data, data, part);
       ++mailbox.num_sent;
     } else {
-      std::memcpy(data, mailbox.steps[mailbox.num_received % num_steps], part);
+      if (step.message_bytes != t.bytes)
+        not_supported("a message of " + std::to_string(step.message_bytes) + " bytes from rank " +
+                          std::to_string(t.sender()) + " where rank " + std::to_string(t.receiver()) +
+                          " receives " + std::to_string(t.bytes),
+                      "NCCL asks that both counts are equal.");
+      std::memcpy(data, step.data, part);
       ++mailbox.num_received;
     }
     num_moved[i] += part;
@@ -350,6 +389,7 @@ ncclResult_t submit_group() {
 
 ncclResult_t transfer(Transfer t) {
   if (const ncclResult_t error = check_is_ready(*t.communicator)) return error;
+  if (const ncclResult_t error = check_is_member(*t.communicator, t.peer, "peer")) return error;
   grouped.push_back(std::move(t));
   return group_depth > 0 ? ncclSuccess : submit_group();
 }
@@ -584,7 +624,7 @@ ncclResult_t ncclAllReduce(const void* from, void* to, size_t count, ncclDataTyp
                           {"ncclAllReduce", {{from, bytes, false}, {to, bytes, true}}, {}},
                           {{static_cast<const char*>(from), bytes,
                             reduce_into(c, static_cast<char*>(to), type, reduction_of(c, op))}}},
-                         {{from, bytes, from}, {to, bytes, to}});
+                         {count, type, op}, {{from, bytes, from}, {to, bytes, to}});
 }
 ncclResult_t ncclReduce(const void* from, void* to, size_t count, ncclDataType_t type, ncclRedOp_t op,
                         int root, ncclComm_t handle, cudaStream_t stream) {
@@ -596,7 +636,7 @@ ncclResult_t ncclReduce(const void* from, void* to, size_t count, ncclDataType_t
   Visit visit;
   if (is_root) visit = reduce_into(c, static_cast<char*>(to), type, reduction_of(c, op));
   return submit_exchange({c, stream, operation, {{static_cast<const char*>(from), bytes, visit}}},
-                         {{from, bytes, from}});
+                         {count, type, op, root}, {{from, bytes, from}});
 }
 ncclResult_t ncclBroadcast(const void* from, void* to, size_t count, ncclDataType_t type, int root,
                            ncclComm_t handle, cudaStream_t stream) {
@@ -608,7 +648,8 @@ ncclResult_t ncclBroadcast(const void* from, void* to, size_t count, ncclDataTyp
     copy_bytes(static_cast<char*>(to) + offset, c->shared().slots[root], part);
   };
   const char* source = c->rank() == root ? static_cast<const char*>(from) : nullptr;
-  return submit_exchange({c, stream, operation, {{source, bytes, take}}}, {{to, bytes, to}});
+  return submit_exchange({c, stream, operation, {{source, bytes, take}}},
+                         {.count = count, .type = type, .root = root}, {{to, bytes, to}});
 }
 ncclResult_t ncclBcast(void* data, size_t count, ncclDataType_t type, int root, ncclComm_t handle,
                        cudaStream_t stream) {
@@ -629,7 +670,7 @@ ncclResult_t ncclAllGather(const void* from, void* to, size_t count, ncclDataTyp
                           stream,
                           {"ncclAllGather", {{from, bytes, false}, {to, all_bytes, true}}, {}},
                           {{static_cast<const char*>(from), bytes, take}}},
-                         {{from, bytes, is_in_place ? to : from}, {to, all_bytes, to}});
+                         {count, type}, {{from, bytes, is_in_place ? to : from}, {to, all_bytes, to}});
 }
 ncclResult_t ncclReduceScatter(const void* from, void* to, size_t count, ncclDataType_t type, ncclRedOp_t op,
                                ncclComm_t handle, cudaStream_t stream) {
@@ -647,7 +688,7 @@ ncclResult_t ncclReduceScatter(const void* from, void* to, size_t count, ncclDat
                           stream,
                           {"ncclReduceScatter", {{from, all_bytes, false}, {to, bytes, true}}, {}},
                           std::move(rounds)},
-                         {{from, all_bytes, from}, {to, bytes, is_in_place ? from : to}});
+                         {count, type, op}, {{from, all_bytes, from}, {to, bytes, is_in_place ? from : to}});
 }
 ncclResult_t ncclSend(const void* data, size_t count, ncclDataType_t type, int peer, ncclComm_t handle,
                       cudaStream_t stream) {
