@@ -3,6 +3,7 @@
 
 #include <dlfcn.h>
 
+#include <csignal>
 #include <cstring>
 #include <utility>
 
@@ -25,6 +26,13 @@ Function* function(const char* name) {
   return reinterpret_cast<Function*>(dlsym(RTLD_DEFAULT, name));
 }
 int num_races() { return function<int()>("virtual_gpu_num_races")(); }
+
+void launch_planted(const char* kernel, const Tensor& out, const Tensor& in, unsigned num_blocks = 1) {
+  using Launch = void(const char*, float*, const float*, unsigned, cudaStream_t);
+  function<Launch>("virtual_gpu_launch_planted")(kernel, out.mutable_data_ptr<float>(),
+                                                 in.const_data_ptr<float>(), num_blocks,
+                                                 at::cuda::getCurrentCUDAStream());
+}
 
 cudaStream_t new_stream() {
   cudaStream_t stream = nullptr;
@@ -71,6 +79,31 @@ TEST_F(Faults, NewStreamsAfterLaunchesOfAGraphHaveNumbersOfTheirOwn) {
     EXPECT_NE(std::exchange(number, next), next);
   }
   for (cudaStream_t stream : streams) EXPECT_EQ(cudaStreamDestroy(stream), cudaSuccess);
+}
+
+TEST_F(Faults, LaunchesBeyondCudasLimitsFail) {
+  const auto launch = [](dim3 grid, dim3 block) {
+    static constexpr char stub = 0;
+    const cudaError_t error = cudaLaunchKernel(&stub, grid, block, nullptr, 0, nullptr);
+    EXPECT_EQ(cudaGetLastError(), error);
+    return error;
+  };
+  for (const auto& [grid, block] : std::initializer_list<std::pair<dim3, dim3>>{{{0}, {32}},
+                                                                                {{1, 0}, {32}},
+                                                                                {{1u << 31}, {32}},
+                                                                                {{1, 65'536}, {32}},
+                                                                                {{1, 1, 65'536}, {32}},
+                                                                                {{1}, {0}},
+                                                                                {{1}, {1025}},
+                                                                                {{1}, {513, 2}},
+                                                                                {{1}, {1, 1, 65}}})
+    EXPECT_EQ(launch(grid, block), cudaErrorInvalidConfiguration);
+  const Tensor in = at::ones({64}, on_gpu), out = at::zeros({64}, on_gpu);
+  launch_planted("sound_kernel", out, in, 0);
+  EXPECT_EQ(cudaGetLastError(), cudaErrorInvalidConfiguration);
+  launch_planted("sound_kernel", out, in, 1);
+  EXPECT_EQ(cudaGetLastError(), cudaSuccess);
+  EXPECT_TRUE(out.equal(in));
 }
 
 TEST_F(FaultsDeathTest, OperationsBeyondAnAllocationsEndEndTheProgram) {
@@ -124,6 +157,23 @@ TEST_F(Faults, EventsWithoutTimesHaveNone) {
   EXPECT_EQ(cudaEventElapsedTime(&ms, untimed, timed), cudaErrorInvalidResourceHandle);
   EXPECT_EQ(cudaGetLastError(), cudaErrorInvalidResourceHandle);
   for (cudaEvent_t event : {timed, other, untimed}) EXPECT_EQ(cudaEventDestroy(event), cudaSuccess);
+}
+
+// ---- barriers of kernels
+
+TEST_F(FaultsDeathTest, ThreadsThatWaitAtDifferentBarriersEndTheProgram) {
+  const Tensor in = at::ones({64}, on_gpu), out = at::zeros({64}, on_gpu);
+  const auto run = [&](const char* kernel) {
+    launch_planted(kernel, out, in);
+    c10::cuda::device_synchronize();
+  };
+  run("half_warps_kernel");
+  EXPECT_TRUE(out.eq(16).all().item<bool>());
+  EXPECT_DEATH(run("diverged_barriers_kernel"),
+               "wait for others that never come .*Thread 0 at .*planted_kernels.cu:[0-9]+, thread 32 at ");
+  EXPECT_DEATH(run("diverged_warp_kernel"), "Thread 0 at .*planted_kernels.cu:[0-9]+, thread 1 at ");
+  EXPECT_DEATH(run("lane_outside_mask_kernel"), "reads lane 16 of a warp operation without it");
+  EXPECT_EXIT(run("deep_kernel"), testing::KilledBySignal(SIGSEGV), "");
 }
 
 }  // namespace

@@ -52,6 +52,7 @@ const HostKernel* host_version(const void* function) {
 
 cudaError_t launch(const void* function, const Launch& launch) {
   const OwnWork own;
+  if (const cudaError_t error = check_launch(launch.grid, launch.block)) return error;
   {
     const Lock lock(state().mutex);
     if (const cudaError_t error = check_capture(stream_of(launch.stream))) return error;
@@ -63,6 +64,16 @@ cudaError_t launch(const void* function, const Launch& launch) {
 thread_local std::vector<Launch> pushed;  // between <<<...>>> and the stub's call
 
 }  // namespace
+
+// https://docs.nvidia.com/cuda/cuda-c-programming-guide, "Technical Specifications per Compute Capability": the same for all.
+cudaError_t check_launch(dim3 grid, dim3 block) {
+  const auto fits = [](dim3 size, dim3 most) {
+    return size.x - 1 < most.x && size.y - 1 < most.y && size.z - 1 < most.z;  // 0 - 1 is a large number
+  };
+  const bool is_possible = fits(grid, {(1u << 31) - 1, 65'535, 65'535}) && fits(block, {1024, 1024, 64}) &&
+                           size_t{block.x} * block.y * block.z <= 1024;
+  return is_possible ? cudaSuccess : fail(cudaErrorInvalidConfiguration);
+}
 
 void register_kernel(std::string name, HostKernel kernel) {
   const std::lock_guard lock(kernels().mutex);

@@ -112,6 +112,9 @@ class OwnWork {
 /// Prints the message and ends the program: something is used that the virtual GPU lacks.
 [[noreturn]] void not_supported(const std::string& what, const std::string& remedy);
 
+/// CUDA's error, which cudaGetLastError returns, too, for a launch of no block or thread, or of more than a device takes.
+cudaError_t check_launch(dim3 grid, dim3 block);
+
 /// A function that runs a kernel on the host. `arguments` point at the kernel's arguments, as in cudaLaunchKernel.
 struct Launch {
   dim3 grid;

@@ -84,6 +84,39 @@ __global__ void unwritten_in_template_kernel(T* out, const T* in) {
   out[threadIdx.x] = values[threadIdx.x];
 }
 
+// Each half of a warp adds up its 16 values.
+__global__ void half_warps_kernel(float* out, const float* in) {
+  const unsigned mask = 0xffffu << (threadIdx.x % 32 / 16 * 16);
+  float sum = in[threadIdx.x];
+  for (int lanes = 8; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(mask, sum, lanes);
+  out[threadIdx.x] = sum;
+}
+
+__global__ void diverged_barriers_kernel(float* out, const float* in) {
+  if (threadIdx.x < kThreads / 2)
+    __syncthreads();
+  else
+    __syncthreads();
+  out[threadIdx.x] = in[threadIdx.x];
+}
+
+__global__ void diverged_warp_kernel(float* out, const float* in) {
+  if (threadIdx.x % 2 == 0)
+    out[threadIdx.x] = __shfl_xor_sync(0xffffffffu, in[threadIdx.x], 2);
+  else
+    out[threadIdx.x] = __shfl_xor_sync(0xffffffffu, in[threadIdx.x], 2);
+}
+
+__global__ void lane_outside_mask_kernel(float* out, const float* in) {
+  if (threadIdx.x < 16) out[threadIdx.x] = __shfl_xor_sync(0xffffu, in[threadIdx.x], 16);
+}
+
+// More calls than the stack of a thread has room for.
+__device__ float descend(float x, int depth) { return depth == 0 ? x : descend(x, depth - 1) + 1; }
+__global__ void deep_kernel(float* out, const float* in) {
+  out[threadIdx.x] = descend(in[threadIdx.x], 100'000);
+}
+
 __global__ void one_too_far_kernel(float* out, const float* in) { out[threadIdx.x] = in[threadIdx.x + 1]; }
 
 }  // namespace
@@ -103,6 +136,11 @@ extern "C" void virtual_gpu_launch_planted(const char* name, float* out, const f
   LAUNCH(far_shared_kernel);
   LAUNCH(unwritten_in_template_kernel<float>);
   LAUNCH(order_of_warps_kernel);
+  LAUNCH(half_warps_kernel);
+  LAUNCH(diverged_barriers_kernel);
+  LAUNCH(diverged_warp_kernel);
+  LAUNCH(lane_outside_mask_kernel);
+  LAUNCH(deep_kernel);
   LAUNCH(one_too_far_kernel);
 #undef LAUNCH
 }

@@ -1,5 +1,7 @@
 #include "simt/simt.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -50,22 +52,46 @@ Place place;
 
 namespace {
 
-constexpr size_t stack_bytes = 64 << 10;
+constexpr size_t stack_bytes = 64 << 10, guard_bytes = 4096;
+
+// Below it, a page that nothing can access. Never freed, because fibers aren't.
+char* make_stack() {
+  void* const memory =
+      mmap(nullptr, guard_bytes + stack_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  auto* const stack = static_cast<char*>(memory) + guard_bytes;
+  if (memory == MAP_FAILED || mprotect(stack, stack_bytes, PROT_READ | PROT_WRITE) != 0)
+    not_supported("a kernel whose threads' stacks find no memory", "The host's memory is full.");
+  return stack;
+}
+
+std::string text_of(const Site& site) {
+  return std::string(site.file_name()) + ":" + std::to_string(site.line());
+}
+bool is_same(const Site& a, const Site& b) {
+  return a.line() == b.line() &&
+         (a.file_name() == b.file_name() || std::string_view(a.file_name()) == b.file_name());
+}
 
 enum class State { can_run, at_block_barrier, at_warp_barrier, has_returned };
 
 struct Fiber {
   void* stack_pointer = nullptr;
-  std::unique_ptr<char[]> stack{new char[stack_bytes]};
+  char* stack = make_stack();
   State state = State::can_run;
   uint3 thread;
   bool is_in_kernel = false;
-  unsigned mask = 0;  ///< lanes of the warp operation that it waits in
+  Site site;           ///< where it waits
+  unsigned mask = 0;   ///< lanes of the warp operation that it waits in
+  unsigned lanes = 0;  ///< those that were in the last one
+
+  bool is_with(const Fiber& other) const {
+    return state == other.state && mask == other.mask && is_same(site, other.site);
+  }
 };
 
 struct Warp {
   std::array<uint64_t, warp_size> arriving{};
-  std::array<uint64_t, warp_size> values{};  ///< from the last exchange
+  std::array<uint64_t, warp_size> values{};  ///< from each lane's last exchange
 };
 
 /// The block that runs now. Kernels run on the scheduler's thread, one at a time.
@@ -80,19 +106,19 @@ class Block {
       if (release_warps() || release_block()) continue;
       break;
     }
-    for (const auto& fiber : used())
-      if (fiber->state != State::has_returned)
-        not_supported("a kernel whose threads wait for others that never come", "Its barriers don't match.");
+    report_waiting();
   }
 
-  void wait(State state) {
+  void wait(State state, const Site& site = {}, unsigned mask = 0) {
     Fiber& fiber = *current_;
     fiber.state = state;
+    fiber.site = site;
+    fiber.mask = mask;
     virtual_gpu_switch(&fiber.stack_pointer, scheduler_);
   }
   Warp& warp() { return warps_[index_ / warp_size]; }
   size_t lane() const { return index_ % warp_size; }
-  void set_mask(unsigned mask) { current_->mask = mask; }
+  unsigned lanes() const { return current_->lanes; }
   void enter_kernel() {
     current_->is_in_kernel = true;
     watch_current();
@@ -112,8 +138,8 @@ class Block {
       const auto n = static_cast<unsigned>(i);
       fiber.thread = {n % size.x, n / size.x % size.y, n / size.x / size.y};
       // virtual_gpu_switch takes six registers and the place to continue from the stack. A function begins 8 bytes below a multiple of 16.
-      auto* top = reinterpret_cast<void**>(reinterpret_cast<uintptr_t>(fiber.stack.get() + stack_bytes) &
-                                           ~uintptr_t{15});
+      auto* top =
+          reinterpret_cast<void**>(reinterpret_cast<uintptr_t>(fiber.stack + stack_bytes) & ~uintptr_t{15});
       *--top = nullptr;
       *--top = reinterpret_cast<void*>(&Block::enter);
       for (int i = 0; i < 6; ++i) *--top = nullptr;
@@ -122,6 +148,22 @@ class Block {
   }
 
   [[noreturn]] static void enter();
+
+  // Names the places where threads wait forever, with the first thread of each.
+  void report_waiting() {
+    std::vector<const Fiber*> firsts;
+    std::string places;
+    for (const auto& fiber : used()) {
+      if (fiber->state == State::has_returned ||
+          std::ranges::any_of(firsts, [&](const Fiber* first) { return fiber->is_with(*first); }))
+        continue;
+      firsts.push_back(fiber.get());
+      places += (places.empty() ? "Thread " : ", thread ") + std::to_string(fiber->thread.x) + " at " +
+                text_of(fiber->site);
+    }
+    if (!firsts.empty())
+      not_supported("a kernel whose threads wait for others that never come", places + ".");
+  }
 
   // Runs each thread that can run until it waits or returns; warps in random order, because hardware promises none.
   bool run_warps() {
@@ -144,44 +186,48 @@ class Block {
     return any_ran;
   }
 
-  // A warp operation is complete when no lane of its mask can still come.
+  // A warp operation is complete when all lanes of its mask that haven't returned wait in it.
   bool release_warps() {
     bool any = false;
     for (size_t w = 0; w < warps_.size(); ++w) {
-      const size_t begin = w * warp_size, end = std::min(num_threads_, begin + warp_size);
-      unsigned here = 0, returned = 0, mask = 0;
-      for (size_t i = begin; i < end; ++i) {
-        const unsigned bit = 1u << (i - begin);
-        if (fibers_[i]->state == State::at_warp_barrier) {
-          here |= bit;
-          mask = fibers_[i]->mask;
+      const std::span lanes =
+          used().subspan(w * warp_size).first(std::min<size_t>(warp_size, num_threads_ - w * warp_size));
+      for (const auto& first : lanes) {
+        if (first->state != State::at_warp_barrier) continue;
+        unsigned together = 0, missing = 0;
+        for (size_t i = 0; i < lanes.size(); ++i) {
+          if (!(first->mask >> i & 1) || lanes[i]->state == State::has_returned) continue;
+          (lanes[i]->is_with(*first) ? together : missing) |= 1u << i;
         }
-        if (fibers_[i]->state == State::has_returned) returned |= bit;
+        if (missing != 0 || together == 0) continue;
+        any = true;
+        for (size_t i = 0; i < lanes.size(); ++i) {
+          if (!(together >> i & 1)) continue;
+          warps_[w].values[i] = warps_[w].arriving[i];
+          lanes[i]->lanes = together;
+          lanes[i]->state = State::can_run;
+        }
       }
-      if (end - begin < warp_size) returned |= ~((1u << (end - begin)) - 1);
-      if (here == 0 || (mask & ~(here | returned)) != 0) continue;
-      any = true;
-      warps_[w].values = std::exchange(warps_[w].arriving, {});
-      for (size_t i = begin; i < end; ++i)
-        if (here & 1u << (i - begin)) fibers_[i]->state = State::can_run;
     }
     return any;
   }
 
+  // The threads that haven't returned must all wait at the same barrier.
   bool release_block() {
-    bool any = false;
-    for (const auto& fiber : used())
-      if (fiber->state == State::at_warp_barrier) return false;
+    const Fiber* first = nullptr;
     for (const auto& fiber : used()) {
-      if (fiber->state != State::at_block_barrier) continue;
-      fiber->state = State::can_run;
-      any = true;
+      if (fiber->state == State::has_returned) continue;
+      if (!first) first = fiber.get();
+      if (fiber->state != State::at_block_barrier || !fiber->is_with(*first)) return false;
     }
-    if (any) pass_barrier();
-    return any;
+    if (!first) return false;
+    for (const auto& fiber : used())
+      if (fiber->state == State::at_block_barrier) fiber->state = State::can_run;
+    pass_barrier();
+    return true;
   }
 
-  void watch_current() { watch(static_cast<uint32_t>(index_), current_->stack.get(), stack_bytes); }
+  void watch_current() { watch(static_cast<uint32_t>(index_), current_->stack, stack_bytes); }
 
   const std::function<void()>* kernel_ = nullptr;
   size_t num_threads_ = 0;
@@ -210,17 +256,28 @@ std::atomic<bool> runs_in_memory_only_mode = false;
 }  // namespace
 
 void enter_kernel() { block().enter_kernel(); }
-void wait_for_block() { block().wait(State::at_block_barrier); }
+void wait_for_block(const Site& site) { block().wait(State::at_block_barrier, site); }
 
-std::array<uint64_t, warp_size> exchange(unsigned mask, uint64_t value) {
+Exchanged exchange(unsigned mask, uint64_t value, const Site& site) {
   Block& b = block();
-  b.set_mask(mask);
   b.warp().arriving[b.lane()] = value;
-  b.wait(State::at_warp_barrier);
-  return b.warp().values;
+  b.wait(State::at_warp_barrier, site, mask);
+  Exchanged all{b.warp().values, b.lanes()};
+  if (all.lanes != ~0u)
+    for (size_t i = 0; i < all.values.size(); ++i)
+      if (!(all.lanes >> i & 1)) all.values[i] = 0;
+  return all;
+}
+
+uint64_t Exchanged::of(unsigned lane) const {
+  if (!(lanes >> lane & 1))
+    not_supported("a kernel that reads lane " + std::to_string(lane) + " of a warp operation without it",
+                  "Its value is undefined.");
+  return values[lane];
 }
 
 void launch(Kernel kernel, cudaStream_t stream) {
+  if (check_launch(kernel.grid, kernel.block)) return;
   const std::string_view text = kernel.name;
   const std::string name(text.substr(0, text.find_first_of("<,")));
   submit(stream, computation(name, {}, [name, kernel = std::move(kernel)] {

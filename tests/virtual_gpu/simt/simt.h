@@ -10,6 +10,7 @@
 #include <bit>
 #include <cstdint>
 #include <functional>
+#include <source_location>
 
 namespace virtual_gpu::simt {
 
@@ -22,19 +23,27 @@ extern Place place;
 
 constexpr int warp_size = 32;
 
-/// Waits until all threads of the block that haven't returned are here.
-void wait_for_block();
+/// A barrier or an operation of a warp, by its place in the kernel's source: threads that wait at different ones don't meet.
+using Site = std::source_location;
 
-/// Waits for the lanes of the warp in `mask`, which all pass a value; returns the values by lane. Lanes that have returned,
-/// and others that aren't in the mask, have 0.
-std::array<uint64_t, warp_size> exchange(unsigned mask, uint64_t value);
+/// Waits until all threads of the block that haven't returned are here.
+void wait_for_block(const Site& site);
+
+struct Exchanged {
+  std::array<uint64_t, warp_size> values{};  ///< by lane; 0 unless the lane has passed one
+  unsigned lanes = 0;                        ///< those that have
+  /// Ends the program if the lane has passed none, because CUDA's result is undefined.
+  uint64_t of(unsigned lane) const;
+};
+/// Waits for the lanes of the warp in `mask` that haven't returned, which all pass a value.
+Exchanged exchange(unsigned mask, uint64_t value, const Site& site);
 
 struct Kernel {
   const char* name = nullptr;
   dim3 grid, block;
   std::function<void()> run;  ///< called once per thread
 };
-/// Queues a kernel on the stream.
+/// Queues a kernel on the stream, unless check_launch fails.
 void launch(Kernel kernel, cudaStream_t stream);
 
 /// The code of a kernel begins: from here on, this thread of the block is watched; see accesses.h.
@@ -59,10 +68,10 @@ T from_bits(uint64_t bits) {
 }
 
 template <class T, class Combine>
-T reduce(unsigned mask, T value, Combine combine) {
-  const auto values = exchange(mask, to_bits(value));
-  for (int lane = 0; lane < warp_size; ++lane)
-    if (mask >> lane & 1) value = combine(value, from_bits<T>(values[static_cast<size_t>(lane)]));
+T reduce(unsigned mask, T value, Combine combine, const Site& site) {
+  const Exchanged all = exchange(mask, to_bits(value), site);
+  for (unsigned lane = 0; lane < warp_size; ++lane)
+    if (all.lanes >> lane & 1) value = combine(value, from_bits<T>(all.of(lane)));
   return value;
 }
 
@@ -79,7 +88,9 @@ T reduce(unsigned mask, T value, Combine combine) {
 #define blockDim (::virtual_gpu::simt::place.block_size)
 #define gridDim (::virtual_gpu::simt::place.grid_size)
 
-inline void __syncthreads() { ::virtual_gpu::simt::wait_for_block(); }
+inline void __syncthreads(::virtual_gpu::simt::Site site = ::virtual_gpu::simt::Site::current()) {
+  ::virtual_gpu::simt::wait_for_block(site);
+}
 
 template <class T>
 T max(T a, T b) {
@@ -94,23 +105,28 @@ inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
 inline float __uint_as_float(unsigned x) { return std::bit_cast<float>(x); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 
-inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
-  return ::virtual_gpu::simt::reduce(mask, value, [](unsigned a, unsigned b) { return max(a, b); });
+inline unsigned __reduce_max_sync(unsigned mask, unsigned value,
+                                  ::virtual_gpu::simt::Site site = ::virtual_gpu::simt::Site::current()) {
+  return ::virtual_gpu::simt::reduce(
+      mask, value, [](unsigned a, unsigned b) { return max(a, b); }, site);
 }
 template <class T>
-T __shfl_xor_sync(unsigned mask, T value, int lane_mask) {
-  const auto values = ::virtual_gpu::simt::exchange(mask, ::virtual_gpu::simt::to_bits(value));
+T __shfl_xor_sync(unsigned mask, T value, int lane_mask,
+                  ::virtual_gpu::simt::Site site = ::virtual_gpu::simt::Site::current()) {
+  const auto all = ::virtual_gpu::simt::exchange(mask, ::virtual_gpu::simt::to_bits(value), site);
   const auto lane = threadIdx.x % ::virtual_gpu::simt::warp_size;
-  return ::virtual_gpu::simt::from_bits<T>(values[lane ^ static_cast<unsigned>(lane_mask)]);
+  return ::virtual_gpu::simt::from_bits<T>(all.of(lane ^ static_cast<unsigned>(lane_mask)));
 }
 template <class T>
-T __shfl_down_sync(unsigned mask, T value, unsigned delta) {
-  const auto values = ::virtual_gpu::simt::exchange(mask, ::virtual_gpu::simt::to_bits(value));
+T __shfl_down_sync(unsigned mask, T value, unsigned delta,
+                   ::virtual_gpu::simt::Site site = ::virtual_gpu::simt::Site::current()) {
+  const auto all = ::virtual_gpu::simt::exchange(mask, ::virtual_gpu::simt::to_bits(value), site);
   const auto from = threadIdx.x % ::virtual_gpu::simt::warp_size + delta;
-  return from < ::virtual_gpu::simt::warp_size ? ::virtual_gpu::simt::from_bits<T>(values[from]) : value;
+  return from < ::virtual_gpu::simt::warp_size ? ::virtual_gpu::simt::from_bits<T>(all.of(from)) : value;
 }
-inline unsigned __ballot_sync(unsigned mask, int predicate) {
-  const auto values = ::virtual_gpu::simt::exchange(mask, predicate != 0);
+inline unsigned __ballot_sync(unsigned mask, int predicate,
+                              ::virtual_gpu::simt::Site site = ::virtual_gpu::simt::Site::current()) {
+  const auto values = ::virtual_gpu::simt::exchange(mask, predicate != 0, site).values;
   unsigned result = 0;
   for (unsigned lane = 0; lane < values.size(); ++lane) result |= static_cast<unsigned>(values[lane]) << lane;
   return result;
