@@ -46,7 +46,9 @@ Stack cudnn(const Stack& arguments) { return flash_or_cudnn(arguments, true); }
 
 Stack efficient(const Stack& arguments) {
   const Attended result = attended(arguments);
-  return {result.out, result.log_sum_exp, no_seed(), no_seed()};
+  const Tensor q = arguments[0].toTensor();
+  const int64_t rows = arguments[4].toBool() ? (q.size(2) + 31) / 32 * 32 : 0;  // kernel_forward.h, kAlignLSE
+  return {result.out, like(q, {q.size(0), q.size(1), rows}, at::kFloat), no_seed(), no_seed()};
 }
 
 // The gradients of the queries, keys and values, which follow the output's.

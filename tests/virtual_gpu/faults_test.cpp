@@ -10,6 +10,7 @@
 #include <ATen/ATen.h>
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/CUDAGraph.h>
+#include <ATen/cuda/MemPool.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <cuda_runtime_api.h>
@@ -157,6 +158,85 @@ TEST_F(Faults, EventsWithoutTimesHaveNone) {
   EXPECT_EQ(cudaEventElapsedTime(&ms, untimed, timed), cudaErrorInvalidResourceHandle);
   EXPECT_EQ(cudaGetLastError(), cudaErrorInvalidResourceHandle);
   for (cudaEvent_t event : {timed, other, untimed}) EXPECT_EQ(cudaEventDestroy(event), cudaSuccess);
+}
+
+// ---- what LibTorch's kernels for GPUs refuse, or return in a form of their own
+
+TEST_F(Faults, AttentionRefusesArgumentsThatItWouldIgnore) {
+  const Tensor x = at::ones({1, 2, 8, 64}, on_gpu.dtype(at::kBFloat16)), packed = x[0].transpose(0, 1);
+  const Tensor starts = at::tensor({0, 8}, on_gpu.dtype(at::kInt)), others = starts.clone();
+  EXPECT_THROW(at::_scaled_dot_product_flash_attention(x, x, x, 0.5), c10::Error);
+  EXPECT_THROW(at::_scaled_dot_product_cudnn_attention(x, x, x, {}, true, 0.5), c10::Error);
+  EXPECT_THROW(at::_scaled_dot_product_efficient_attention(x, x, x, {}, true, 0.5), c10::Error);
+  struct Packed {
+    double dropout = 0;
+    std::optional<c10::SymInt> left, right;
+    std::optional<Tensor> used_keys, slopes;
+  };
+  const auto attend = [&](const Packed& p, const Tensor& starts_of_keys) {
+    at::_flash_attention_forward_symint(packed, packed, packed, starts, starts_of_keys, 8, 8, p.dropout, true,
+                                        false, {}, p.left, p.right, p.used_keys, p.slopes);
+  };
+  EXPECT_NO_THROW(attend({.left = -1, .right = -1}, starts));
+  for (const Packed& p : {Packed{.dropout = 0.5}, Packed{.left = 4}, Packed{.right = 0},
+                          Packed{.used_keys = starts}, Packed{.slopes = at::ones({2}, on_gpu)}})
+    EXPECT_THROW(attend(p, starts), c10::Error);
+  EXPECT_THROW(attend({}, others), c10::Error);
+  c10::cuda::device_synchronize();
+}
+
+TEST_F(Faults, EfficientAttentionsSumsHaveAMultipleOf32Rows) {
+  const Tensor x = at::randn({2, 2, 20, 16}, on_gpu);
+  const auto [out, sums, seed, offset] = at::_scaled_dot_product_efficient_attention(x, x, x, {}, true);
+  EXPECT_EQ(sums.sizes(), at::IntArrayRef({2, 2, 32}));
+  EXPECT_TRUE(sums.narrow(2, 20, 12).isinf().all().item<bool>());
+  EXPECT_EQ(std::get<1>(at::_scaled_dot_product_efficient_attention(x, x, x, {}, false)).size(2), 0);
+  const auto backward = [&, &out = out, &seed = seed, &offset = offset](const Tensor& q, const Tensor& l) {
+    return std::get<0>(at::_scaled_dot_product_efficient_attention_backward(
+        x, q, x, x, {}, out, l, seed, offset, 0, {true, true, true, false}));
+  };
+  // With the same sums in rows that the kernel takes, too.
+  EXPECT_TRUE(backward(x, sums).equal(backward(x, at::constant_pad_nd(sums.narrow(2, 0, 20), {0, 4}))));
+  EXPECT_THROW(backward(x, sums.narrow(2, 0, 20).contiguous()), c10::Error) << "rows of 80 bytes";
+  const Tensor wide = at::randn({2, 2, 20, 18}, on_gpu).narrow(3, 0, 16);
+  EXPECT_THROW(backward(wide, sums), c10::Error);
+  EXPECT_THROW(at::_scaled_dot_product_efficient_attention(wide, x, x, {}, true), c10::Error);
+  EXPECT_THROW(backward(x.to(at::kDouble), sums), c10::Error);
+  c10::cuda::device_synchronize();
+}
+
+TEST_F(Faults, ScaledProductsRefuseWhatTheHardwareLacks) {
+  const Tensor many = at::ones({33 * 16}, on_gpu).to(at::kFloat8_e4m3fn), scale = at::ones({}, on_gpu);
+  const auto matrix = [&](int64_t first) { return many.narrow(0, first, 32 * 16).view({16, 32}); };
+  const auto multiply = [&](const Tensor& a, const Tensor& scale_a, const Tensor& scale_b) {
+    at::_scaled_mm(a, matrix(0).t(), scale_a, scale_b, {}, {}, at::kBFloat16);
+  };
+  EXPECT_NO_THROW(multiply(matrix(0), scale, scale));
+  EXPECT_NO_THROW(multiply(matrix(16), scale, scale));
+  EXPECT_THROW(multiply(matrix(8), scale, scale), c10::Error);
+  // One exponent for each 32 elements: from compute capability 10.0 on.
+  const Tensor exponents = at::full({128 * 4}, 127, on_gpu.dtype(at::kByte)).view(at::kFloat8_e8m0fnu);
+  if (at::cuda::getCurrentDeviceProperties()->major < 10)
+    EXPECT_THROW(multiply(matrix(0), exponents, exponents), c10::Error);
+  else
+    EXPECT_NO_THROW(multiply(matrix(0), exponents, exponents));
+  c10::cuda::device_synchronize();
+}
+
+TEST_F(Faults, FindsReadsOfMemoryThatAPoolOfTheProgramHasTakenBack) {
+  at::cuda::MemPool pool;
+  const int device = at::cuda::current_device();
+  c10::cuda::CUDACachingAllocator::beginAllocateToPool(device, pool.id(), [](cudaStream_t) { return true; });
+  Tensor x = at::ones({1000}, on_gpu);
+  c10::cuda::CUDACachingAllocator::endAllocateToPool(device, pool.id());
+  const Tensor same = at::from_blob(x.mutable_data_ptr(), {1000}, on_gpu);
+  const auto num_reads = function<int()>("virtual_gpu_num_unwritten_reads");
+  const int before = num_reads();
+  same.add_(1);
+  EXPECT_EQ(num_reads(), before);
+  x.reset();
+  same.add_(1);
+  EXPECT_EQ(num_reads(), before + 1);
 }
 
 // ---- barriers of kernels

@@ -161,12 +161,21 @@ float dot(const float* x, const float* y, int64_t size) {
 }
 
 // Limits of the hardware: Float8 needs the inner dimension contiguous in both factors before compute capability 10.0,
-// and sizes that are multiples of 16.
+// sizes that are multiples of 16, and matrices that begin at multiples of 16 bytes. Scales of rows are for 9.0 only, those of blocks of 32 for
+// 10.0 and later.
 bool is_possible(const Factor& a, const Factor& b) {
   if (!is_float8(a.layout.type) || !is_float8(b.layout.type)) return true;
   if (compute_capability() < 89) return false;
   if (compute_capability() < 100 && !(a.inner_is_contiguous && b.inner_is_contiguous)) return false;
   if (a.layout.type == CUDA_R_8F_E5M2 && b.layout.type == CUDA_R_8F_E5M2) return false;
+  const auto begins_well = [](const Factor& f) { return reinterpret_cast<uintptr_t>(f.data) % 16 == 0; };
+  const auto has_its_scales = [](const Factor& f) {
+    if (f.scale_mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0) return compute_capability() >= 100;
+    if (f.scale_mode == CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F) return compute_capability() == 90;
+    return f.scale_mode == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
+  };
+  for (const Factor& f : {a, b})
+    if (!begins_well(f) || !has_its_scales(f)) return false;
   return a.num_inner() % 16 == 0 && a.layout.leading % 16 == 0 && b.layout.leading % 16 == 0;
 }
 
@@ -253,7 +262,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t description
   const Factor a = factor_of(product, a_data, *pointer_in<Layout>(a_layout), true);
   const Factor b = factor_of(product, b_data, *pointer_in<Layout>(b_layout), false);
   const Layout d = *pointer_in<Layout>(d_layout);
-  if (!is_possible(a, b)) return CUBLAS_STATUS_NOT_SUPPORTED;
+  if (!is_possible(a, b) || reinterpret_cast<uintptr_t>(d_data) % 16 != 0) return CUBLAS_STATUS_NOT_SUPPORTED;
   const float factor = *static_cast<const float*>(alpha);
   if (*static_cast<const float*>(beta) != 0)
     not_supported("cublasLtMatmul with beta", "Add it to blas/cublaslt.cpp.");

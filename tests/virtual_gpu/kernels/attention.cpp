@@ -32,6 +32,7 @@ struct Limits {
   int64_t largest_head = 0, multiple = 1;
 };
 const Limits of_flash{{at::kHalf, at::kBFloat16}, 256, 1};
+const Limits of_flash_backward{{at::kHalf, at::kBFloat16}, 256, 8};
 const Limits of_cudnn{{at::kHalf, at::kBFloat16}, 256, 8};
 const Limits of_efficient{{at::kHalf, at::kBFloat16, at::kFloat}, std::numeric_limits<int64_t>::max(), 1};
 
@@ -48,11 +49,34 @@ void check_attention(const char* name, const Limits& limits, const Tensor& q, co
   }
 }
 
+void check_backward(const char* name, const Limits& limits, const Tensor& grad, const Tensor& q,
+                    const Tensor& k, const Tensor& v) {
+  check_attention(name, limits, q, k, v);
+  check_attention(name, limits, grad, v, v);
+}
+
+void check_no_dropout(double probability) {
+  TORCH_CHECK(probability == 0, "virtual GPU: attention with dropout isn't written");
+}
+
+// kernel_forward.h and kernel_backward.h, check_supported: for tensor cores from compute capability 8.0 on.
+void check_alignment(const char* name, const Tensor& t) {
+  constexpr int64_t alignment = 4;
+  TORCH_CHECK(
+      reinterpret_cast<uintptr_t>(t.const_data_ptr()) % (alignment * static_cast<size_t>(t.itemsize())) == 0,
+      name, ": an input is not correctly aligned");
+  for (const int64_t dim : {0, 1, 2})
+    TORCH_CHECK((dim < 2 && t.size(dim) <= 1) || t.stride(dim) % alignment == 0, name,
+                ": an input is not correctly aligned (stride ", t.stride(dim), " of dimension ", dim, ")");
+}
+
+// The log-sum-exp has the queries' rows, filled up with infinity to a multiple of `rows`.
 Attention attend(const char* name, const Tensor& q, const Tensor& k, const Tensor& v,
-                 const OptionalTensor& mask, bool is_causal, optional<double> scale) {
+                 const OptionalTensor& mask, bool is_causal, optional<double> scale, int64_t rows = 1) {
   const at::AutoDispatchBelowADInplaceOrView guard;
-  Attention result{at::empty({q.size(0), q.size(2), q.size(1), v.size(3)}, q.options()).transpose(1, 2),
-                   at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(at::kFloat))};
+  Attention result{
+      at::empty({q.size(0), q.size(2), q.size(1), v.size(3)}, q.options()).transpose(1, 2),
+      at::empty({q.size(0), q.size(1), (q.size(2) + rows - 1) / rows * rows}, q.options().dtype(at::kFloat))};
   StandIns memory(StandIns::Kind::cpu);
   const auto cpu = [&](const Tensor& t) { return memory.stand_in(t); };
   run_on_device(
@@ -62,7 +86,8 @@ Attention attend(const char* name, const Tensor& q, const Tensor& k, const Tenso
         const at::AutoDispatchBelowADInplaceOrView below;
         auto [o, l] = at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0, is_causal, mask, scale);
         output.copy_(o);
-        log_sum_exp.copy_(l);
+        log_sum_exp.fill_(std::numeric_limits<float>::infinity());
+        log_sum_exp.narrow(2, 0, q.size(2)).copy_(l);
       });
   return result;
 }
@@ -89,7 +114,8 @@ Gradients attend_backward(const char* name, const Tensor& grad, const Tensor& q,
                  scale, grad_q = cpu(result.q), grad_k = cpu(result.k), grad_v = cpu(result.v)]() mutable {
                   const at::AutoDispatchBelowADInplaceOrView below;
                   auto [a, b, c] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-                      dense(grad), dense(q), dense(k), dense(v), dense(o), l, 0, is_causal, mask, scale);
+                      dense(grad), dense(q), dense(k), dense(v), dense(o), l.contiguous(), 0, is_causal, mask,
+                      scale);
                   grad_q.copy_(a);
                   grad_k.copy_(b);
                   grad_v.copy_(c);
@@ -102,8 +128,9 @@ Tensor unused_seed() { return at::zeros({}, at::TensorOptions().dtype(at::kLong)
 using FlashResult =
     std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor>;
 
-FlashResult flash(const Tensor& q, const Tensor& k, const Tensor& v, double, bool is_causal, bool,
+FlashResult flash(const Tensor& q, const Tensor& k, const Tensor& v, double dropout, bool is_causal, bool,
                   optional<double> scale) {
+  check_no_dropout(dropout);
   check_attention("aten::_scaled_dot_product_flash_attention", of_flash, q, k, v);
   auto [o, l] = attend("aten::_scaled_dot_product_flash_attention", q, k, v, {}, is_causal, scale);
   return {o, l, Tensor(), Tensor(), q.size(2), k.size(2), unused_seed(), unused_seed(), Tensor()};
@@ -116,26 +143,38 @@ std::vector<Tensor> temporaries(const char* backward, const std::vector<c10::IVa
 std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& grad, const Tensor& q, const Tensor& k,
                                                   const Tensor& v, const Tensor& o, const Tensor& l,
                                                   const Tensor&, const Tensor&, c10::SymInt, c10::SymInt,
-                                                  double, bool is_causal, const Tensor&, const Tensor&,
-                                                  optional<double> scale) {
+                                                  double dropout, bool is_causal, const Tensor&,
+                                                  const Tensor&, optional<double> scale) {
+  check_no_dropout(dropout);
+  check_backward("aten::_scaled_dot_product_flash_attention_backward", of_flash_backward, grad, q, k, v);
   const auto temporary = temporaries("aten::_scaled_dot_product_flash_attention_backward", {grad, q, k});
   auto [a, b, c] = attend_backward("aten::_scaled_dot_product_flash_attention_backward", grad, q, k, v,
                                    {o, l}, {}, is_causal, scale);
   return {a, b, c};
 }
 
-FlashResult cudnn(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias, bool, double,
-                  bool is_causal, bool, optional<double> scale) {
+FlashResult cudnn(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
+                  bool needs_sums, double dropout, bool is_causal, bool, optional<double> scale) {
+  check_no_dropout(dropout);
   check_attention("aten::_scaled_dot_product_cudnn_attention", of_cudnn, q, k, v);
   auto [o, l] = attend("aten::_scaled_dot_product_cudnn_attention", q, k, v, bias, is_causal, scale);
-  return {o,         l.unsqueeze(-1), Tensor(),      Tensor(), q.size(2),
-          k.size(2), unused_seed(),   unused_seed(), Tensor()};
+  return {o,
+          needs_sums ? l.unsqueeze(-1) : Tensor(),
+          Tensor(),
+          Tensor(),
+          q.size(2),
+          k.size(2),
+          unused_seed(),
+          unused_seed(),
+          Tensor()};
 }
 std::tuple<Tensor, Tensor, Tensor> cudnn_backward(const Tensor& grad, const Tensor& q, const Tensor& k,
                                                   const Tensor& v, const Tensor& o, const Tensor& l,
                                                   const Tensor&, const Tensor&, const Tensor& bias,
                                                   const Tensor&, const Tensor&, c10::SymInt, c10::SymInt,
-                                                  double, bool is_causal, optional<double> scale) {
+                                                  double dropout, bool is_causal, optional<double> scale) {
+  check_no_dropout(dropout);
+  check_backward("aten::_scaled_dot_product_cudnn_attention_backward", of_cudnn, grad, q, k, v);
   auto [a, b, c] =
       attend_backward("aten::_scaled_dot_product_cudnn_attention_backward", grad, q, k, v, {o, l.squeeze(-1)},
                       bias.defined() ? optional(bias) : std::nullopt, is_causal, scale);
@@ -168,17 +207,27 @@ void check_packed(const std::vector<Tensor>& packed, const Tensor& starts, const
                 "FlashAttention only support fp16 and bf16 data type");
     TORCH_CHECK(t.size(2) % 8 == 0 && t.size(2) <= 256, "FlashAttention: head size ", t.size(2));
   }
+  TORCH_CHECK(starts.data_ptr() == starts_of_keys.data_ptr(),
+              "virtual GPU: packed sequences whose queries and keys differ aren't written");
   for (const Tensor& t : {starts, starts_of_keys})
     TORCH_CHECK(t.is_cuda() && t.scalar_type() == at::kInt && t.dim() == 1 && t.is_contiguous(),
                 "cu_seqlens must be contiguous int32 on the GPU");
 }
 
+void check_no_window(const optional<c10::SymInt>& left, const optional<c10::SymInt>& right) {
+  TORCH_CHECK(left.value_or(-1) == -1 && right.value_or(-1) == -1,
+              "virtual GPU: attention within a window isn't written");
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> packed_flash(
     const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& starts,
-    const OptionalTensor& starts_of_keys, c10::SymInt longest, c10::SymInt, double, bool is_causal, bool,
-    optional<double> scale, optional<c10::SymInt>, optional<c10::SymInt>, const OptionalTensor&,
-    const OptionalTensor&) {
+    const OptionalTensor& starts_of_keys, c10::SymInt longest, c10::SymInt, double dropout, bool is_causal,
+    bool, optional<double> scale, optional<c10::SymInt> left, optional<c10::SymInt> right,
+    const OptionalTensor& used_keys, const OptionalTensor& slopes) {
   const at::AutoDispatchBelowADInplaceOrView guard;
+  check_no_dropout(dropout);
+  check_no_window(left, right);
+  TORCH_CHECK(!used_keys && !slopes, "virtual GPU: attention with seqused_k or alibi_slopes isn't written");
   TORCH_CHECK(starts && starts_of_keys,
               "virtual GPU: _flash_attention_forward is written for packed sequences only");
   check_packed({q, k, v}, *starts, *starts_of_keys);
@@ -201,14 +250,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> packed_flash(
   return {out, sums, unused_seed(), unused_seed(), Tensor()};
 }
 
-std::tuple<Tensor, Tensor, Tensor> packed_flash_backward(const Tensor& grad, const Tensor& q, const Tensor& k,
-                                                         const Tensor& v, const Tensor& out,
-                                                         const Tensor& sums, const Tensor& starts,
-                                                         const Tensor& starts_of_keys, c10::SymInt longest,
-                                                         c10::SymInt, double, bool is_causal, const Tensor&,
-                                                         const Tensor&, optional<double> scale,
-                                                         optional<c10::SymInt>, optional<c10::SymInt>) {
+std::tuple<Tensor, Tensor, Tensor> packed_flash_backward(
+    const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+    const Tensor& sums, const Tensor& starts, const Tensor& starts_of_keys, c10::SymInt longest, c10::SymInt,
+    double dropout, bool is_causal, const Tensor&, const Tensor&, optional<double> scale,
+    optional<c10::SymInt> left, optional<c10::SymInt> right) {
   const at::AutoDispatchBelowADInplaceOrView guard;
+  check_no_dropout(dropout);
+  check_no_window(left, right);
   check_packed({grad, q, k, v, out}, starts, starts_of_keys);
   Tensor grad_q = at::empty(q.sizes(), q.options()), grad_k = at::empty(k.sizes(), k.options()),
          grad_v = at::empty(v.sizes(), v.options());
@@ -236,21 +285,30 @@ std::tuple<Tensor, Tensor, Tensor> packed_flash_backward(const Tensor& grad, con
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> efficient(const Tensor& q, const Tensor& k, const Tensor& v,
-                                                     const OptionalTensor& bias, bool, double, bool is_causal,
-                                                     optional<double> scale) {
-  check_attention("aten::_scaled_dot_product_efficient_attention", of_efficient, q, k, v);
-  auto [o, l] = attend("aten::_scaled_dot_product_efficient_attention", q, k, v, bias, is_causal, scale);
-  return {o, l, unused_seed(), unused_seed()};
+                                                     const OptionalTensor& bias, bool needs_sums,
+                                                     double dropout, bool is_causal, optional<double> scale) {
+  const char* const name = "aten::_scaled_dot_product_efficient_attention";
+  check_no_dropout(dropout);
+  check_attention(name, of_efficient, q, k, v);
+  for (const Tensor& t : {q, k, v}) check_alignment(name, t);
+  auto [o, l] = attend(name, q, k, v, bias, is_causal, scale, 32);  // kernel_forward.h, kAlignLSE
+  return {o, needs_sums ? l : l.new_empty({l.size(0), l.size(1), 0}), unused_seed(), unused_seed()};
 }
 std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_backward(const Tensor& grad, const Tensor& q,
                                                               const Tensor& k, const Tensor& v,
                                                               const Tensor& bias, const Tensor& o,
                                                               const Tensor& l, const Tensor&, const Tensor&,
-                                                              double, std::array<bool, 4> needed,
+                                                              double dropout, std::array<bool, 4> needed,
                                                               bool is_causal, optional<double> scale) {
+  const char* const name = "aten::_scaled_dot_product_efficient_attention_backward";
   TORCH_CHECK(!needed[3], "virtual GPU: the gradient of an attention bias isn't written");
-  auto [a, b, c] = attend_backward("aten::_scaled_dot_product_efficient_attention_backward", grad, q, k, v,
-                                   {o, l}, bias.defined() ? optional(bias) : std::nullopt, is_causal, scale);
+  check_no_dropout(dropout);
+  check_backward(name, of_efficient, grad, q, k, v);
+  for (const Tensor& t : {q, k, v}) check_alignment(name, t);
+  for (const int64_t dim : {0, 1})
+    TORCH_CHECK(l.size(dim) <= 1 || l.stride(dim) % 8 == 0, "LSE is not correctly aligned");
+  auto [a, b, c] = attend_backward(name, grad, q, k, v, {o, l.narrow(2, 0, q.size(2))},
+                                   bias.defined() ? optional(bias) : std::nullopt, is_causal, scale);
   return {a, b, c, Tensor()};
 }
 

@@ -15,6 +15,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <mutex>
 #include <set>
 #include <unordered_set>
 
@@ -390,7 +391,14 @@ void poison(const c10::CachingDeviceAllocator::TraceEntry& entry) {
   const c10::cuda::CUDAGuard on_its_device(entry.device_);
   const auto stream = reinterpret_cast<cudaStream_t>(entry.stream_);
   // Memory of a graph's results stays the graph's, and only its launches use it.
-  if (!is_allocated && entry.mempool_ != c10::MempoolId_t{0, 0} && !is_capturing(stream)) return;
+  static std::mutex mutex;
+  static auto* const pools_of_graphs = new std::set<c10::MempoolId_t>;
+  if (entry.mempool_ != c10::MempoolId_t{0, 0}) {
+    const bool is_captured = is_capturing(stream);
+    const std::lock_guard lock(mutex);
+    if (is_captured) pools_of_graphs->insert(entry.mempool_);
+    if (!is_allocated && !is_captured && pools_of_graphs->contains(entry.mempool_)) return;
+  }
   auto* address = reinterpret_cast<void*>(entry.addr_);
   const size_t bytes = entry.size_;
   const size_t poisoned_bytes = std::min(bytes, size_t{256} << 20);  // more would take the host's memory
