@@ -1,6 +1,6 @@
 # titan_unit_test(<layer>) builds tests/unit/<layer>/**/*_test.cpp as one program and adds one test, unit.<layer>, with label fast. To run one
 # case: build/bin/titan_<layer>_test --gtest_filter=Suite.Case. tests/seed.cpp seeds random numbers before each case, also in distributed
-# tests.
+# tests. tests/filters.cpp fails a program whose filter chooses no test.
 # titan_distributed_test(<name> RANKS n... [NIGHTLY_RANKS n...] [TIMEOUT s] [CUDA] [CUDA_RANKS n...] [VIRTUAL_RANKS n...]
 # [VIRTUAL_AT_NIGHT] [APART]) adds tests/distributed/<name>.cpp
 # to the program distributed_tests, and a test that runs the cases of this file for each listed number of local ranks; the time limit ends
@@ -32,6 +32,10 @@ function(titan_use_test_pch target pch)
     target_precompile_headers(${target} REUSE_FROM ${pch})
   endif()
 endfunction()
+
+add_library(titan_test_filters OBJECT ${PROJECT_SOURCE_DIR}/tests/filters.cpp)
+target_link_libraries(titan_test_filters PRIVATE GTest::gtest)
+target_sources(GTest::gtest_main INTERFACE $<TARGET_OBJECTS:titan_test_filters>)
 
 # The parts that every test program contains, compiled once.
 add_library(titan_test_seed OBJECT ${PROJECT_SOURCE_DIR}/tests/seed.cpp)
@@ -77,7 +81,7 @@ function(titan_unit_test layer)
 endfunction()
 
 function(titan_distributed_program program)
-  add_executable(${program} ${ARGN} $<TARGET_OBJECTS:titan_distributed_main> $<TARGET_OBJECTS:titan_test_seed>)
+  add_executable(${program} ${ARGN} $<TARGET_OBJECTS:titan_distributed_main> $<TARGET_OBJECTS:titan_test_seed> $<TARGET_OBJECTS:titan_test_filters>)
   set_target_properties(${program} PROPERTIES UNITY_BUILD ${TITAN_UNITY} UNITY_BUILD_BATCH_SIZE 6)
   target_link_libraries(${program} PRIVATE libtitan GTest::gtest GTest::gmock)
   target_include_directories(${program} PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/tests)

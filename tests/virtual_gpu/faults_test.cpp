@@ -4,7 +4,6 @@
 #include <dlfcn.h>
 
 #include <csignal>
-#include <cstring>
 #include <utility>
 
 #include <ATen/ATen.h>
