@@ -1374,6 +1374,8 @@ TEST_F(VirtualGpu, FindsRacesWithinAKernel) {
   EXPECT_EQ(races_in("missing_barrier_kernel"), 1);
   EXPECT_EQ(races_in("missing_second_barrier_kernel"), 1);
   EXPECT_EQ(races_in("blocks_share_a_result_kernel"), 1);
+  EXPECT_EQ(races_in("copies_overlap_kernel"), 1);
+  EXPECT_EQ(races_in("fills_overlap_kernel"), 1);
 }
 
 using VirtualGpuDeathTest = VirtualGpu;
@@ -1389,6 +1391,10 @@ TEST_F(VirtualGpuDeathTest, AccessesThatAKernelMustNotMakeEndTheProgram) {
       run("one_too_far_kernel"),
       "one_too_far_kernel: thread \\(63, 0, 0\\) of block \\(0, 0, 0\\) reads 4 bytes at 0x[0-9a-f]+, "
       "outside any allocation");
+  EXPECT_DEATH(run("copy_of_the_next_kernel"),
+               "thread \\(63, 0, 0\\) .* reads 4 bytes at .*, outside any allocation");
+  EXPECT_DEATH(run("array_after_array_kernel"),
+               "thread \\(0, 0, 0\\) .* writes 4 bytes at .*, outside any variable");
   for (const char* kernel : {"unwritten_shared_kernel", "unwritten_in_template_kernel<float>"})
     EXPECT_DEATH(
         run(kernel),

@@ -318,7 +318,7 @@ Accesses& accesses() {
 
 void access(const void* address, size_t bytes, Kind kind) {
   const Memory& stack = watched.stack;
-  if (stack.end == 0 || stack.contains(number_of(address), bytes)) return;
+  if (bytes == 0 || stack.end == 0 || stack.contains(number_of(address), bytes)) return;
   accesses().access(number_of(address), bytes, kind);
 }
 
@@ -361,4 +361,20 @@ void __tsan_write_range(void* address, size_t bytes) {
   virtual_gpu::simt::access(address, bytes, virtual_gpu::simt::Kind::write);
 }
 void __tsan_init() {}
+
+// The names that simt.h gives to the C library's functions.
+void* virtual_gpu_memcpy(void* to, const void* from, size_t bytes) {
+  __tsan_read_range(const_cast<void*>(from), bytes);
+  __tsan_write_range(to, bytes);
+  return std::memcpy(to, from, bytes);
+}
+void* virtual_gpu_memmove(void* to, const void* from, size_t bytes) {
+  __tsan_read_range(const_cast<void*>(from), bytes);
+  __tsan_write_range(to, bytes);
+  return std::memmove(to, from, bytes);
+}
+void* virtual_gpu_memset(void* to, int value, size_t bytes) {
+  __tsan_write_range(to, bytes);
+  return std::memset(to, value, bytes);
+}
 }

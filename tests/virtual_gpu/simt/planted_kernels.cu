@@ -57,6 +57,27 @@ __global__ void next_shared_kernel(float* out, const float* in) {
   out[threadIdx.x] = in[threadIdx.x];
 }
 
+// From the lower of two arrays into the upper one, if they are adjacent.
+__global__ void array_after_array_kernel(float* out, const float* in) {
+  __shared__ float first[kThreads], second[kThreads];
+  first[threadIdx.x] = second[threadIdx.x] = in[threadIdx.x];
+  const bool is_first_lower = reinterpret_cast<uintptr_t>(first) < reinterpret_cast<uintptr_t>(second);
+  float* const lower = is_first_lower ? first : second;
+  out[threadIdx.x] = first[threadIdx.x] + second[threadIdx.x];
+  if (threadIdx.x == 0) lower[kThreads + 1] = in[0];
+}
+
+// Two threads' copies overlap by half of their bytes.
+__global__ void copies_overlap_kernel(float* out, const float* in) {
+  if (threadIdx.x < 2) memcpy(out + threadIdx.x, in, 2 * sizeof *out);
+}
+__global__ void fills_overlap_kernel(float* out, const float* in) {
+  if (threadIdx.x < 2 && in[0] != 0) memset(out + threadIdx.x, 0, 2 * sizeof *out);
+}
+__global__ void copy_of_the_next_kernel(float* out, const float* in) {
+  memcpy(out + threadIdx.x, in + threadIdx.x + 1, sizeof *out);
+}
+
 // Into the memory of the library's own variables.
 __global__ void far_shared_kernel(float* out, const float* in) {
   __shared__ float values[kThreads];
@@ -133,6 +154,10 @@ extern "C" void virtual_gpu_launch_planted(const char* name, float* out, const f
   LAUNCH(atomic_sum_kernel);
   LAUNCH(unwritten_shared_kernel);
   LAUNCH(next_shared_kernel);
+  LAUNCH(array_after_array_kernel);
+  LAUNCH(copies_overlap_kernel);
+  LAUNCH(fills_overlap_kernel);
+  LAUNCH(copy_of_the_next_kernel);
   LAUNCH(far_shared_kernel);
   LAUNCH(unwritten_in_template_kernel<float>);
   LAUNCH(order_of_warps_kernel);

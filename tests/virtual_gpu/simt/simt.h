@@ -5,12 +5,20 @@
 
 #include <cuda_runtime_api.h>
 #include <math.h>
+#include <string.h>
 
 #include <array>
 #include <bit>
 #include <cstdint>
 #include <functional>
 #include <source_location>
+
+// -fsanitize=thread notes assignments only. These note the bytes, too; see accesses.cpp.
+extern "C" {
+void* memcpy(void* to, const void* from, size_t bytes) noexcept asm("virtual_gpu_memcpy");
+void* memmove(void* to, const void* from, size_t bytes) noexcept asm("virtual_gpu_memmove");
+void* memset(void* to, int value, size_t bytes) noexcept asm("virtual_gpu_memset");
+}
 
 namespace virtual_gpu::simt {
 
@@ -77,9 +85,10 @@ T reduce(unsigned mask, T value, Combine combine, const Site& site) {
 
 }  // namespace virtual_gpu::simt
 
-// accesses.cpp knows static variables of functions as shared ones.
+// accesses.cpp knows static variables of functions as shared ones. They are at most 48 KiB, so a gap follows each, and an access beyond
+// the end of one meets no other.
 #undef __shared__
-#define __shared__ static
+#define __shared__ alignas(64 << 10) static
 
 #undef __launch_bounds__
 #define __launch_bounds__(...)
