@@ -55,7 +55,11 @@ std::string boot_id() {
   return id;
 }
 
-std::string host_identity() { return host_name() + "/" + boot_id(); }
+std::string host_identity() {
+  char network[64] = "";
+  static_cast<void>(!::readlink("/proc/self/ns/net", network, sizeof network - 1));
+  return host_name() + "/" + boot_id() + "/" + network;
+}
 
 std::string status_field(const std::string& process, const std::string& field) {
   std::ifstream file("/proc/" + process + "/status");

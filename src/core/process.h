@@ -19,7 +19,7 @@ std::string errno_text(int error);
 std::string host_name();
 /// The kernel's identifier of this boot.
 std::string boot_id();
-/// Equal for two processes on one host. A container with its own host name counts as a host.
+/// Equal for two processes on one host. A container with its own host name or network counts as a host. Begins with "NAME/", and has no spaces.
 std::string host_identity();
 
 /// A field of /proc/<process>/status, such as "State" or "SigBlk"; "" if there is none. `process` is a pid,

@@ -55,7 +55,7 @@ class Socket {
   int fd_ = -1;
 };
 
-/// The numeric address and port of a listening rank, a word that no stranger knows, and the name of its host.
+/// The numeric address and port of a listening rank, a word that no stranger knows, and its host's identity: containers may share a name.
 struct Door {
   std::string address, port, word, host;
 };
@@ -172,7 +172,7 @@ class LifeLines::Ring {
     c10d::Store* const doors = store();
     const auto own = doors ? own_address(*doors) : std::nullopt;
     if (!own) return;
-    own_ = {*own, "0", str(std::random_device()(), ".", std::random_device()()), host_name()};
+    own_ = {*own, "0", str(std::random_device()(), ".", std::random_device()()), host_identity()};
     auto address = numeric_address(own_.address, own_.port);
     Socket door = address ? make_socket(address->storage.ss_family, SOCK_NONBLOCK) : Socket();
     char port[NI_MAXSERV] = "";
@@ -251,8 +251,9 @@ class LifeLines::Ring {
     const bool is_host = error != ECONNRESET;
     if (!is_host && has_reported_its_end(line.rank)) return;
     const std::vector<int> ranks = is_host ? ranks_on(line) : std::vector{line.rank};
-    const std::string how =
-        is_host ? str("host ", line.host, " is gone (", std::strerror(error), ")") : "its process is gone";
+    const std::string how = is_host ? str("host ", line.host.substr(0, line.host.find('/')), " is gone (",
+                                          std::strerror(error), ")")
+                                    : "its process is gone";
     const std::lock_guard lock(mutex_);
     if (!loss_) loss_ = Loss{ranks, how, is_host};
   }

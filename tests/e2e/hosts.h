@@ -10,12 +10,12 @@
 
 namespace titan::testing {
 
-// become NAME OTHER'S_NAME OTHER'S_ADDRESS: a host's set-up, with a name of its own that is a loopback
+// become NAME OTHER'S_NAME OTHER'S_ADDRESS: a host's set-up, with a name of its own, or $SHARED_NAME, that is a loopback
 // address: 127.0.1.1, as in Debian's /etc/hosts; await FILE: waits for what the other host does.
 inline constexpr const char* kHost = R"(
 become() {
-  hostname $1 && ip link set lo up || exit 77
-  printf '127.0.0.1 localhost\n127.0.1.1 %s\n%s %s\n' $1 $3 $2 > $FOLDER/hosts.$1
+  hostname ${SHARED_NAME:-$1} && ip link set lo up || exit 77
+  printf '127.0.0.1 localhost\n127.0.1.1 %s\n%s %s\n' "$1 $SHARED_NAME" $3 $2 > $FOLDER/hosts.$1
   mount --bind $FOLDER/hosts.$1 /etc/hosts || exit 77
   getent hosts $1 | grep -q '^127\.0\.1\.1 ' || exit 77
 }

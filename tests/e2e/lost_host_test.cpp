@@ -44,7 +44,8 @@ std::string contents(const fs::path& path) {
 /// Two ranks on the first host and three on the second, of which rank 3 has no neighbor on the first.
 class LostHost : public ::testing::Test {
  protected:
-  void start(const std::string& loss_of_first, const std::string& loss_of_second) {
+  void start(const std::string& loss_of_first, const std::string& loss_of_second,
+             const std::string& shared_name = "") {
     std::string program;
     for (const std::string& word :
          train_words({source_file("docs/examples/custom_model/ngram.toml"), "--experimental.custom_import",
@@ -59,6 +60,7 @@ class LostHost : public ::testing::Test {
     hosts_.emplace(start_two_hosts(folder_, script("0 1", loss_of_first), script("2 3 4", loss_of_second),
                                    {{"NETWORK", "10.0.78."},
                                     {"MASK", "/24"},
+                                    {"SHARED_NAME", shared_name},
                                     {"PROGRAM", program},
                                     {"OMP_NUM_THREADS", "1"},
                                     {"WORLD_SIZE", "5"},
@@ -90,9 +92,10 @@ class LostHost : public ::testing::Test {
                 contents(folder_ / ("status." + name)).c_str());
   }
 
-  void expect_ends_on_first() {
+  void expect_ends_on_first(const std::string& lost = "second") {
     for (const int rank : {0, 1})
-      expect_end(rank, "the job (hangs|fails): host second is gone [^\n]*, and with it ranks 2, 3, 4 of 5");
+      expect_end(
+          rank, str("the job (hangs|fails): host ", lost, " is gone [^\n]*, and with it ranks 2, 3, 4 of 5"));
   }
   void expect_ends_on_second() {
     for (const int rank : {2, 3, 4})
@@ -110,6 +113,14 @@ TEST_F(LostHost, TheSecondLosesItsPower) {
   if (IsSkipped() || HasFatalFailure()) return;
   lose();
   expect_ends_on_first();
+}
+
+// As containers may.
+TEST_F(LostHost, BothHaveTheSameName) {
+  start("", "lose_power", "node");
+  if (IsSkipped() || HasFatalFailure()) return;
+  lose();
+  expect_ends_on_first("node");
 }
 
 TEST_F(LostHost, TheFirstLosesItsPower) {

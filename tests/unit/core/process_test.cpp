@@ -1,4 +1,5 @@
 #include <gtest/gtest.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -53,6 +54,32 @@ TEST(Process, StartsAProgramThatBlocksNoSignalsAndHasNoOtherFiles) {
   EXPECT_EQ(std::string(text), "SigBlk:\t0000000000000000\nclosed\n");
   for (const int file : pipe) ::close(file);
   EXPECT_THROW(start_program({"no such program"}), Error);
+}
+
+// Another process's; if it `is_apart`, it has a network namespace of its own, as a container has. "" if it can't have one.
+std::string identity_of_another_process(bool is_apart) {
+  int pipe[2];
+  if (::pipe(pipe) != 0) return "";
+  const pid_t child = ::fork();
+  if (child == 0) {
+    if (is_apart && ::unshare(CLONE_NEWUSER | CLONE_NEWNET) != 0) ::_exit(1);
+    const std::string identity = host_identity();
+    ::_exit(::write(pipe[1], identity.data(), identity.size()) < 0);
+  }
+  ::close(pipe[1]);
+  char text[512] = {};
+  EXPECT_GE(::read(pipe[0], text, sizeof text - 1), 0);
+  ::close(pipe[0]);
+  ::waitpid(child, nullptr, 0);
+  return text;
+}
+
+TEST(Process, ContainersThatShareANameAreDifferentHosts) {
+  EXPECT_EQ(identity_of_another_process(/*is_apart=*/false), host_identity());
+  EXPECT_TRUE(host_identity().starts_with(host_name() + "/"));
+  const std::string other = identity_of_another_process(/*is_apart=*/true);
+  if (other.empty()) GTEST_SKIP() << "no namespaces here";
+  EXPECT_NE(other, host_identity());
 }
 
 TEST(Process, ResidentMemoryIsLessThanTheMachines) {
