@@ -16,12 +16,14 @@
 #include <string>
 #include <string_view>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/cuda/CUDAEvent.h>
+#include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/cuda/CUDAGraph.h>
 #include <ATen/cuda/MemPool.h>
 #include <ATen/ops/empty.h>
@@ -582,6 +584,17 @@ void meet(const GroupSpec& spec) {
   }
 }
 
+// If the end of a capture fails, LibTorch leaves its allocators and random generators as they are during one: memory that was used on
+// several streams would never come back, random numbers would fail, and no graph could be captured.
+struct Capture : at::cuda::CUDAGraph {
+  void abandon() {
+    if (std::exchange(capture_ended_, true)) return;  // so that the pool is released with the others
+    for (const auto& [generator, increment] : captured_generator_states_) generator->capture_epilogue();
+    c10::cuda::CUDACachingAllocator::endAllocateToPool(capture_dev_, mempool_id_);
+    at::getHostAllocator(at::kCUDA)->end_allocate_to_pool(mempool_id_);
+  }
+};
+
 class CudaGraph final : public DeviceGraph {
  public:
   // A pool of memory without graphs can't be used again.
@@ -596,7 +609,14 @@ class CudaGraph final : public DeviceGraph {
     c10::cuda::CUDACachingAllocator::emptyCache();
     graph_.capture_begin(memory, cudaStreamCaptureModeThreadLocal);
   }
-  void end() override { graph_.capture_end(); }
+  void end() override {
+    try {
+      graph_.capture_end();
+    } catch (...) {
+      graph_.abandon();
+      throw;
+    }
+  }
   void launch() override { graph_.replay(); }
 
  private:
@@ -604,7 +624,7 @@ class CudaGraph final : public DeviceGraph {
   inline static int num_living = 0;
   inline static decltype(at::cuda::graph_pool_handle()) memory;
 
-  at::cuda::CUDAGraph graph_;
+  Capture graph_;
 };
 
 class CudaBackend final : public DeviceBackend {

@@ -3,6 +3,7 @@
 #include <memory>
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -110,7 +111,6 @@ TEST_F(WorkGraphOnGpu, ErrorsOfTheCallerPassThrough) {
   EXPECT_EQ(first_of(one), 2);
 }
 
-// The last one: no graph can be recorded afterwards.
 TEST_F(WorkGraphOnGpu, SaysWhatCantBeRecorded) {
   const at::Tensor one = numbers(1);
   WorkGraph graph(kGpu);
@@ -118,6 +118,29 @@ TEST_F(WorkGraphOnGpu, SaysWhatCantBeRecorded) {
               ::testing::ThrowsMessage<Error>(HasSubstr("this work can't be recorded: ")));
   EXPECT_FALSE(stream_.is_recorded());
   one.add_(1);
+  EXPECT_EQ(first_of(one), 2);
+}
+
+// LibTorch would leave its allocator and its random numbers as they are during a recording.
+TEST_F(WorkGraphOnGpu, TheDeviceIsUsableAfterAFailedRecording) {
+  const auto active_bytes = [] {
+    device_backend()->reset_peak_memory(0);
+    return device_backend()->memory(0).peak_active_bytes;
+  };
+  const at::Tensor one = numbers(1);
+  const int64_t before = active_bytes();
+  {
+    WorkGraph graph(kGpu);
+    EXPECT_THROW(graph.record([&] { (one * at::rand_like(one)).sum().item<float>(); }), Error);
+  }
+  EXPECT_GT(first_of(at::rand_like(one).add_(1)), 0);
+  Stream::create(kGpu).keep_alive(numbers(2));
+  c10::impl::VirtualGuardImpl(at::kCUDA).synchronizeDevice(0);
+  numbers(3);  // whoever asks for memory finds what has come back
+  EXPECT_EQ(active_bytes(), before);
+  WorkGraph next(kGpu);
+  next.record([&] { one.add_(1); });
+  next.launch();
   EXPECT_EQ(first_of(one), 2);
 }
 
