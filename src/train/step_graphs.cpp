@@ -73,7 +73,7 @@ ClippedStep StepGraphs::run(int64_t step, const StepInput& input) {
   }
   if (num_usual_steps_ < kUsualSteps) {
     ++num_usual_steps_;
-    return numbers_.clip(step, parts_.runner->forward_backward(input.batches, input.tokens.global));
+    return numbers_.clip(parts_.runner->forward_backward(input.batches, input.tokens.global));
   }
   if (!recorded_) recorded_ = record(step, input);
   return launch(input);
@@ -100,7 +100,7 @@ std::unique_ptr<StepGraphs::Recorded> StepGraphs::record(int64_t step, const Ste
       const at::AutoGradMode with_gradients(true);
       const at::Tensor loss =
           parts_.runner->forward_backward(recorded->batches, ops::ValidTokens::on_device(inverse_tokens_));
-      recorded->clipped = numbers_.clip(step, loss);
+      recorded->clipped = numbers_.clip(loss);
     });
   });
   for (const Parameter& parameter : parts_.parameters)

@@ -3,57 +3,58 @@
 #include <limits>
 #include <vector>
 
-#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
 #include "titan/core/error.h"
 #include "titan/dist/collectives.h"
 
 namespace titan::train {
 
-// One exchange. Several ranks may have the same rows; the first of them counts their tokens.
+// Several ranks may have the same rows; the first of them counts their tokens. In a step that is logged, each rank adds its own three numbers to
+// zeros of the others: one sum of all, because a gather would be a second exchange.
 Agreement agree(const std::vector<data::Batch>& batches, Vote mine, const Meshes& meshes,
-                const dist::World& world) {
+                const dist::World& world, std::optional<int64_t> tokens_seen) {
   Agreement agreed;
   for (const data::Batch& batch : batches) agreed.tokens.local += batch.valid_tokens;
-  const at::Tensor sums = at::empty({3}, at::kLong);
+  constexpr int64_t kOfAll = 3, kOfRank = 3;
+  const bool is_first = meshes.is_first_of_its_rows();
+  const at::Tensor sums = at::zeros({kOfAll + (tokens_seen ? kOfRank * world.size() : 0)}, at::kLong);
   auto* values = sums.mutable_data_ptr<int64_t>();
-  values[0] = meshes.is_first_of_its_rows() ? agreed.tokens.local : 0;
+  values[0] = is_first ? agreed.tokens.local : 0;
   values[1] = mine == Vote::Stop;
   values[2] = mine == Vote::Fail;
+  if (tokens_seen) {
+    int64_t* const own = values + kOfAll + kOfRank * world.rank();
+    own[0] = meshes.tp.rank() == 0 ? meshes.batch.rank() : -1;
+    own[1] = agreed.tokens.local;
+    own[2] = is_first ? *tokens_seen : 0;
+  }
   world.everyone()->all_reduce(sums, dist::ReduceOp::Sum, {"train::count_valid_tokens"}).wait();
   agreed.tokens.global = values[0];
   agreed.vote = values[2] > 0 ? Vote::Fail : values[1] > 0 ? Vote::Stop : Vote::Go;
+  for (const int64_t* of_rank = values + kOfAll; of_rank < values + sums.numel(); of_rank += kOfRank)
+    agreed.tokens.ranks.push_back({.rows = of_rank[0], .valid = of_rank[1], .seen = of_rank[2]});
   return agreed;
 }
 
-// One exchange, added up in the order of ranks. The ranks of a tensor-parallel group have the same loss, and
-// each of the ranks that share rows has a part of the rows' loss.
-StepSums sum_over_ranks(const StepValues& values, const TokenCounts& tokens, int64_t tokens_seen,
-                        const Meshes& meshes, const dist::World& world) {
-  constexpr int64_t kNumbers = 4;
-  const at::Tensor mine = at::empty({kNumbers}, at::kDouble),
-                   all = at::empty({world.size(), kNumbers}, at::kDouble);
-  auto* numbers = mine.mutable_data_ptr<double>();
-  numbers[0] = meshes.batch.rank();
-  numbers[1] = meshes.tp.rank() == 0 ? values.local_loss : 0;
-  numbers[2] = static_cast<double>(tokens.local);
-  numbers[3] = meshes.is_first_of_its_rows() ? static_cast<double>(tokens_seen) : 0;
-  world.everyone()->all_gather(all, mine, {"metrics::step"}).wait();
-
+// Added up in the order of ranks. The ranks of a tensor-parallel group have the same loss, and each of the ranks
+// that share rows has a part of the rows' loss.
+StepSums sum_over_ranks(const std::vector<double>& losses, const TokenCounts& tokens) {
+  const std::vector<RankTokens>& ranks = tokens.ranks;
+  const auto global = static_cast<double>(tokens.global);
   StepSums sums;
-  std::vector<double> losses(static_cast<size_t>(meshes.batch.size())), counts(losses.size());
-  for (int rank = 0; rank < world.size(); ++rank) {
-    const double* of_rank = all.const_data_ptr<double>() + rank * kNumbers;
-    const auto rows = static_cast<size_t>(of_rank[0]);
-    sums.loss += of_rank[1];
-    losses.at(rows) += of_rank[1];
-    counts.at(rows) = of_rank[2];
-    sums.tokens_seen += static_cast<int64_t>(of_rank[3]);
+  std::vector<double> of_rows(ranks.size()), counts(ranks.size());
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    sums.tokens_seen += ranks[rank].seen;
+    if (ranks[rank].rows < 0) continue;
+    const auto rows = static_cast<size_t>(ranks[rank].rows);
+    sums.loss += losses.at(rank);
+    of_rows.at(rows) += losses.at(rank);
+    counts.at(rows) = static_cast<double>(ranks[rank].valid);
   }
-  sums.max_loss = tokens.global == 0 ? sums.loss : -std::numeric_limits<double>::infinity();
-  for (size_t rows = 0; rows < losses.size() && tokens.global > 0; ++rows) {
-    const double mean =
-        counts[rows] > 0 ? losses[rows] * static_cast<double>(tokens.global) / counts[rows] : 0;
+  sums.max_loss = global == 0 ? sums.loss : -std::numeric_limits<double>::infinity();
+  for (size_t rows = 0; rows < counts.size() && global > 0; ++rows) {
+    const double mean = counts[rows] > 0 ? of_rows[rows] * global / counts[rows] : 0;
     if (!(mean <= sums.max_loss)) sums.max_loss = mean;  // also NaN
   }
   return sums;

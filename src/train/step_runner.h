@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -26,9 +27,10 @@ struct Agreement {
   Vote vote = Vote::Go;  ///< the highest vote of all ranks
 };
 
-/// `batches`: this rank's batches of the step, in whole rows. Collective over the world.
+/// `batches`: this rank's batches of the step, in whole rows; `tokens_seen`: by this rank's rows up to this step, if it is logged. One exchange
+/// between hosts, collective over the world.
 Agreement agree(const std::vector<data::Batch>& batches, Vote mine, const Meshes& meshes,
-                const dist::World& world);
+                const dist::World& world, std::optional<int64_t> tokens_seen = {});
 
 /// A step's numbers, over all ranks.
 struct StepSums {
@@ -38,9 +40,8 @@ struct StepSums {
   int64_t tokens_seen = 0;
 };
 
-/// `tokens_seen`: by this rank's rows. Collective over the world.
-StepSums sum_over_ranks(const StepValues& values, const TokenCounts& tokens, int64_t tokens_seen,
-                        const Meshes& meshes, const dist::World& world);
+/// `losses`: StepValues::losses, of a step that is logged. Exchanges nothing.
+StepSums sum_over_ranks(const std::vector<double>& losses, const TokenCounts& tokens);
 
 /// A model that this rank runs. It must outlive the runner.
 struct ModelPart {
@@ -84,24 +85,33 @@ struct ClippedStep {
 class StepNumbers {
  public:
   virtual ~StepNumbers() = default;
+  /// All ranks get the losses of a step that is logged.
+  void begin(int64_t step, bool is_logged) {
+    step_ = step;
+    is_logged_ = is_logged;
+  }
   /// Clips the gradients by their norm over all ranks, and exchanges whether the losses are finite. If the numbers
   /// are read late, update_weights() multiplies the gradients, because the optimizer can do that in its own pass.
   /// `loss`: this rank's, a double scalar on the device. Collective over the world.
-  virtual ClippedStep clip(int64_t step, const at::Tensor& loss) = 0;
+  virtual ClippedStep clip(const at::Tensor& loss) = 0;
   /// Steps the optimizer, unless the step's numbers aren't finite.
   virtual void update_weights(const ClippedStep& clipped) = 0;
-  /// Called after the update: if the numbers are read late, queues their way to the host.
-  virtual void send(int64_t step, const ClippedStep& clipped) = 0;
+  /// Called after the update: if the numbers are read late, queues their way to the host. Collective over the world.
+  virtual void send(const ClippedStep& clipped) = 0;
   /// Waits for the device. Returns the numbers of the step that was clipped last or, if they are read late,
   /// of the step that was sent last.
   virtual StepValues read() = 0;
   virtual bool are_late() const = 0;
+
+ protected:
+  int64_t step_ = 0;
+  bool is_logged_ = false;
 };
 
 /// `parts` must outlive the result.
 std::unique_ptr<StepNumbers> make_step_numbers(TrainerParts& parts, double max_norm, bool late);
 
 /// The numbers of a step without labels.
-StepValues no_values(int64_t step);
+StepValues no_values(int64_t step, int world_size);
 
 }  // namespace titan::train

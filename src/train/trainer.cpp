@@ -85,9 +85,9 @@ bool Trainer::train_step() {
   auto input = fetch();
   if (!input) return false;
   const TokenCounts tokens = input->tokens;
-  // Padding rows, which fill up batches if rows don't divide evenly over ranks, aren't counted.
-  const int64_t local_tokens = parts_.loader.num_rows() * input->batches.front().labels_BS.size(1);
+  const int64_t local_tokens = tokens_in(input->batches);
   schedule_step();
+  numbers_->begin(progress_.step, is_due(options_.log_freq));
   if (tokens.global > 0) {
     parts_.optimizer.zero_grad();
     ClippedStep clipped;
@@ -97,18 +97,18 @@ bool Trainer::train_step() {
     else
       loss = forward_backward(*input);
     const PhaseScope optimizer = phase(Phase::Optimizer);
-    if (!graphs_) clipped = numbers_->clip(progress_.step, loss);
+    if (!graphs_) clipped = numbers_->clip(loss);
     update(*std::move(input), clipped);
   } else {
     log::warning_rank0(
         str("step ", progress_.step, ": the global batch has no valid labels; weights unchanged"));
     settle();
-    values_ = no_values(progress_.step);
+    values_ = no_values(progress_.step, parts_.world.size());
   }
   log_step();  // the step before: by now its numbers have been read
   parts_.window.count_step(local_tokens);
   if (is_due(options_.log_freq)) {
-    StepMetrics& metrics = unlogged_.emplace();
+    StepMetrics& metrics = unlogged_.emplace(StepMetrics(), tokens).metrics;
     metrics.step = progress_.step;
     metrics.local_valid_tokens = tokens.local;
     metrics.global_valid_tokens = tokens.global;
@@ -121,7 +121,9 @@ bool Trainer::train_step() {
 std::optional<StepInput> Trainer::fetch() {
   auto batches = next_batches();
   if (!batches) return std::nullopt;
-  const auto tokens = agree(*batches);
+  std::optional<int64_t> seen;
+  if (is_due(options_.log_freq)) seen = parts_.window.local_tokens_seen() + tokens_in(*batches);
+  const auto tokens = agree(*batches, seen);
   if (!tokens) {
     if (!batches->empty()) parts_.loader.take_back_step();
     return std::nullopt;
@@ -146,12 +148,18 @@ bool Trainer::wait_for(data::DataLoader& loader) {
   return true;
 }
 
-std::optional<TokenCounts> Trainer::agree(const std::vector<data::Batch>& batches) {
+// Padding rows, which fill up batches if rows don't divide evenly over ranks, aren't counted.
+int64_t Trainer::tokens_in(const std::vector<data::Batch>& batches) const {
+  return batches.empty() ? 0 : parts_.loader.num_rows() * batches.front().labels_BS.size(1);
+}
+
+std::optional<TokenCounts> Trainer::agree(const std::vector<data::Batch>& batches,
+                                          std::optional<int64_t> tokens_seen) {
   Vote mine = Vote::Go;
   if (parts_.checkpoints) parts_.checkpoints->check();
   for (const auto& [name, policy] : parts_.policies) mine = std::max(mine, policy->vote());
   if (parts_.checkpoints && parts_.checkpoints->failed()) mine = Vote::Fail;
-  const Agreement agreed = train::agree(batches, mine, parts_.meshes, parts_.world);
+  const Agreement agreed = train::agree(batches, mine, parts_.meshes, parts_.world, tokens_seen);
   if (agreed.vote == Vote::Fail) fail_with_save();
   stopping_ = stopping_ || agreed.vote == Vote::Stop;
   return stopping_ ? std::nullopt : std::optional(agreed.tokens);
@@ -184,7 +192,7 @@ void Trainer::update(StepInput input, const ClippedStep& clipped) {
     graphs_->update_weights(progress_.step, clipped);
   else
     numbers_->update_weights(clipped);
-  numbers_->send(progress_.step, clipped);
+  numbers_->send(clipped);
 }
 
 const StepValues& Trainer::settle() {
@@ -243,7 +251,7 @@ double Trainer::loss_of_all(const StepValues& values) const {
 void Trainer::log_step() {
   if (!unlogged_) return;
   const PhaseScope log = phase(Phase::Log);
-  StepMetrics metrics = *std::exchange(unlogged_, std::nullopt);
+  auto [metrics, tokens] = *std::exchange(unlogged_, std::nullopt);
   metrics.grad_norm = values_.grad_norm.norm;
   for (const auto& [name, policy] : parts_.policies) policy->add_metrics(metrics);
   if (parts_.checkpoints) {
@@ -251,8 +259,7 @@ void Trainer::log_step() {
     parts_.window.leave_out(*metrics.checkpoint_s);
   }
   parts_.window.close(metrics);
-  const StepSums sums = sum_over_ranks(values_, {metrics.local_valid_tokens, metrics.global_valid_tokens},
-                                       metrics.n_tokens_seen, parts_.meshes, parts_.world);
+  const StepSums sums = sum_over_ranks(values_.losses, tokens);
   metrics.loss = sums.loss;
   metrics.max_loss = sums.max_loss;
   metrics.n_tokens_seen = progress_.tokens_before + sums.tokens_seen;

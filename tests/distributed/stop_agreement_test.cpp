@@ -2,6 +2,8 @@
 
 #include "train/policies/fault_tolerance.h"
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <unistd.h>
@@ -192,17 +194,26 @@ TEST(SumOverRanks, CountsEachLossAndTokenOnce) {
   for (const ParallelDims& dims : layouts()) {
     const Meshes meshes = build_meshes(world(), dims);
     const int rows = meshes.batch.rank(), num_rows = meshes.batch.size();
+    const uint64_t before = world().recorder().num_calls();
+    const TokenCounts tokens =
+        agree({batch_of(10 + rows)}, Vote::Go, meshes, world(), /*tokens_seen=*/100 + rows).tokens;
+    EXPECT_EQ(world().recorder().num_calls() - before, world().size() > 1 ? 1u : 0u) << name_of(dims);
+    EXPECT_EQ(tokens.local, 10 + rows);
+    EXPECT_EQ(tokens.global, 10 * num_rows + num_rows * (num_rows - 1) / 2) << name_of(dims);
     // The last stage's ranks have the loss, each that of its part of the rows: 1, 2, ... for the rows.
     const bool has_loss = meshes.pp.rank() + 1 == meshes.pp.size();
-    StepValues values;
-    values.local_loss = has_loss ? (1.0 + rows) / meshes.rows.size() : 0;
-    const TokenCounts tokens{.local = 10 + rows, .global = 10 * num_rows + num_rows * (num_rows - 1) / 2};
-    const StepSums sums = sum_over_ranks(values, tokens, 100 + rows, meshes, world());
+    const at::Tensor mine =
+        at::scalar_tensor(has_loss ? (1.0 + rows) / meshes.rows.size() : 0.0, at::kDouble).view({1});
+    at::Tensor all = at::empty({world().size()}, mine.options());
+    world().everyone()->all_gather(all, mine, {"test::losses"}).wait();
+    const std::vector<double> losses(all.const_data_ptr<double>(),
+                                     all.const_data_ptr<double>() + all.numel());
+    const StepSums sums = sum_over_ranks(losses, tokens);
     EXPECT_DOUBLE_EQ(sums.loss, num_rows * (num_rows + 1) / 2.0) << name_of(dims);
     EXPECT_EQ(sums.tokens_seen, 100 * num_rows + num_rows * (num_rows - 1) / 2) << name_of(dims);
     const double highest = static_cast<double>(num_rows) / (10 + num_rows - 1);
     EXPECT_DOUBLE_EQ(sums.max_loss, highest * static_cast<double>(tokens.global)) << name_of(dims);
-    EXPECT_EQ(sum_over_ranks(values, {}, 0, meshes, world()).max_loss, sums.loss) << name_of(dims);
+    EXPECT_EQ(sum_over_ranks(losses, {.ranks = tokens.ranks}).max_loss, sums.loss) << name_of(dims);
   }
 }
 

@@ -2,8 +2,12 @@
 
 #include <gmock/gmock.h>
 
+#include <map>
+#include <string>
+
 #include <ATen/ops/equal.h>
 
+#include "dist/flight_record.h"
 #include "distributed/trainer_case.h"
 
 namespace titan::train {
@@ -162,6 +166,36 @@ TEST(Trainer, LateReadsAndLogsFollowTheNextForward) {
   EXPECT_THAT(events_of(/*late=*/false, 2),
               ElementsAre("forward 1", "read 1", "log 1", "forward 2", "read 2", "log 2", "forward 3",
                           "read 3", "forward 4", "read 4", "log 4"));
+}
+
+// How often each exchange but the model's own is made in six steps.
+std::map<std::string, int> exchanges_of(bool late, int64_t log_freq) {
+  Started job = start({.options = {.steps = 6, .log_freq = log_freq, .read_late = late}});
+  const uint64_t before = world().recorder().num_calls();
+  job.trainer.train();
+  std::map<std::string, int> exchanges;
+  for (const dist::CallRecord& call : world().recorder().snapshot())
+    if (call.number >= before && !std::string(call.phase).starts_with("fsdp::")) ++exchanges[call.phase];
+  return exchanges;
+}
+
+// Each step has one between hosts, for its tokens and whether to stop, and two before the first. All others are the
+// device's, if there is one, and a step that is logged has one more of these, or another one if the host has read its loss.
+TEST(Trainer, LoggedStepsMakeNoFurtherExchangeBetweenHosts) {
+  if (world().size() == 1) GTEST_SKIP() << "nothing is exchanged";
+  using Counts = std::map<std::string, int>;
+  constexpr int kSteps = 6, kAtStart = 2;
+  for (const bool late : {false, true}) {
+    Counts expected{{"train::count_valid_tokens", kSteps + kAtStart},
+                    {"optim::grad_norm", kSteps},
+                    {"train::check_finite", kSteps}};
+    expected["train::losses"] = 1;  // the first step is always logged
+    if (!late) --expected["train::check_finite"];
+    EXPECT_EQ(exchanges_of(late, 100), expected) << late;
+    expected["train::losses"] = kSteps;
+    if (!late) expected.erase("train::check_finite");
+    EXPECT_EQ(exchanges_of(late, 1), expected) << late;
+  }
 }
 
 // Also around a step without labels, which has nothing to read.

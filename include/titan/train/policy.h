@@ -39,10 +39,18 @@ class Trainer;
 struct StepMetrics;
 struct TrainerParts;
 
+/// A rank's part in the sums of a step that is logged.
+struct RankTokens {
+  int64_t rows = -1;  ///< its position among the ranks with different rows; -1: another rank counts its loss
+  int64_t valid = 0;  ///< valid labels in its rows
+  int64_t seen = 0;   ///< tokens of the run so far in its rows; 0: another rank counts them
+};
+
 /// Number of a step's valid labels: those that aren't -100.
 struct TokenCounts {
-  int64_t local = 0;   ///< in this rank's rows, over its micro-batches
-  int64_t global = 0;  ///< in the rows of all ranks
+  int64_t local = 0;                   ///< in this rank's rows, over its micro-batches
+  int64_t global = 0;                  ///< in the rows of all ranks
+  std::vector<RankTokens> ranks = {};  ///< empty unless the step is logged
 };
 
 /// A step's input: enough to run it again.
@@ -55,7 +63,9 @@ struct StepInput {
 struct StepValues {
   int64_t step = 0;
   double local_loss = 0;  ///< this rank's part of the loss
-  int loss_rank = -1;     ///< lowest rank with a non-finite loss; -1: none
+  /// Those of all ranks; empty unless the step is logged.
+  std::vector<double> losses = {};
+  int loss_rank = -1;  ///< lowest rank with a non-finite loss; -1: none
   optim::GradNorm grad_norm;
   bool finite() const { return loss_rank < 0 && grad_norm.finite(); }
 };

@@ -116,8 +116,10 @@ class Trainer {
   /// Waits for the loader's next step. False: a policy gave up waiting.
   bool wait_for(data::DataLoader& loader);
   /// Counts the valid labels in these batches of this rank and over all ranks; nullopt: a policy stops the
-  /// run, on all ranks. Throws Error on all ranks if one can't continue. Collective over the world.
-  std::optional<TokenCounts> agree(const std::vector<data::Batch>& batches);
+  /// run, on all ranks. Throws Error on all ranks if one can't continue. `tokens_seen`: by the run so far, in this rank's rows, if all ranks
+  /// are to get each other's counts. Collective over the world.
+  std::optional<TokenCounts> agree(const std::vector<data::Batch>& batches,
+                                   std::optional<int64_t> tokens_seen = {});
   /// Loads the newest checkpoint of this run before `step`; training continues from it with the next batch.
   /// False: there is none. Collective over the world.
   bool load_before(int64_t step);
@@ -136,6 +138,7 @@ class Trainer {
 
   std::optional<StepInput> fetch();
   std::optional<std::vector<data::Batch>> next_batches();
+  int64_t tokens_in(const std::vector<data::Batch>& batches) const;
   void schedule_step();
   ClippedStep run_graph(const StepInput& input);
   void update(StepInput input, const ClippedStep& clipped);
@@ -152,14 +155,19 @@ class Trainer {
   void save_at_stop(const std::string& reason);
   [[noreturn]] void fail_with_save();
 
+  struct Unlogged {
+    StepMetrics metrics;
+    TokenCounts tokens;
+  };
+
   TrainerParts parts_;
   TrainerOptions options_;
   Progress progress_;
   std::unique_ptr<StepNumbers> numbers_;
-  std::unique_ptr<StepGraphs> graphs_;   // null: steps aren't recorded
-  std::optional<StepInput> unread_;      // input of the step whose numbers haven't been read
-  StepValues values_;                    // the last ones read
-  std::optional<StepMetrics> unlogged_;  // a step's metrics, until its loss has been read
+  std::unique_ptr<StepGraphs> graphs_;  // null: steps aren't recorded
+  std::optional<StepInput> unread_;     // input of the step whose numbers haven't been read
+  StepValues values_;                   // the last ones read
+  std::optional<Unlogged> unlogged_;    // a step that waits for its loss
   int64_t last_step_ = 0;
   bool stopping_ = false;
   bool is_loaded_ = false;
