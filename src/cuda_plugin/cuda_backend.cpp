@@ -2,510 +2,44 @@
 // if a GPU is visible (src/dist/device_backend.cpp); nothing else links to it.
 
 #include <algorithm>
-#include <array>
-#include <atomic>
-#include <chrono>
-#include <cmath>
 #include <cstdlib>
-#include <exception>
-#include <list>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include <ATen/core/CachingHostAllocator.h>
-#include <ATen/core/grad_mode.h>
 #include <ATen/cuda/CUDAContextLight.h>
-#include <ATen/cuda/CUDAEvent.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/cuda/CUDAGraph.h>
-#include <ATen/cuda/MemPool.h>
-#include <ATen/ops/empty.h>
 #include <c10/core/AllocatorConfig.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
-#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <c10/util/env.h>
 #include <cuda.h>
 #include <cuda_runtime_api.h>
-#include <nccl.h>
-#include <torch/csrc/cuda/CUDAPluggableAllocator.h>
 #include <torch/csrc/cuda/memory_snapshot.h>
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
-#include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
+#include <torch/csrc/distributed/c10d/NCCLUtils.hpp>
 
-#include "core/process.h"
-#include "core/threads.h"
+#include "cuda_plugin/nccl_groups.h"
+#include "cuda_plugin/symmetric_memory.h"
 #include "dist/device_backend.h"
-#include "dist/stream.h"
-#include "dist/stream_clock.h"
 #include "titan/core/error.h"
 
 namespace titan::dist {
-
-// [Note: symmetric memory]
-// (It has run on virtual GPUs only.)
-// A *piece* is one allocation of LibTorch's symmetric memory. Each rank allocates one, and a *rendezvous*
-// over the store maps it on all ranks. The *queue* is a stream of high priority; the *computation* is the
-// stream that is current at the call. Every operation of the queue first makes the queue wait for an event at
-// the computation's end; every wait makes the computation wait for an event of the queue. The host waits only
-// for a rendezvous.
-//
-// Copies between contiguous tensors of one dtype are cudaMemcpyAsync, which uses copy engines and leaves all
-// multiprocessors to matrix products. A barrier is one kernel of one warp: it sends a signal to each peer
-// with release semantics for the whole system, and receives the peer's with acquire semantics. Because the
-// queue is a stream, copies queued before are complete when the kernel sends, and copies queued afterwards
-// start when the kernel has received all signals. One channel of signals is enough, because all barriers are
-// in one stream; a barrier that is a round ahead waits until its last signal has been received.
-//
-// A barrier that takes longer than the group's time limit traps, and the device reports an error to its next
-// call.
-
 namespace {
-
-namespace symm = c10d::symmetric_memory;
-
-// LibTorch 2.11 numbers the exchanges of a rendezvous by one count for all groups of the process, as "CUDASymmetricMemory/<number>/<rank>", so
-// members whose other groups have met more or less often would wait for each other's keys forever. This store numbers those of one group.
-class NumberedStore final : public c10d::PrefixStore {
- public:
-  using PrefixStore::PrefixStore;
-  using PrefixStore::wait;
-  void set(const std::string& key, const std::vector<uint8_t>& value) override {
-    PrefixStore::set(own(key), value);
-  }
-  std::vector<uint8_t> get(const std::string& key) override { return PrefixStore::get(own(key)); }
-  void wait(const std::vector<std::string>& keys) override {
-    std::vector<std::string> own_keys;
-    for (const std::string& key : keys) own_keys.push_back(own(key));
-    PrefixStore::wait(own_keys);
-  }
-
- private:
-  std::string own(const std::string& key) {
-    const size_t rank = key.rfind('/');
-    TITAN_CHECK(rank != std::string::npos, "LibTorch's rendezvous of symmetric memory has a key '", key,
-                "' without a rank");
-    if (const std::string exchange = key.substr(0, rank); exchange != exchange_) {
-      exchange_ = exchange;
-      ++count_;
-    }
-    return str(count_, key.substr(rank));
-  }
-
-  std::string exchange_;  // the last one
-  int64_t count_ = 0;
-};
-
-// LibTorch 2.11's rendezvous looks up rank, size and store by the group's name in a per-process registry.
-class RegisteredGroup {
- public:
-  explicit RegisteredGroup(const GroupSpec& spec)
-      : name_(unused_name(spec.name)),
-        group_(c10::make_intrusive<c10d::ProcessGroup>(
-            c10::make_intrusive<NumberedStore>("rendezvous", spec.store), spec.rank, spec.size)) {
-    c10d::register_process_group(name_, group_);
-  }
-  ~RegisteredGroup() { c10d::unregister_process_group(name_); }
-  RegisteredGroup(const RegisteredGroup&) = delete;
-  RegisteredGroup& operator=(const RegisteredGroup&) = delete;
-
-  const std::string& name() const { return name_; }
-
- private:
-  // The registry lives as long as the process, so the count of its entries does, too.
-  static std::string unused_name(const std::string& group) {
-    static std::atomic<int> count{0};
-    return str("titan ", group, " ", count++);
-  }
-
-  std::string name_;
-  c10::intrusive_ptr<c10d::ProcessGroup> group_;
-};
-
-// [Note: streams that wait for other ranks]
-// LibTorch's pool has 32 streams of a priority and gives them out in turn, whether or not they are in use. If two of those below shared one, a
-// receive that was queued early could delay a call that its sender waits for, and both ranks would wait forever. So each has a stream of its own,
-// of the highest priority: a gather that the next layer waits for runs before other computation.
-class OwnStream {
- public:
-  explicit OwnStream(c10::DeviceIndex device) : stream_(take(device)) {}
-  ~OwnStream() {
-    const std::lock_guard lock(spare().mutex);
-    spare().streams.push_back(stream_);
-  }
-  OwnStream(const OwnStream&) = delete;
-  OwnStream& operator=(const OwnStream&) = delete;
-
-  const c10::cuda::CUDAStream& get() const { return stream_; }
-
- private:
-  // Never destroyed, because the allocator may still know tensors that they used.
-  struct Spare {
-    std::mutex mutex;
-    std::vector<c10::cuda::CUDAStream> streams;
-  };
-  static Spare& spare() {
-    static auto& all = *new Spare;
-    return all;
-  }
-  static c10::cuda::CUDAStream take(c10::DeviceIndex device) {
-    {
-      const std::lock_guard lock(spare().mutex);
-      auto& streams = spare().streams;
-      const auto found = std::ranges::find(streams, device, &c10::cuda::CUDAStream::device_index);
-      if (found != streams.end()) {
-        const c10::cuda::CUDAStream stream = *found;
-        streams.erase(found);
-        return stream;
-      }
-    }
-    const c10::cuda::CUDAGuard guard(device);
-    int lowest = 0, highest = 0;
-    C10_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
-    cudaStream_t stream = nullptr;
-    C10_CUDA_CHECK(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest));
-    return c10::cuda::getStreamFromExternal(stream, device);
-  }
-
-  c10::cuda::CUDAStream stream_;
-};
-
-class CudaSymmetricMemory final : public SymmetricMemory {
- public:
-  explicit CudaSymmetricMemory(const GroupSpec& spec)
-      : rank_(spec.rank),
-        size_(spec.size),
-        timeout_ms_(static_cast<size_t>(spec.timeout.count())),
-        device_(c10::kCUDA, c10::cuda::current_device()),
-        group_(spec),
-        own_stream_(device_.index()),
-        queue_(own_stream_.get().unwrap()) {
-    name_stream("peer memory " + spec.name, queue_);
-  }
-
-  ~CudaSymmetricMemory() override {
-    // Freeing synchronizes the device, on which a barrier may wait for peers that never arrive. If an error
-    // is being thrown to main(), which ends the process, don't free.
-    if (std::uncaught_exceptions() == 0) return;
-    static_cast<void>(peers_.release());
-    static_cast<void>(piece_.unsafeReleaseTensorImpl());
-  }
-
-  int rank() const override { return rank_; }
-  int size() const override { return size_; }
-
-  void reserve(int64_t bytes) override {
-    if (piece_.defined() && piece_.numel() >= bytes) return;
-    try {
-      grow(bytes);
-    } catch (const c10::Error& error) {
-      throw Error(str("rank ", rank_, " couldn't share ", bytes, " bytes of its GPU's memory with the ",
-                      size_ - 1, " other ranks of its group: ", reason_of(error),
-                      " (without asynchronous tensor parallelism nothing is shared)"));
-    }
-  }
-
-  at::Tensor mine(int64_t offset, at::IntArrayRef sizes, at::ScalarType dtype) override {
-    return view(rank_, offset, sizes, dtype);
-  }
-
-  void read(const at::Tensor& target, int peer, int64_t offset) override {
-    const StreamGuard guard(queue_after_computation());
-    const at::NoGradGuard no_grad;
-    at::Tensor(target).copy_(view(peer, offset, target.sizes(), target.scalar_type()), /*non_blocking=*/true);
-  }
-  void write(int peer, int64_t offset, const at::Tensor& source) override {
-    const StreamGuard guard(queue_after_computation());
-    const at::NoGradGuard no_grad;
-    view(peer, offset, source.sizes(), source.scalar_type()).copy_(source, /*non_blocking=*/true);
-  }
-  void barrier() override {
-    const StreamGuard guard(queue_after_computation());
-    peers_->barrier(/*channel=*/0, timeout_ms_);
-  }
-
-  Moment now() override {
-    const Moment moment = num_moments_++;
-    event_of(moment).record(queue_);
-    return moment;
-  }
-  void wait(Moment moment) override {
-    const PeerWait waiting("peer memory");
-    Stream::current(device_).wait(event_of(moment));
-  }
-
- private:
-  const Stream& queue_after_computation() {
-    computed_.record(Stream::current(device_));
-    queue_.wait(computed_);
-    return queue_;
-  }
-
-  void grow(int64_t bytes) {
-    // LibTorch takes memory on the current stream and fills it by copies of the default one, which waits for no
-    // other.
-    const c10::cuda::CUDAStreamGuard on_default_stream(c10::cuda::getDefaultCUDAStream(device_.index()));
-    at::Tensor piece =
-        symm::empty_strided_p2p({bytes}, {1}, at::kByte, device_, std::nullopt, /*alloc_id=*/std::nullopt);
-    // The piece and its signals were zeroed on the default stream, and peers may access them right after the
-    // rendezvous.
-    c10::cuda::getDefaultCUDAStream(device_.index()).synchronize();
-    auto peers = symm::rendezvous(piece, group_.name());
-    TITAN_CHECK(peers && peers->get_rank() == rank_ && peers->get_world_size() == size_,
-                "the rendezvous of symmetric memory returned without its peers");
-    // The last exchange ended with a barrier, after which no rank uses the old pieces. So once this queue has
-    // finished, the peers have finished with this rank's piece.
-    queue_.synchronize();
-    piece_ = std::move(piece);
-    peers_ = std::move(peers);
-  }
-
-  at::Tensor view(int peer, int64_t offset, at::IntArrayRef sizes, at::ScalarType dtype) const {
-    return peers_->get_buffer(peer, sizes, dtype, offset / static_cast<int64_t>(c10::elementSize(dtype)));
-  }
-
-  // An old moment's event may have been recorded again for a later moment. A wait for it is then longer than
-  // necessary, but never for work that is requested after the wait.
-  Event& event_of(Moment moment) { return events_[static_cast<size_t>(moment) % events_.size()]; }
-
-  int rank_, size_;
-  size_t timeout_ms_;
-  c10::Device device_;
-  RegisteredGroup group_;
-  OwnStream own_stream_;
-  Stream queue_;
-  at::Tensor piece_;  // this rank's piece
-  c10::intrusive_ptr<symm::SymmetricMemory> peers_;
-  Event computed_;
-  std::array<Event, 128> events_;  // more than one exchange on one host uses
-  Moment num_moments_ = 0;
-};
-
-std::string bus_id(int device) {
-  char id[32] = "";
-  C10_CUDA_CHECK(cudaDeviceGetPCIBusId(id, sizeof(id), device));
-  return id;
-}
-
-bool has_atomics_between(int device, int peer) {
-  int can = 0, atomics = 0;
-  C10_CUDA_CHECK(cudaDeviceCanAccessPeer(&can, device, peer));
-  if (can)
-    C10_CUDA_CHECK(cudaDeviceGetP2PAttribute(&atomics, cudaDevP2PAttrNativeAtomicSupported, device, peer));
-  return can && atomics;
-}
-
-// LibTorch passes memory descriptors through Unix sockets, which containers on one machine may not share.
-// Such containers have different host identities.
-std::string gpu_address() { return str(host_identity(), " ", bus_id(c10::cuda::current_device())); }
-
-std::string why_not_reachable(const std::string& address) {
-  const size_t space = address.rfind(' ');
-  TITAN_INTERNAL_ASSERT(space != std::string::npos, "GPU address without a host: ", address);
-  if (address.substr(0, space) != host_identity()) return "it is on another host, or in another container";
-  const std::string theirs = address.substr(space + 1);
-  const int device = c10::cuda::current_device();
-  if (theirs == bus_id(device)) return str("both are on GPU ", theirs);
-  int peer = 0;
-  if (cudaDeviceGetByPCIBusId(&peer, theirs.c_str()) != cudaSuccess) {
-    static_cast<void>(cudaGetLastError());  // else the next launch reports it
-    return str("its GPU ", theirs, " isn't visible to this process (CUDA_VISIBLE_DEVICES)");
-  }
-  // Without NVLink a GPU can copy from a peer, but a barrier's signals need atomics.
-  if (!has_atomics_between(device, peer))
-    return str("no NVLink connects GPUs ", bus_id(device), " and ", theirs);
-  const c10::Device here(c10::kCUDA, static_cast<c10::DeviceIndex>(device));
-  const std::string kind = symm::has_allocator(c10::kCUDA) ? symm::get_backend(here).value_or("") : "";
-  if (kind != "CUDA") return str("LibTorch's symmetric memory is '", kind, "' (TORCH_SYMMMEM), not 'CUDA'");
-  return "";
-}
-
-// A queued receive holds a multiprocessor for each CTA until its message has come; NCCL would take up to 32. Four keep up with a network of
-// 400 Gb/s, and a message within a host takes tenths of a millisecond, which the schedule hides.
-constexpr int kMostCtasOfLongReceives = 4;
-
-/// Known to abort_all() as long as it lives.
-class NcclGroup final : public c10d::ProcessGroupNCCL {
- public:
-  NcclGroup(const GroupSpec& spec, c10::intrusive_ptr<Options> options)
-      : ProcessGroupNCCL(spec.store, spec.rank, spec.size, std::move(options)),
-        stream_(c10::cuda::current_device()) {
-    const std::lock_guard lock(living().mutex);
-    living().groups.push_back(this);
-  }
-  // Connects now, not in the first step, so that a failure to connect falls within start-up and its time limit.
-  void connect() {
-    const c10::Device device = stream_.get().device();
-    setBoundDeviceId(device);
-    eagerConnectSingleDevice(device);
-    for (auto& [key, stream] : ncclStreams_) stream = stream_.get();
-  }
-  // Calls in progress end first: a peer may not have received yet what this rank has sent. LibTorch's destructor would
-  // abort as well, but its watchdog would report calls that it hasn't yet seen finished.
-  ~NcclGroup() override {
-    {
-      const std::lock_guard lock(living().mutex);
-      std::erase(living().groups, this);
-    }
-    const auto end = std::chrono::steady_clock::now() + getOptions()->timeout;
-    while (!is_aborted_ && has_calls() && std::chrono::steady_clock::now() < end)
-      std::this_thread::sleep_for(std::chrono::milliseconds(2));
-    NcclGroup::abort();
-  }
-
-  // LibTorch's watchdog would report each call that is aborted, or that it hasn't yet seen finished, and end the
-  // process, so it forgets them; whoever waits for an aborted call reports the failure.
-  void abort() override {
-    if (is_aborted_.exchange(true)) return;
-    const std::list<WorkNCCL> calls = take_from_watchdog();
-    ProcessGroupNCCL::abort();
-  }
-
-  // All at the same time: an abort waits for its group's kernels, which may wait for those of another one.
-  static void abort_all() {
-    constexpr std::chrono::seconds limit{3};
-    within(limit, [] {
-      const std::lock_guard lock(living().mutex);
-      const auto& groups = living().groups;
-      run_tasks(static_cast<int>(groups.size()), groups.size(), [&](size_t i) { groups[i]->abort(); });
-    });
-  }
-
- private:
-  struct Living {
-    std::mutex mutex;
-    std::vector<NcclGroup*> groups;
-  };
-  // Never destroyed, because a thread that aborts may outlive main().
-  static Living& living() {
-    static auto& all = *new Living;
-    return all;
-  }
-
-  bool has_calls() {
-    const std::lock_guard lock(workMetaListMutex_);
-    return !workMetaList_.empty();
-  }
-  // The calls have tensors that their kernels may still use.
-  std::list<WorkNCCL> take_from_watchdog() {
-    asyncErrorHandling_ = c10d::CleanUpOnly;
-    std::list<WorkNCCL> calls;
-    const std::lock_guard lock(workMetaListMutex_);
-    calls.swap(workMetaList_);
-    return calls;
-  }
-
-  OwnStream stream_;
-  std::atomic<bool> is_aborted_{false};
-};
-
-/// A pool of LibTorch's allocator, whose memory comes from NCCL. LibTorch registers its segments when they are made, and a
-/// pool with an allocator of its own has no expandable ones.
-class CudaRegisteredMemory final : public RegisteredMemory {
- public:
-  // While an error unwinds, streams may wait in calls that use the memory; aborting the groups ends its registration.
-  ~CudaRegisteredMemory() override {
-    if (std::uncaught_exceptions() > 0) static_cast<void>(pool_.release());
-    if (!pool_) return;
-    for (const auto& group : groups_) {
-      try {
-        group->deregisterMemPool(pool_.get());
-      } catch (const std::exception&) {  // it was aborted
-      }
-    }
-  }
-
-  void add(const c10::intrusive_ptr<c10d::Backend>& group) override {
-    auto nccl = c10::dynamic_intrusive_pointer_cast<NcclGroup>(group);
-    TITAN_CHECK(nccl, "only NCCL's groups take registered memory");
-    if (std::ranges::find(groups_, nccl) != groups_.end()) return;
-    if (!pool_)
-      pool_ = std::make_unique<at::cuda::MemPool>(allocator_of_nccl(), /*is_user_created=*/true,
-                                                  /*use_on_oom=*/false, /*no_split=*/true);
-    nccl->registerMemPool(pool_.get());
-    groups_.push_back(std::move(nccl));
-  }
-
-  at::Tensor empty(int64_t bytes) override {
-    const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
-    cudaStreamCaptureStatus status{};
-    C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
-    TITAN_CHECK(status == cudaStreamCaptureStatusNone,
-                "registered communication buffers can't be allocated while work is recorded");
-    // The allocator frees nothing for a pool.
-    constexpr size_t largest_rounding = 20 << 20;
-    size_t free = 0, total = 0;
-    if (cudaMemGetInfo(&free, &total) == cudaSuccess && free < static_cast<size_t>(bytes) + largest_rounding)
-      c10::cuda::CUDACachingAllocator::emptyCache();
-    std::optional<InPool> in_pool;
-    if (pool_) in_pool.emplace(pool_->device(), pool_->id());
-    return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(c10::kCUDA));
-  }
-
- private:
-  // LibTorch's own refuses devices without NVLink SHARP, where registration is of use, too.
-  static std::shared_ptr<c10::cuda::CUDACachingAllocator::CUDAAllocator> allocator_of_nccl() {
-    static const auto allocator = torch::cuda::CUDAPluggableAllocator::createCustomAllocator(
-        [](size_t bytes, int device, cudaStream_t) -> void* {
-          const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
-          void* address = nullptr;
-          if (ncclMemAlloc(&address, bytes) == ncclSuccess) return address;
-          static_cast<void>(cudaGetLastError());  // else the next launch reports it
-          return nullptr;
-        },
-        [](void* address, size_t, int device, cudaStream_t) {
-          const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
-          static_cast<void>(ncclMemFree(address));
-        });
-    return allocator;
-  }
-
-  // This thread's requests go to the pool.
-  class InPool {
-   public:
-    InPool(c10::DeviceIndex device, c10::MempoolId_t pool) : device_(device), pool_(std::move(pool)) {
-      c10::cuda::CUDACachingAllocator::beginAllocateToPool(
-          device_, pool_,
-          [self = std::this_thread::get_id()](cudaStream_t) { return std::this_thread::get_id() == self; });
-    }
-    ~InPool() {
-      c10::cuda::CUDACachingAllocator::endAllocateToPool(device_, pool_);
-      c10::cuda::CUDACachingAllocator::releasePool(device_, pool_);
-    }
-    InPool(const InPool&) = delete;
-    InPool& operator=(const InPool&) = delete;
-
-   private:
-    c10::DeviceIndex device_;
-    c10::MempoolId_t pool_;
-  };
-
-  std::vector<c10::intrusive_ptr<NcclGroup>> groups_;
-  std::unique_ptr<at::cuda::MemPool> pool_;  // none before the first group
-};
 
 using Stats = c10::CachingDeviceAllocator::DeviceStats;
 
 constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
-
-/// The events around NCCL's work, from protected members.
-struct WorkEvents : c10d::ProcessGroupNCCL::WorkNCCL {
-  using Pointer = std::shared_ptr<at::cuda::CUDAEvent>;
-  static Pointer start_of(WorkNCCL& work) { return work.*(&WorkEvents::ncclStartEvent_); }
-  static Pointer end_of(WorkNCCL& work) { return work.*(&WorkEvents::ncclEndEvent_); }
-};
 
 /// The caching allocator exists once CUDA has been used.
 c10::DeviceAllocator& allocator() {
@@ -570,18 +104,6 @@ std::string variables_of_gpus() {
       if (std::string_view(*variable).starts_with(prefix)) found.emplace_back(*variable);
   std::ranges::sort(found);
   return found.empty() ? "none" : list_str(found);
-}
-
-// NCCL waits without a limit for members that never connect, so that all meet in the store first.
-void meet(const GroupSpec& spec) {
-  const std::string count = "titan.members", all_here = "titan.all_here";
-  if (spec.store->add(count, 1) == spec.size) spec.store->set(all_here, std::string("1"));
-  try {
-    spec.store->wait({all_here}, spec.timeout);
-  } catch (const std::exception&) {
-    throw Error(str(spec.store->add(count, 0), " of ", spec.size, " members came within ",
-                    static_cast<double>(spec.timeout.count()) / 1000, " s to connect"));
-  }
 }
 
 // If the end of a capture fails, LibTorch leaves its allocators and random generators as they are during one: memory that was used on
@@ -660,42 +182,22 @@ class CudaBackend final : public DeviceBackend {
   }
 
   c10::intrusive_ptr<c10d::Backend> make_group(const GroupSpec& spec) override {
-    auto options = c10d::ProcessGroupNCCL::Options::create(/*is_high_priority_stream=*/true);
-    options->timeout = spec.timeout;
-    options->group_name = spec.name;
-    if (spec.has_long_receives) options->config.maxCTAs = kMostCtasOfLongReceives;
-    auto group = c10::make_intrusive<NcclGroup>(spec, options);
-    meet(spec);
-    group->enableCollectivesTiming();
-    group->connect();
-    return group;
+    return make_nccl_group(spec);
   }
 
-  void abort_groups() override { NcclGroup::abort_all(); }
+  void abort_groups() override { abort_nccl_groups(); }
 
-  // Keeps only the events around NCCL's work, because the work itself would keep the call's tensors alive.
-  std::function<DeviceCall()> completion_of(c10d::Work& work) override {
-    auto* nccl = dynamic_cast<c10d::ProcessGroupNCCL::WorkNCCL*>(&work);
-    auto end = nccl ? WorkEvents::end_of(*nccl) : nullptr;
-    if (!end) return {};
-    return [start = WorkEvents::start_of(*nccl), end = std::move(end)]() -> DeviceCall {
-      if (!end->query()) return {};
-      if (!start || !start->isCreated()) return {.done = true};
-      return {.done = true, .ns = std::llround(1e6 * static_cast<double>(start->elapsed_time(*end)))};
-    };
-  }
+  std::function<DeviceCall()> completion_of(c10d::Work& work) override { return completion_of_nccl(work); }
 
   std::string device_address() const override { return gpu_address(); }
   std::string why_no_symmetric_memory(const std::string& address) const override {
     return why_not_reachable(address);
   }
   std::unique_ptr<SymmetricMemory> make_symmetric_memory(const GroupSpec& spec) override {
-    return std::make_unique<CudaSymmetricMemory>(spec);
+    return make_cuda_symmetric_memory(spec);
   }
 
-  std::unique_ptr<RegisteredMemory> make_registered_memory() override {
-    return std::make_unique<CudaRegisteredMemory>();
-  }
+  std::unique_ptr<RegisteredMemory> make_registered_memory() override { return make_memory_of_nccl(); }
 
   std::unique_ptr<DeviceGraph> make_graph() override { return std::make_unique<CudaGraph>(); }
   bool is_recorded(const c10::Stream& stream) const override {

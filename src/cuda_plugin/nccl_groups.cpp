@@ -1,0 +1,249 @@
+#include "cuda_plugin/nccl_groups.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <exception>
+#include <list>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <ATen/cuda/CUDAEvent.h>
+#include <ATen/cuda/MemPool.h>
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime_api.h>
+#include <nccl.h>
+#include <torch/csrc/cuda/CUDAPluggableAllocator.h>
+#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+
+#include "core/threads.h"
+#include "cuda_plugin/own_stream.h"
+#include "titan/core/error.h"
+
+namespace titan::dist {
+namespace {
+
+// A queued receive holds a multiprocessor for each CTA until its message has come; NCCL would take up to 32. Four keep up with a network of
+// 400 Gb/s, and a message within a host takes tenths of a millisecond, which the schedule hides.
+constexpr int kMostCtasOfLongReceives = 4;
+
+/// Known to abort_all() as long as it lives.
+class NcclGroup final : public c10d::ProcessGroupNCCL {
+ public:
+  NcclGroup(const GroupSpec& spec, c10::intrusive_ptr<Options> options)
+      : ProcessGroupNCCL(spec.store, spec.rank, spec.size, std::move(options)),
+        stream_(c10::cuda::current_device()) {
+    const std::lock_guard lock(living().mutex);
+    living().groups.push_back(this);
+  }
+  // Connects now, not in the first step, so that a failure to connect falls within start-up and its time limit.
+  void connect() {
+    const c10::Device device = stream_.get().device();
+    setBoundDeviceId(device);
+    eagerConnectSingleDevice(device);
+    for (auto& [key, stream] : ncclStreams_) stream = stream_.get();
+  }
+  // Calls in progress end first: a peer may not have received yet what this rank has sent. LibTorch's destructor would
+  // abort as well, but its watchdog would report calls that it hasn't yet seen finished.
+  ~NcclGroup() override {
+    {
+      const std::lock_guard lock(living().mutex);
+      std::erase(living().groups, this);
+    }
+    const auto end = std::chrono::steady_clock::now() + getOptions()->timeout;
+    while (!is_aborted_ && has_calls() && std::chrono::steady_clock::now() < end)
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    NcclGroup::abort();
+  }
+
+  // LibTorch's watchdog would report each call that is aborted, or that it hasn't yet seen finished, and end the
+  // process, so it forgets them; whoever waits for an aborted call reports the failure.
+  void abort() override {
+    if (is_aborted_.exchange(true)) return;
+    const std::list<WorkNCCL> calls = take_from_watchdog();
+    ProcessGroupNCCL::abort();
+  }
+
+  // All at the same time: an abort waits for its group's kernels, which may wait for those of another one.
+  static void abort_all() {
+    constexpr std::chrono::seconds limit{3};
+    within(limit, [] {
+      const std::lock_guard lock(living().mutex);
+      const auto& groups = living().groups;
+      run_tasks(static_cast<int>(groups.size()), groups.size(), [&](size_t i) { groups[i]->abort(); });
+    });
+  }
+
+ private:
+  struct Living {
+    std::mutex mutex;
+    std::vector<NcclGroup*> groups;
+  };
+  // Never destroyed, because a thread that aborts may outlive main().
+  static Living& living() {
+    static auto& all = *new Living;
+    return all;
+  }
+
+  bool has_calls() {
+    const std::lock_guard lock(workMetaListMutex_);
+    return !workMetaList_.empty();
+  }
+  // The calls have tensors that their kernels may still use.
+  std::list<WorkNCCL> take_from_watchdog() {
+    asyncErrorHandling_ = c10d::CleanUpOnly;
+    std::list<WorkNCCL> calls;
+    const std::lock_guard lock(workMetaListMutex_);
+    calls.swap(workMetaList_);
+    return calls;
+  }
+
+  OwnStream stream_;
+  std::atomic<bool> is_aborted_{false};
+};
+
+/// A pool of LibTorch's allocator, whose memory comes from NCCL. LibTorch registers its segments when they are made, and a
+/// pool with an allocator of its own has no expandable ones.
+class CudaRegisteredMemory final : public RegisteredMemory {
+ public:
+  // While an error unwinds, streams may wait in calls that use the memory; aborting the groups ends its registration.
+  ~CudaRegisteredMemory() override {
+    if (std::uncaught_exceptions() > 0) static_cast<void>(pool_.release());
+    if (!pool_) return;
+    for (const auto& group : groups_) {
+      try {
+        group->deregisterMemPool(pool_.get());
+      } catch (const std::exception&) {  // it was aborted
+      }
+    }
+  }
+
+  void add(const c10::intrusive_ptr<c10d::Backend>& group) override {
+    auto nccl = c10::dynamic_intrusive_pointer_cast<NcclGroup>(group);
+    TITAN_CHECK(nccl, "only NCCL's groups take registered memory");
+    if (std::ranges::find(groups_, nccl) != groups_.end()) return;
+    if (!pool_)
+      pool_ = std::make_unique<at::cuda::MemPool>(allocator_of_nccl(), /*is_user_created=*/true,
+                                                  /*use_on_oom=*/false, /*no_split=*/true);
+    nccl->registerMemPool(pool_.get());
+    groups_.push_back(std::move(nccl));
+  }
+
+  at::Tensor empty(int64_t bytes) override {
+    const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+    cudaStreamCaptureStatus status{};
+    C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+    TITAN_CHECK(status == cudaStreamCaptureStatusNone,
+                "registered communication buffers can't be allocated while work is recorded");
+    // The allocator frees nothing for a pool.
+    constexpr size_t largest_rounding = 20 << 20;
+    size_t free = 0, total = 0;
+    if (cudaMemGetInfo(&free, &total) == cudaSuccess && free < static_cast<size_t>(bytes) + largest_rounding)
+      c10::cuda::CUDACachingAllocator::emptyCache();
+    std::optional<InPool> in_pool;
+    if (pool_) in_pool.emplace(pool_->device(), pool_->id());
+    return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(c10::kCUDA));
+  }
+
+ private:
+  // LibTorch's own refuses devices without NVLink SHARP, where registration is of use, too.
+  static std::shared_ptr<c10::cuda::CUDACachingAllocator::CUDAAllocator> allocator_of_nccl() {
+    static const auto allocator = torch::cuda::CUDAPluggableAllocator::createCustomAllocator(
+        [](size_t bytes, int device, cudaStream_t) -> void* {
+          const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
+          void* address = nullptr;
+          if (ncclMemAlloc(&address, bytes) == ncclSuccess) return address;
+          static_cast<void>(cudaGetLastError());  // else the next launch reports it
+          return nullptr;
+        },
+        [](void* address, size_t, int device, cudaStream_t) {
+          const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
+          static_cast<void>(ncclMemFree(address));
+        });
+    return allocator;
+  }
+
+  // This thread's requests go to the pool.
+  class InPool {
+   public:
+    InPool(c10::DeviceIndex device, c10::MempoolId_t pool) : device_(device), pool_(std::move(pool)) {
+      c10::cuda::CUDACachingAllocator::beginAllocateToPool(
+          device_, pool_,
+          [self = std::this_thread::get_id()](cudaStream_t) { return std::this_thread::get_id() == self; });
+    }
+    ~InPool() {
+      c10::cuda::CUDACachingAllocator::endAllocateToPool(device_, pool_);
+      c10::cuda::CUDACachingAllocator::releasePool(device_, pool_);
+    }
+    InPool(const InPool&) = delete;
+    InPool& operator=(const InPool&) = delete;
+
+   private:
+    c10::DeviceIndex device_;
+    c10::MempoolId_t pool_;
+  };
+
+  std::vector<c10::intrusive_ptr<NcclGroup>> groups_;
+  std::unique_ptr<at::cuda::MemPool> pool_;  // none before the first group
+};
+
+/// The events around NCCL's work, from protected members.
+struct WorkEvents : c10d::ProcessGroupNCCL::WorkNCCL {
+  using Pointer = std::shared_ptr<at::cuda::CUDAEvent>;
+  static Pointer start_of(WorkNCCL& work) { return work.*(&WorkEvents::ncclStartEvent_); }
+  static Pointer end_of(WorkNCCL& work) { return work.*(&WorkEvents::ncclEndEvent_); }
+};
+
+// NCCL waits without a limit for members that never connect, so that all meet in the store first.
+void meet(const GroupSpec& spec) {
+  const std::string count = "titan.members", all_here = "titan.all_here";
+  if (spec.store->add(count, 1) == spec.size) spec.store->set(all_here, std::string("1"));
+  try {
+    spec.store->wait({all_here}, spec.timeout);
+  } catch (const std::exception&) {
+    throw Error(str(spec.store->add(count, 0), " of ", spec.size, " members came within ",
+                    static_cast<double>(spec.timeout.count()) / 1000, " s to connect"));
+  }
+}
+
+}  // namespace
+
+c10::intrusive_ptr<c10d::Backend> make_nccl_group(const GroupSpec& spec) {
+  auto options = c10d::ProcessGroupNCCL::Options::create(/*is_high_priority_stream=*/true);
+  options->timeout = spec.timeout;
+  options->group_name = spec.name;
+  if (spec.has_long_receives) options->config.maxCTAs = kMostCtasOfLongReceives;
+  auto group = c10::make_intrusive<NcclGroup>(spec, options);
+  meet(spec);
+  group->enableCollectivesTiming();
+  group->connect();
+  return group;
+}
+
+void abort_nccl_groups() { NcclGroup::abort_all(); }
+
+// Keeps only the events around NCCL's work, because the work itself would keep the call's tensors alive.
+std::function<DeviceCall()> completion_of_nccl(c10d::Work& work) {
+  auto* nccl = dynamic_cast<c10d::ProcessGroupNCCL::WorkNCCL*>(&work);
+  auto end = nccl ? WorkEvents::end_of(*nccl) : nullptr;
+  if (!end) return {};
+  return [start = WorkEvents::start_of(*nccl), end = std::move(end)]() -> DeviceCall {
+    if (!end->query()) return {};
+    if (!start || !start->isCreated()) return {.done = true};
+    return {.done = true, .ns = std::llround(1e6 * static_cast<double>(start->elapsed_time(*end)))};
+  };
+}
+
+std::unique_ptr<RegisteredMemory> make_memory_of_nccl() { return std::make_unique<CudaRegisteredMemory>(); }
+
+}  // namespace titan::dist

@@ -1,0 +1,20 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "dist/device_backend.h"
+
+namespace titan::dist {
+
+/// Connects. All members have to come within the group's time limit.
+c10::intrusive_ptr<c10d::Backend> make_nccl_group(const GroupSpec& spec);
+/// DeviceBackend::abort_groups().
+void abort_nccl_groups();
+/// DeviceBackend::completion_of().
+std::function<DeviceCall()> completion_of_nccl(c10d::Work& work);
+std::unique_ptr<RegisteredMemory> make_memory_of_nccl();
+
+}  // namespace titan::dist
