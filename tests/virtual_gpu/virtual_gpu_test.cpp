@@ -1391,8 +1391,8 @@ TEST_F(VirtualGpuDeathTest, AccessesThatAKernelMustNotMakeEndTheProgram) {
       run("one_too_far_kernel"),
       "one_too_far_kernel: thread \\(63, 0, 0\\) of block \\(0, 0, 0\\) reads 4 bytes at 0x[0-9a-f]+, "
       "outside any allocation");
-  EXPECT_DEATH(run("copy_of_the_next_kernel"),
-               "thread \\(63, 0, 0\\) .* reads 4 bytes at .*, outside any allocation");
+  EXPECT_DEATH(run("copy_too_far_kernel"),
+               "thread \\(57, 0, 0\\) .* reads 32 bytes at .*, outside any allocation");
   EXPECT_DEATH(run("array_after_array_kernel"),
                "thread \\(0, 0, 0\\) .* writes 4 bytes at .*, outside any variable");
   for (const char* kernel : {"unwritten_shared_kernel", "unwritten_in_template_kernel<float>"})

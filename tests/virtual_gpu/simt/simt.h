@@ -13,12 +13,14 @@
 #include <functional>
 #include <source_location>
 
-// -fsanitize=thread notes assignments only. These note the bytes, too; see accesses.cpp.
+// In kernels. -fsanitize=thread notes assignments only; these note their bytes, too (accesses.cpp).
+#ifdef __SANITIZE_THREAD__
 extern "C" {
 void* memcpy(void* to, const void* from, size_t bytes) noexcept asm("virtual_gpu_memcpy");
 void* memmove(void* to, const void* from, size_t bytes) noexcept asm("virtual_gpu_memmove");
 void* memset(void* to, int value, size_t bytes) noexcept asm("virtual_gpu_memset");
 }
+#endif
 
 namespace virtual_gpu::simt {
 
