@@ -95,16 +95,22 @@ class NcclGroup final : public c10d::ProcessGroupNCCL {
     return all;
   }
 
+  // After an error that NCCL reports, such as a lost peer between hosts, LibTorch's watchdog sleeps for a minute with
+  // this lock, and would end the process then. LibTitan's own names the peer and ends it much earlier.
+  using CallsLock = std::unique_lock<std::mutex>;
+
   bool has_calls() {
-    const std::lock_guard lock(workMetaListMutex_);
-    return !workMetaList_.empty();
+    const CallsLock lock(workMetaListMutex_, std::try_to_lock);
+    return !lock || !workMetaList_.empty();
   }
   // The calls have tensors that their kernels may still use.
   std::list<WorkNCCL> take_from_watchdog() {
     asyncErrorHandling_ = c10d::CleanUpOnly;
     std::list<WorkNCCL> calls;
-    const std::lock_guard lock(workMetaListMutex_);
-    calls.swap(workMetaList_);
+    CallsLock lock(workMetaListMutex_, std::defer_lock);
+    for (int tries = 0; !lock.try_lock() && tries < 200; ++tries)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    if (lock) calls.swap(workMetaList_);
     return calls;
   }
 
