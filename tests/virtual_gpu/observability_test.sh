@@ -48,3 +48,62 @@ for layout in "" --parallelism.tensor_parallel_degree=2 "--parallelism.pipeline_
   test -s "$folder/roofline/roofline.json" || failed "no roofline.json:" "$folder/roofline.log"
   rm -rf "$folder/roofline"
 done
+
+# Memory snapshots of LibTorch's allocator: its events lead to blocks that are there at the end, and PyTorch's viewer reads them.
+"$gpus" 1 -- "$titan" train "$config" --nproc 1 --job.dump_folder="$folder/snapshot" --training.steps=2 --model.args.n_layers=1 --training.local_batch_size=1 \
+  --training.seq_len=64 --profiling.enable_memory_snapshot --profiling.profile_freq=2 >"$folder/snapshot.log" 2>&1 || failed "the run with a memory snapshot fails:" "$folder/snapshot.log"
+"$source_folder/.venv/bin/python" - "$folder"/snapshot/memory_snapshot/*/rank0_memory_snapshot.pickle <<'PYTHON' || failed "the memory snapshot:" "$folder/snapshot.log"
+import pickle, sys
+from torch.cuda import _memory_viz
+
+(path,) = sys.argv[1:]
+assert path.endswith("/iteration_2/rank0_memory_snapshot.pickle"), path
+with open(path, "rb") as file:
+    snapshot = pickle.load(file)
+blocks = {}
+for segment in snapshot["segments"]:
+    assert segment["device"] == 0 and segment["is_expandable"], segment
+    for block in segment["blocks"]:
+        if block["state"] == "active_allocated":
+            blocks[block["address"]] = block["requested_size"]
+(trace,) = snapshot["device_traces"]
+recorded = {}
+for event in trace:
+    if event["action"] == "alloc":
+        recorded[event["addr"]] = event["size"]
+    elif event["action"] == "free_requested":
+        recorded.pop(event["addr"], None)
+assert recorded and recorded.items() <= blocks.items(), recorded.items() - blocks.items()
+names = {frame["name"] for event in trace for frame in event["frames"]}
+assert any("titan::" in name for name in names), sorted(names)[:50]
+print(len(trace), "events,", len(recorded), "blocks of", sum(recorded.values()), "bytes,", sum(blocks.values()), "in use")
+for read in (_memory_viz.segsum, _memory_viz.trace, _memory_viz.trace_plot, _memory_viz.segment_plot):
+    assert len(read(snapshot)) > 100, read
+PYTHON
+
+# A device that is nearly full: with a limit between what the first step and a later one take, LibTorch's allocator flushes its cache, and the run goes
+# on and says so.
+train_near_limit() {
+  VIRTUAL_GPU_MEMORY_ONLY=1 VIRTUAL_GPU_PROMPT=1 VIRTUAL_GPU_POISON=0 "$gpus" 1 -- "$titan" train "$config" --nproc 1 --job.dump_folder="$folder/$1" --training.steps=4 \
+    --model.args.n_layers=1 --training.local_batch_size=64 --training.seq_len=2048 --metrics.log_freq=1 >"$folder/$1.log" 2>&1 ||
+    failed "the run '$1' fails:" "$folder/$1.log"
+}
+train_near_limit roomy
+limit=$(python3 - "$folder/roomy/metrics.jsonl" <<'PYTHON'
+import json, sys
+rows = [json.loads(line) for line in open(sys.argv[1])]
+assert all(row["alloc_retries"] == 0 for row in rows), rows
+first, most = rows[0]["memory_percent"], max(row["memory_percent"] for row in rows)
+assert most > first * 1.01, (first, most)
+print((first + most) / 200)
+PYTHON
+)
+PYTORCH_CUDA_ALLOC_CONF=per_process_memory_fraction:$limit train_near_limit tight
+python3 -c '
+import json, sys
+rows = [json.loads(line) for line in open(sys.argv[1])]
+retries = [row["alloc_retries"] for row in rows]
+assert retries[0] == 0 < retries[-1] and retries == sorted(retries) and all(row["num_ooms"] == 0 for row in rows), rows
+' "$folder/tight/metrics.jsonl" || failed "the metrics of a full device:" "$folder/tight.log"
+grep -q "warning.*: the allocator of cuda:0 has flushed its cache [0-9]* times to find room, and 0 requests failed" "$folder/tight.log" ||
+  failed "no warning of a full device:" "$folder/tight.log"
