@@ -111,7 +111,7 @@ std::string variables_of_gpus() {
 struct Capture : at::cuda::CUDAGraph {
   void abandon() {
     if (std::exchange(capture_ended_, true)) return;  // so that the pool is released with the others
-    for (const auto& [generator, increment] : captured_generator_states_) generator->capture_epilogue();
+    for (const auto& [generator, increment] : captured_generator_states_) generator->capturing_ = false;
     c10::cuda::CUDACachingAllocator::endAllocateToPool(capture_dev_, mempool_id_);
     at::getHostAllocator(at::kCUDA)->end_allocate_to_pool(mempool_id_);
   }
