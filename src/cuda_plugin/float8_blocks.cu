@@ -33,20 +33,26 @@ __device__ int64_t place_of_exponent(const CastBlocks& out, int64_t vector, int6
   return tile * 512 + vector % 32 * 16 + vector % 128 / 32 * 4 + block % 4;
 }
 
-// One warp per block, one lane per element. Warps of a thread block process neighboring blocks.
+// Two neighboring threads per block, each with a chunk of it.
 template <Format format, class T>
 __global__ void row_blocks_kernel(CastBlocks out, const T* x, int64_t rows, int64_t columns, bool round_up) {
-  const int64_t blocks = (columns + kBlock - 1) / kBlock;
+  static_assert(kBlock == 2 * kChunk);
+  const int64_t blocks = (columns + kBlock - 1) / kBlock, count = rows * blocks * 2;
+  const bool whole = takes_chunks(x, columns);
   const int lane = threadIdx.x % kWarp;
-  const int64_t step = int64_t{gridDim.x} * (kThreads / kWarp);
-  for (int64_t i = int64_t{blockIdx.x} * (kThreads / kWarp) + threadIdx.x / kWarp; i < rows * blocks;
-       i += step) {
-    const int64_t row = i / blocks, column = i % blocks * kBlock + lane;
-    const float value = column < columns ? widen(x[row * columns + column]) : 0.0f;
-    const int exponent = exponent_of<format>(__reduce_max_sync(0xffffffffu, magnitude(value)), round_up);
-    out.data[i * kBlock + lane] = to_float8<format>(value * factor_of(exponent, round_up));
-    if (lane == 0)
-      out.exponents[place_of_exponent(out, row, i % blocks, blocks)] = static_cast<uint8_t>(exponent);
+  // Whole warps, whose threads exchange magnitudes.
+  for (int64_t first = int64_t{blockIdx.x} * kThreads + threadIdx.x - lane; first < count;
+       first += int64_t{gridDim.x} * kThreads) {
+    const int64_t i = first + lane, row = i / (blocks * 2), column = i % (blocks * 2) * kChunk;
+    const Chunk<T> chunk = load_chunk(x + row * columns + column, i < count ? columns - column : 0, whole);
+    const unsigned mine = largest_of_chunk(chunk), other = __shfl_xor_sync(kAllLanes, mine, 1);
+    if (i >= count) continue;
+    const int exponent = exponent_of<format>(max(mine, other), round_up);
+    const float factor = factor_of(exponent, round_up);
+    reinterpret_cast<uint4*>(out.data)[i] =
+        cast_chunk<format>([&](int e) { return widen(chunk.values[e]) * factor; });
+    if (i % 2 == 0)
+      out.exponents[place_of_exponent(out, row, i / 2 % blocks, blocks)] = static_cast<uint8_t>(exponent);
   }
 }
 
@@ -84,9 +90,8 @@ __global__ void column_blocks_kernel(CastBlocks out, const T* x, int64_t rows, i
 
 void launch_cast_row_blocks(const CastBlocks& out, const Matrix& x, const BlockOptions& options,
                             cudaStream_t stream) {
-  const int64_t warps = x.rows * parts_of(x.columns, kBlock);
-  const auto grid =
-      static_cast<unsigned>(std::clamp<int64_t>(parts_of(warps, kThreads / kWarp), 1, kMaxGrid));
+  const int64_t chunks = x.rows * parts_of(x.columns, kBlock) * 2;
+  const auto grid = static_cast<unsigned>(std::clamp<int64_t>(parts_of(chunks, kThreads), 1, kMaxGrid));
   with_types(options.format, x.source, [&]<Format format, class T>(T) {
     launch_kernel(row_blocks_kernel<format, T>, grid, dim3(kThreads), stream, out,
                   static_cast<const T*>(x.data), x.rows, x.columns, options.round_up);

@@ -17,57 +17,6 @@ struct HistoryScale {
 
 namespace {
 
-// A thread reads a chunk at a time, and writes it as 16 bytes.
-constexpr int kChunk = 16;
-template <class T>
-struct Chunk {
-  T values[kChunk];
-};
-
-template <class T>
-bool __device__ takes_chunks(const T* x, int64_t stride) {
-  return reinterpret_cast<uintptr_t>(x) % 16 == 0 && stride % kChunk == 0;
-}
-
-// `left` elements are there; the others are zeros. `whole`: chunks are aligned, and `left` is a multiple of their size.
-template <class T>
-__device__ Chunk<T> load_chunk(const T* from, int64_t left, bool whole) {
-  constexpr int kSize = Pack<T>::kSize;
-  Chunk<T> chunk;
-  if (whole && left >= kChunk) {
-#pragma unroll
-    for (int k = 0; k < kChunk / kSize; ++k) {
-      const Pack<T> pack = reinterpret_cast<const Pack<T>*>(from)[k];
-#pragma unroll
-      for (int e = 0; e < kSize; ++e) chunk.values[k * kSize + e] = pack.values[e];
-    }
-  } else {
-#pragma unroll
-    for (int e = 0; e < kChunk; ++e) chunk.values[e] = e < left ? from[e] : narrow<T>(0.0f);
-  }
-  return chunk;
-}
-
-// Calls value(e) for each of 16 elements.
-template <Format format, class Value>
-__device__ uint4 cast_chunk(Value value) {
-  unsigned words[kChunk / 4] = {};
-#pragma unroll
-  for (int e = 0; e < kChunk; ++e) words[e / 4] |= unsigned{to_float8<format>(value(e))} << (e % 4 * 8);
-  return make_uint4(words[0], words[1], words[2], words[3]);
-}
-
-__device__ inline void store_chunk(uint8_t* to, uint4 bytes, int64_t left, bool whole) {
-  if (whole && left >= kChunk) {
-    *reinterpret_cast<uint4*>(to) = bytes;
-    return;
-  }
-  const unsigned words[] = {bytes.x, bytes.y, bytes.z, bytes.w};
-#pragma unroll
-  for (int e = 0; e < kChunk; ++e)
-    if (e < left) to[e] = static_cast<uint8_t>(words[e / 4] >> (e % 4 * 8));
-}
-
 __device__ float scale_of_matrix(const HistoryScale& from) { return scale_for(*from.largest, from.options); }
 __device__ bool casts(const HistoryScale& from) { return *from.largest > 0; }
 // With a history, the launch before has cast.
@@ -75,14 +24,6 @@ __device__ bool casts(const MatrixScale& from) {
   return !from.history.largest || !(*from.history.largest > 0);
 }
 __device__ bool casts(const ColumnScales& /*from*/) { return true; }
-
-template <class T>
-__device__ unsigned largest_of_chunk(const Chunk<T>& chunk) {
-  unsigned best = 0;
-#pragma unroll
-  for (int e = 0; e < kChunk; ++e) best = max(best, magnitude(chunk.values[e]));
-  return best;
-}
 
 // By one scale.
 template <Format format, class T, class Scale>

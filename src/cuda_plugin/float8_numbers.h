@@ -87,6 +87,65 @@ __device__ uint8_t to_float8(float x) {
   return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, format == Format::E4m3 ? __NV_E4M3 : __NV_E5M2);
 }
 
+// A thread reads a chunk at a time, and writes it as 16 bytes.
+constexpr int kChunk = 16;
+template <class T>
+struct Chunk {
+  T values[kChunk];
+};
+
+template <class T>
+__device__ bool takes_chunks(const T* x, int64_t stride) {
+  return reinterpret_cast<uintptr_t>(x) % 16 == 0 && stride % kChunk == 0;
+}
+
+// `left` elements are there; the others are zeros. `whole`: chunks are aligned, and `left` is a multiple of their size.
+template <class T>
+__device__ Chunk<T> load_chunk(const T* from, int64_t left, bool whole) {
+  constexpr int kSize = Pack<T>::kSize;
+  Chunk<T> chunk;
+  if (whole && left >= kChunk) {
+#pragma unroll
+    for (int k = 0; k < kChunk / kSize; ++k) {
+      const Pack<T> pack = reinterpret_cast<const Pack<T>*>(from)[k];
+#pragma unroll
+      for (int e = 0; e < kSize; ++e) chunk.values[k * kSize + e] = pack.values[e];
+    }
+  } else {
+#pragma unroll
+    for (int e = 0; e < kChunk; ++e) chunk.values[e] = e < left ? from[e] : narrow<T>(0.0f);
+  }
+  return chunk;
+}
+
+// Calls value(e) for each of 16 elements.
+template <Format format, class Value>
+__device__ uint4 cast_chunk(Value value) {
+  unsigned words[kChunk / 4] = {};
+#pragma unroll
+  for (int e = 0; e < kChunk; ++e) words[e / 4] |= unsigned{to_float8<format>(value(e))} << (e % 4 * 8);
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+__device__ inline void store_chunk(uint8_t* to, uint4 bytes, int64_t left, bool whole) {
+  if (whole && left >= kChunk) {
+    *reinterpret_cast<uint4*>(to) = bytes;
+    return;
+  }
+  const unsigned words[] = {bytes.x, bytes.y, bytes.z, bytes.w};
+#pragma unroll
+  for (int e = 0; e < kChunk; ++e)
+    if (e < left) to[e] = static_cast<uint8_t>(words[e / 4] >> (e % 4 * 8));
+}
+
+template <class T>
+__device__ unsigned largest_of_chunk(const Chunk<T>& chunk) {
+  unsigned best = 0;
+#pragma unroll
+  for (int e = 0; e < kChunk; ++e) best = max(best, magnitude(chunk.values[e]));
+  return best;
+}
+
 // blockIdx.z says which of the matrices a thread block works on. The grid has as many blocks as the largest needs; those that have
 // nothing to do return at once.
 template <class Work>
