@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Compares the registers, the shared memory and the occupancy of each GPU kernel with src/cuda_plugin/kernel_resources.txt, and checks that
-none spills.
+none spills. The tables of kernels in docs/gpu_performance.md have to have every kernel, and in the column "asks for at once" the bytes of a thread and
+what they make for the threads of a multiprocessor (compute capability 9.0, bf16).
 
 usage: check_kernel_resources.py [--write] BUILD_FOLDER
 
@@ -16,6 +17,7 @@ import sys
 
 source = pathlib.Path(__file__).resolve().parents[2]
 table = source / "src/cuda_plugin/kernel_resources.txt"
+docs = source / "docs/gpu_performance.md"
 ENTRY = re.compile(
     r"Compiling entry function '(?P<name>\w+)' for '(?P<target>sm_\w+)'\n.*\n\s*(?P<stack>\d+) bytes stack frame, "
     r"(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads\n.*Used (?P<registers>\d+) registers(?P<rest>.*)"
@@ -67,6 +69,24 @@ def of_build(build):
             yield entry, kernel, f"{registers} / {shared} / {share:.0%}"
 
 
+def problems_of_docs(rows):
+    """rows: of each kernel with its types, the figures for each target."""
+    at_once = {}
+    for kernel, figures in rows.items():
+        name = kernel.split("<")[0]
+        if "sm_90" in figures and ("__nv_bfloat16" in kernel or not any(k.startswith(f"{name}<__nv") or k.startswith(f"{name}<E4m3, __nv") for k in rows)):
+            share = int(figures["sm_90"].split("/")[2].strip(" %")) / 100
+            at_once[name] = min(at_once.get(name, 1), share)
+    documented = dict(re.findall(r"^\| `(\w+_kernel)` \|.*?\| ([\d.]+ B, \d+ KiB) \|", docs.read_text(), re.MULTILINE))
+    for name in sorted(at_once.keys() ^ documented.keys()):
+        yield f"{name} is in {docs.name if name in documented else 'the build'} only"
+    for name in sorted(at_once.keys() & documented.keys()):
+        of_thread = int(documented[name].split()[0])
+        threads = round(at_once[name] * LIMITS["sm_90"][0] / 2) * 64  # percentages are rounded, and numbers of warps even
+        if documented[name] != (expected := f"{of_thread} B, {of_thread * threads // 1024} KiB"):
+            yield f"{name} asks for {expected} at once, and {docs.name} says {documented[name]}"
+
+
 def nvcc_release(build):
     cache = (build / "CMakeCache.txt").read_text()
     nvcc = re.search(r"TITAN_NVCC:FILEPATH=(.*)", cache)[1]
@@ -91,6 +111,8 @@ def main():
     if "--write" in sys.argv:
         table.write_text(text)
         return
+    if problems := list(problems_of_docs(rows)):
+        sys.exit("\n".join(problems))
     recorded = table.read_text()
     if recorded.split(";")[0] != text.split(";")[0]:
         print(f"only spills are checked: {table.name} is by another nvcc")
