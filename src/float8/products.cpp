@@ -276,7 +276,7 @@ class Float8Products final : public Products {
     const bool forward = pass == ops::Pass::Forward;
     const auto& casts = forward ? layer_.recipe->output : layer_.recipe->grad_input;
     if (!casts) return layer_.plain->put_product(out, pass, rows, weight);
-    if (layer_.arithmetic != Arithmetic::Hardware || !out.is_cuda() ||
+    if (layer_.arithmetic != Arithmetic::Hardware || !out.is_cuda() || out.dim() != 2 ||
         casts->left.granularity == Granularity::Block)
       return false;
     put_hardware_product(out, forward ? x_rows(rows) : grad_rows(rows),

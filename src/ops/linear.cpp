@@ -3,6 +3,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/addmm.h>
+#include <ATen/ops/bmm.h>
 #include <ATen/ops/mm.h>
 
 #include "ops/cpu_features.h"
@@ -99,7 +100,14 @@ class PlainProducts : public Products {
     const at::Tensor factor = pass == Pass::Forward ? weight.values.t() : weight.values;
     if (widens(rows.values) || uses_onednn(rows.values, factor.t(), onednn_)) return false;
     at::Tensor place = out;
-    at::mm_out(place, rows.values, factor);
+    if (out.dim() == 2) {
+      at::mm_out(place, rows.values, factor);
+      return true;
+    }
+    if (!out.is_cuda()) return false;
+    // One kernel, which steps over the gaps and reads the weight for each b.
+    at::bmm_out(place, rows.values.view({out.size(0), out.size(1), -1}),
+                factor.expand({out.size(0), -1, -1}));
     return true;
   }
   // On CPUs a gradient in 16 bits is rounded before it is added, as PyTorch's is.

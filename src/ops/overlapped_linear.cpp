@@ -110,7 +110,7 @@ class PulledGather {
     take_parts([&](int rank, const at::Tensor& part) {
       const at::Tensor place = part_of_sequence(result, rank, count_);
       const Operand rows = operand_of_sent(part);
-      if (place.is_contiguous() && products.put_product(as_rows(place), pass, rows, prepared)) return;
+      if (products.put_product(place.is_contiguous() ? as_rows(place) : place, pass, rows, prepared)) return;
       place.copy_(product(products, pass, rows, prepared).view(place.sizes()));
     });
     return result;

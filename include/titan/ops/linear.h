@@ -117,8 +117,8 @@ class Products {
     return false;
   }
 
-  /// out ([N, features], contiguous, of the result's dtype) = forward(rows, weight) or grad_input(rows, weight), by a
-  /// product that writes to `out` itself. Returns false and does nothing if there is none.
+  /// out ([N, features], contiguous, or the same rows as [B, n, features] with gaps between those of each b, in the result's dtype) =
+  /// forward(rows, weight) or grad_input(rows, weight), by a product that writes to `out` itself. False: there is none.
   virtual bool put_product(const at::Tensor& /*out*/, Pass /*pass*/, const Operand& /*rows*/,
                            const Operand& /*weight_OI*/) const {
     return false;

@@ -423,6 +423,31 @@ TEST(KernelsOnGpu, ReadAndWriteEveryByteOnce) {
   table_of_docs.expect_equals_docs();
 }
 
+// A rank's part of several sequences has gaps between them.
+TEST(ProductsOnGpu, WriteToAPlaceWithGaps) {
+  if (!dist::open_cuda_plugin()) GTEST_SKIP() << "no GPU is visible";
+  const auto start = reinterpret_cast<void (*)()>(dlsym(RTLD_DEFAULT, "virtual_gpu_start_counting"));
+  const auto count = reinterpret_cast<uint64_t (*)(const char*, const char*, const char*)>(
+      dlsym(RTLD_DEFAULT, "virtual_gpu_count"));
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16})
+    for (const Pass pass : {Pass::Forward, Pass::Backward}) {
+      const at::Tensor rows = at::randn({3 * 4, 24}).to(dtype),
+                       weight = at::randn({16, 24}).to(dtype).mul_(0.1);
+      const at::Tensor stored = pass == Pass::Forward ? weight : weight.t().contiguous();
+      const at::Tensor whole = at::full({3, 10, 16}, 9, rows.options().device(at::kCUDA));
+      if (start) start();
+      ASSERT_TRUE(default_products()->put_product(whole.narrow(1, 4, 4), pass, rows.to(at::kCUDA),
+                                                  stored.to(at::kCUDA)));
+      if (start) {
+        EXPECT_EQ(count("launches", nullptr, "aten::bmm"), 1u);
+        EXPECT_EQ(count("launches", nullptr, nullptr), 1u + 2) << "besides the copies from the host";
+      }
+      at::Tensor expected = at::full({3, 10, 16}, 9, at::kDouble);
+      expected.narrow(1, 4, 4).copy_(rows.to(at::kDouble).mm(weight.to(at::kDouble).t()).view({3, 4, 16}));
+      EXPECT_CLOSE(whole.cpu(), expected, dtype == at::kFloat ? 1e-6 : 1e-2);
+    }
+}
+
 // Parts of the keys, the first of which comes to no keys. Sums and results are slices, as those of a rank's second chunk are; the part is what
 // attention kernels return.
 TEST(KernelsOnGpu, MergeAttentionAsTheComposite) {
