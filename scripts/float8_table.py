@@ -7,7 +7,7 @@ compiled.
     scripts/virtual_gpus.sh 1 -- scripts/float8_table.py --quick      # the same on a virtual GPU
 
 "bf16:reference" is bf16 without LibTitan's kernels (ops.kernels), and "bf16:graphs" has steps as CUDA graphs (compile.enable); any
-recipe takes both.
+recipe takes both. "tensorwise:delayed" has delayed scales.
 
 A row is a model with a recipe: tokens/s in the median step, the model's TFLOP/s and MFU, peak memory, the time of amax, scales and casts as a share of the time of these and
 matrix products in a trace, tokens/s and memory for torchao, and LibTitan's tokens/s over those of torchao compiled. The longest kernels of a
@@ -41,6 +41,7 @@ MODELS = {
     "tiny": {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 2048, "multiple_of": 32},
 }
 FORMS = {"reference": ["--ops.kernels", "reference"], "graphs": ["--compile.enable"]}
+DELAYED = [word for of in ("input", "weight", "grad_output") for word in (f"--quantize.linear.float8.scaling_type_{of}", "delayed")]
 TORCHAO = ("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp")
 RECIPES = (*TORCHAO, "mxfp8_cublas", "mxfp8_cublas_rceil")
 # Events of a trace: kernels on a GPU, operations on a CPU. The first pattern that matches decides.
@@ -65,7 +66,7 @@ def titan_words(model: dict, row: str, options: argparse.Namespace, folder: str)
     for name, value in model.items():
         words += [f"--model.args.{name}", value]
     words += ["--training.device", options.device, "--training.mixed_precision_param", "bfloat16", "--training.seq_len", options.seq_len]
-    words += ["--training.local_batch_size", 1, *FORMS.get(form, [])]
+    words += ["--training.local_batch_size", 1, *(FORMS | {"delayed": DELAYED}).get(form, [])]
     if recipe.startswith("mxfp8"):
         words += ["--model.converters", "quantize.linear.mx", "--quantize.linear.mx.recipe_name", recipe]
         words += ["--quantize.linear.mx.emulate"] if options.device == "cpu" else []
@@ -177,8 +178,8 @@ def main() -> None:
     options.device = "cpu" if options.quick and "VIRTUAL_GPU_DEVICES" not in os.environ else "cuda"
     if options.quick:
         graphs = ["bf16:graphs"] if options.device == "cuda" else []
-        options.models, options.recipes, options.seq_len, options.steps, options.warmup = ["tiny"], [*RECIPES, "bf16:reference", *graphs], 64, 2, 3
-    recipes = [*RECIPES, *(f"{recipe}:{form}" for recipe in RECIPES for form in FORMS)]
+        options.models, options.recipes, options.seq_len, options.steps, options.warmup = ["tiny"], [*RECIPES, "bf16:reference", "tensorwise:delayed", *graphs], 64, 2, 3
+    recipes = [*RECIPES, "tensorwise:delayed", *(f"{recipe}:{form}" for recipe in RECIPES for form in FORMS)]
     for what, given, known in (("model", options.models, MODELS), ("recipe", options.recipes, recipes)):
         if unknown := [one for one in given if one not in known]:
             parser.error(f"unknown {what}: {', '.join(unknown)}; known are {', '.join(known)}")

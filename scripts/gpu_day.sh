@@ -2,7 +2,8 @@
 # gpu_day.sh [FILE]: what one GPU can tell about this build, in one command and within 9 minutes, in one file (gpu_day.txt): tests, launches and
 # memory beside those of a virtual GPU, compute-sanitizer, benchmarks. First: scripts/build.sh all benchmarks virtual_gpu
 # gpu_day.sh --speed [FILE]: only a training step's speed (gpu_speed.txt), in 9 more minutes: with LibTitan's kernels and without, as a CUDA graph,
-# and in Float8, beside PyTorch, eager and compiled, and torchao; and what the time of a step goes into.
+# and in Float8 (also with delayed scales, and MXFP8 where the GPU has it), beside PyTorch, eager and compiled, and torchao; and what the time of a
+# step goes into, in bf16 and in Float8.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 only_speed=false
@@ -122,7 +123,12 @@ benchmarks() {
 speed() {
   [ -e /dev/nvidia0 ] || { .venv/bin/python scripts/float8_table.py --quick; return; }
   .venv/bin/python scripts/float8_table.py --steps 5 --warmup 4 --models "$1" --recipes \
-    bf16,bf16:graphs,bf16:reference,tensorwise,tensorwise:graphs,rowwise,rowwise:graphs,rowwise_with_gw_hp
+    bf16,bf16:graphs,tensorwise,tensorwise:graphs,tensorwise:delayed,rowwise,rowwise:graphs"$(mxfp8)",bf16:reference,rowwise_with_gw_hp
+}
+
+# Where the GPU has units for it.
+mxfp8() {
+  [ "$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)" -ge 100 ] && echo ,mxfp8_cublas
 }
 
 {
@@ -130,14 +136,16 @@ speed() {
   nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.max.sm,power.limit,ecc.mode.current --format=csv 2>&1
   grep -m 1 'model name' /proc/cpuinfo
 } >"$file"
-export -f speed measure compare_with_virtual sanitize unit_tests benchmarks
+export -f speed mxfp8 measure compare_with_virtual sanitize unit_tests benchmarks
 # A virtual GPU takes minutes to compute what some of these do, and their numbers mean nothing there.
 only_memory=()
 [ -e /dev/nvidia0 ] || only_memory=(env VIRTUAL_GPU_MEMORY_ONLY=1 VIRTUAL_GPU_POISON=0)
 if $only_speed; then
-  part 45 "Where a step's time goes" "${only_memory[@]}" "${train[@]}" --training.steps=6 --job.dump_folder=$folder/roofline --report-roofline
-  part 220 "A step of the 1.5B model" bash -c "speed 1b"
-  part 265 "A step of 8B's first eight layers" bash -c "speed 8b_8"
+  part 35 "Where a step's time goes" "${only_memory[@]}" "${train[@]}" --training.steps=6 --job.dump_folder=$folder/roofline --report-roofline
+  part 35 "Where a step's time goes in Float8" "${only_memory[@]}" "${train[@]}" --training.steps=6 --job.dump_folder=$folder/float8_roofline \
+    --report-roofline --model.converters=quantize.linear.float8 --quantize.linear.float8.recipe_name=tensorwise
+  part 210 "A step of the 1.5B model" bash -c "speed 1b"
+  part 250 "A step of 8B's first eight layers" bash -c "speed 8b_8"
   echo "gpu_day: the results are in $file" >&2
   exit $failed
 fi
