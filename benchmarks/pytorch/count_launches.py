@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Counts what one more block of an 8B Llama adds to a step of PyTorch, eager, with 8,192 tokens a rank in bf16, parallelized as in TorchTitan.
 Prints one JSON object: for each layout of LAYOUTS, or those named, the most that a rank counts, and the launches of each operation on the rank
-with most. LibTitan's side is the tests virtual_gpu.block and nightly.virtual_blocks; both count on virtual GPUs (docs/virtual_gpu.md), which must
+with most. With --check, also compares the counts with the table in docs/gpu_performance.md. LibTitan's side is the tests virtual_gpu.block and nightly.virtual_blocks; both count on virtual GPUs (docs/virtual_gpu.md), which must
 be built:
 
-    .venv/bin/python benchmarks/pytorch/count_launches.py [LAYOUT ...]
+    .venv/bin/python benchmarks/pytorch/count_launches.py [--check] [LAYOUT ...]
 """
 
 import argparse
@@ -13,6 +13,7 @@ import ctypes
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -157,15 +158,30 @@ def count(layout: str) -> dict:
         return most | {"memory_bound_gb": max(of_rank["memory_bound_gb"] for of_rank in counts)}
 
 
+def documented() -> dict[str, list[str]]:
+    """Operations, launches and GB of the table's rows, which are in the order of LAYOUTS."""
+    page = (ROOT / "docs/gpu_performance.md").read_text()
+    rows = re.findall(r"^\|[^|]+\| \d+ \| \d+ \| [\d.]+ \| (\d+) \| (\d+) \| ([\d.]+) \|$", page, re.MULTILINE)
+    return dict(zip(LAYOUTS, rows, strict=True))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("layouts", metavar="LAYOUT", nargs="*", default=list(LAYOUTS))
+    parser.add_argument("--check", action="store_true")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank is not None:
         run_rank(options.layouts[0], options.rank, options.folder)
-    print(json.dumps({layout: count(layout) for layout in options.layouts}, indent=2))
+    counts = {layout: count(layout) for layout in options.layouts}
+    print(json.dumps(counts, indent=2))
+    if not options.check:
+        return
+    for layout, of_layout in counts.items():
+        counted = str(of_layout["operations"]), str(of_layout["launches"]), f"{of_layout['memory_bound_gb']:.1f}"
+        if counted != (in_docs := documented()[layout]):
+            sys.exit(f"{layout}: operations, launches and GB are {', '.join(counted)}, and docs/gpu_performance.md has {', '.join(in_docs)}")
 
 
 if __name__ == "__main__":
