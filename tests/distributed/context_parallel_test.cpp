@@ -3,11 +3,15 @@
 
 #include "titan/parallel/context_parallel.h"
 
+#include <dlfcn.h>
+
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "distributed/llama_case.h"
+#include "distributed/unconnected_world.h"
 #include "parallel/context/distributed_attention.h"
+#include "parallel/peer_memory.h"
 #include "titan/core/log.h"
 #include "titan/models/llama3.h"
 #include "titan/nn/containers.h"
@@ -25,16 +29,23 @@ struct Form {
   ContextParallelOptions options;
 };
 
+DeviceMesh mesh() { return DeviceMesh::create(world(), {{"cp", world().size()}}); }
+
 std::vector<Form> forms() {
   using Balancer = ContextLoadBalancer;
   using Rotate = ContextRotateMethod;
   using Attention = ContextAttention;
-  return {{"head-tail, all-gather", {Balancer::HeadTail, Rotate::AllGather, Attention::Ring}},
-          {"head-tail, all-to-all", {Balancer::HeadTail, Rotate::AllToAll, Attention::Ring}},
-          {"head-tail, gathered keys", {Balancer::HeadTail, Rotate::AllGather, Attention::AllGatherKv}},
-          {"unbalanced, all-gather", {Balancer::None, Rotate::AllGather, Attention::Ring}},
-          {"unbalanced, all-to-all", {Balancer::None, Rotate::AllToAll, Attention::Ring}},
-          {"unbalanced, gathered keys", {Balancer::None, Rotate::AllGather, Attention::AllGatherKv}}};
+  std::vector<Form> forms{
+      {"head-tail, all-gather", {Balancer::HeadTail, Rotate::AllGather, Attention::Ring}},
+      {"head-tail, all-to-all", {Balancer::HeadTail, Rotate::AllToAll, Attention::Ring}},
+      {"head-tail, gathered keys", {Balancer::HeadTail, Rotate::AllGather, Attention::AllGatherKv}},
+      {"unbalanced, all-gather", {Balancer::None, Rotate::AllGather, Attention::Ring}},
+      {"unbalanced, all-to-all", {Balancer::None, Rotate::AllToAll, Attention::Ring}},
+      {"unbalanced, gathered keys", {Balancer::None, Rotate::AllGather, Attention::AllGatherKv}}};
+  if (world().size() == 1 || !why_no_peer_memory(mesh()).empty()) return forms;
+  forms.push_back({"head-tail, copies", {Balancer::HeadTail, Rotate::SymmetricMemory, Attention::Ring}});
+  forms.push_back({"unbalanced, copies", {Balancer::None, Rotate::SymmetricMemory, Attention::Ring}});
+  return forms;
 }
 
 double gradient_tolerance(at::ScalarType dtype) {
@@ -53,7 +64,7 @@ void PrintTo(const Heads& h, std::ostream* out) {
 
 std::shared_ptr<context::DistributedAttention> make_attention(const context::SequenceLayout& layout,
                                                               const ContextParallelOptions& options) {
-  return context::make_attention(world().everyone(), world().everyone(), layout, options);
+  return context::make_attention(mesh(), layout, options);
 }
 
 class ContextAttentionTest : public ::testing::TestWithParam<std::tuple<at::ScalarType, Heads>> {};
@@ -152,6 +163,24 @@ TEST(ContextAttentionGradient, ARankWithoutAGradientParticipates) {
     (rank == 0 ? out : WithoutGradient::apply(out)).sum().backward();
     EXPECT_LE(relative_error(part.grad(), layout.part(expected.grad(), 1, rank)), 1e-12) << form.name;
   }
+}
+
+// Counted by virtual GPUs. A receive that waits for its sender keeps multiprocessors from attention.
+TEST(ContextAttentionRing, TakesFewMultiprocessors) {
+  const auto start = reinterpret_cast<void (*)()>(dlsym(RTLD_DEFAULT, "virtual_gpu_start_counting"));
+  const auto count = reinterpret_cast<uint64_t (*)(const char*, const char*, const char*)>(
+      dlsym(RTLD_DEFAULT, "virtual_gpu_count"));
+  if (!count || world().backend() != "nccl") GTEST_SKIP() << "runs on virtual GPUs, with --nccl";
+  const dist::World fresh(unconnected_world("ring"));
+  const context::SequenceLayout layout(fresh.size(), ContextLoadBalancer::HeadTail);
+  const auto ring = context::make_attention(DeviceMesh::create(fresh, {{"cp", fresh.size()}}), layout,
+                                            {.rotate_method = ContextRotateMethod::AllToAll});
+  const at::Tensor q = at::ones({1, 4, 2, 8}, options_of(at::kFloat)), kv = q.narrow(2, 0, 1).contiguous();
+  start();
+  const ops::AttentionSum sum = ring->forward(q, kv, kv, {"t"});
+  ring->backward({q, kv, kv, sum.out_BSHD, sum.log_sum_exp_BHS}, q, {"t"});
+  EXPECT_EQ(count("calls", nullptr, "communicator of at most 4 CTAs"), 2u) << "for keys and for gradients";
+  EXPECT_EQ(count("calls", nullptr, "communicator"), 2u);
 }
 
 // ---- a Llama

@@ -9,6 +9,7 @@
 
 #include "dist/device_backend.h"
 #include "distributed/world.h"
+#include "parallel/peer_memory.h"
 #include "parallel/tensor/exchanges.h"
 #include "titan/core/error.h"
 #include "unit/golden.h"

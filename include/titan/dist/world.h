@@ -93,8 +93,8 @@ World init(const InitOptions& options = {});
 /// groups whose calls are made by threads other than the training thread.
 inline constexpr std::string_view kOwnTimeout = "own_timeout:";
 
-/// Prefix for the purpose of a group whose receives are queued long before their messages come, as a pipeline's are. NCCL's kernels, which
-/// wait on the device, then take few multiprocessors from the computation.
+/// Prefix for the purpose of a group whose receives wait beside the computation for their messages, as those of pipelines and rings do. NCCL's
+/// kernels, which wait on the device, then take few multiprocessors from it.
 inline constexpr std::string_view kLongReceives = "long_receives:";
 
 /// Tells the other ranks, through the job's store, that this one fails with `message`. Returns the message of

@@ -27,10 +27,12 @@ enum class ContextLoadBalancer {
   None,  ///< contiguous parts; the last rank has most of the work, and the others wait for it
 };
 
-/// How a ring's forward moves keys and values.
+/// How a ring moves keys and values.
 enum class ContextRotateMethod {
   AllGather,  ///< one all-gather during the rank's own block; holds one layer's keys of the whole sequence
   AllToAll,   ///< hop by hop between neighbors, each during the previous block; holds the keys of two ranks
+  /// The same, copied by copy engines from the memory of GPUs that NVLink connects. Gradients travel so, too.
+  SymmetricMemory,
 };
 
 enum class ContextAttention {
@@ -63,7 +65,7 @@ struct ContextParallelOptions {
 /// backward. Modules must not add or drop tokens before they attend. It can be combined with parallelize
 /// (each rank then has some of the heads; call parallelize first if its plan converts the inputs of `root`
 /// itself), fully_shard and checkpoint_activations. Throws Error if nothing below `root` attends, and for a
-/// second call.
+/// second call; ConfigError on all ranks if symmetric memory was asked for and they can't share any.
 void context_parallel(const nn::AnyRef& root, const DeviceMesh& axis,
                       const ContextParallelOptions& options = {});
 
@@ -77,7 +79,7 @@ Parallelism context_parallelism(const ContextParallelOptions& options = {});
 struct ContextParallelSettings {
   int64_t degree = 1;
   std::string load_balancer = "headtail";   ///< or "None", for contiguous parts
-  std::string rotate_method = "allgather";  ///< or "alltoall"
+  std::string rotate_method = "allgather";  ///< or "alltoall", "symmetric_memory"
   std::string attention = "ring";           ///< or "allgather_kv"
 
   ContextParallelOptions options() const;

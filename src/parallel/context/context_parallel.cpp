@@ -85,10 +85,8 @@ void context_parallel(const nn::AnyRef& root, const DeviceMesh& axis, const Cont
               "' or of one below it are spread over ranks already");
   const std::shared_ptr<dist::Group> group = axis.group();
   const SequenceLayout layout(group->size(), options.load_balancer);
-  const bool is_ring = options.attention == ContextAttention::Ring;
-  const std::shared_ptr<context::DistributedAttention> attention = context::make_attention(
-      group, is_ring ? axis.world().group(axis.ranks(), group->name(), "gradient_ring") : nullptr, layout,
-      options);
+  const std::shared_ptr<context::DistributedAttention> attention =
+      context::make_attention(axis, layout, options);
   const auto positions = std::make_shared<LocalPositions>(layout, group->rank());
 
   int num_users = 0;
@@ -117,10 +115,12 @@ Parallelism context_parallelism(const ContextParallelOptions& options) {
 }
 
 ContextParallelOptions ContextParallelSettings::options() const {
+  using Rotate = ContextRotateMethod;
   return {.load_balancer =
               load_balancer == "headtail" ? ContextLoadBalancer::HeadTail : ContextLoadBalancer::None,
-          .rotate_method =
-              rotate_method == "allgather" ? ContextRotateMethod::AllGather : ContextRotateMethod::AllToAll,
+          .rotate_method = rotate_method == "allgather"  ? Rotate::AllGather
+                           : rotate_method == "alltoall" ? Rotate::AllToAll
+                                                         : Rotate::SymmetricMemory,
           .attention = attention == "ring" ? ContextAttention::Ring : ContextAttention::AllGatherKv};
 }
 
@@ -136,8 +136,9 @@ void describe(config::Table<ContextParallelSettings>& table) {
               "how a sequence is divided: an early and a late chunk for each rank, or contiguous parts",
               balancers);
   table.field("rotate_method", &Settings::rotate_method,
-              "how keys and values reach the other ranks: gathered at once, or passed around the ring",
-              config::one_of({"allgather", "alltoall"}));
+              "how keys and values reach the other ranks: gathered at once, or passed around the ring, by "
+              "messages or by copies between GPUs that NVLink connects",
+              config::one_of({"allgather", "alltoall", "symmetric_memory"}));
   table.field("attention", &Settings::attention,
               "keys arrive block by block (\"ring\", which has the rotate method), or all at once before any "
               "attention: fewer collectives, for short sequences on fast links",

@@ -1,5 +1,6 @@
 #include "parallel/context/distributed_attention.h"
 
+#include <string>
 #include <utility>
 
 #include <ATen/core/DimVector.h>
@@ -11,8 +12,10 @@
 
 #include "ops/autograd_node.h"
 #include "ops/saved_outputs.h"
+#include "parallel/peer_memory.h"
 #include "parallel/scratch.h"
 #include "titan/core/error.h"
+#include "titan/dist/world.h"
 
 namespace titan::context {
 
@@ -134,21 +137,52 @@ at::Tensor ContextCore::attend(const at::Tensor& q, const at::Tensor& k, const a
 
 namespace {
 
-/// Sends a tensor to the next rank of a group while receiving one from the previous rank. One at a time.
+/// Sends a tensor to the next rank of a ring while receiving one from the previous rank. One at a time.
 class RingExchange {
  public:
-  explicit RingExchange(std::shared_ptr<dist::Group> group) : group_(std::move(group)) {}
-
+  virtual ~RingExchange() = default;
   /// `send` mustn't be written to, nor `receive` used, before wait(). Both contiguous, of the same size.
-  void start(const at::Tensor& send, const at::Tensor& receive, dist::Label label) {
+  virtual void start(const at::Tensor& send, const at::Tensor& receive, dist::Label label) = 0;
+  virtual void wait() = 0;
+};
+using RingExchangePtr = std::unique_ptr<RingExchange>;
+
+class MessageExchange final : public RingExchange {
+ public:
+  explicit MessageExchange(std::shared_ptr<dist::Group> group) : group_(std::move(group)) {}
+
+  void start(const at::Tensor& send, const at::Tensor& receive, dist::Label label) override {
     const int rank = group_->rank(), size = group_->size();
     under_way_ = group_->exchange(send, (rank + 1) % size, receive, (rank + size - 1) % size, label);
   }
-  void wait() { under_way_.wait(); }
+  void wait() override { under_way_.wait(); }
 
  private:
   std::shared_ptr<dist::Group> group_;
   dist::Exchange under_way_;
+};
+
+/// Each rank copies from the previous one's memory. The accesses are those of a gather in [Note: order of accesses to shared
+/// memory].
+class CopyExchange final : public RingExchange {
+ public:
+  explicit CopyExchange(std::unique_ptr<dist::SymmetricMemory> memory) : memory_(std::move(memory)) {}
+
+  void start(const at::Tensor& send, const at::Tensor& receive, dist::Label /*label*/) override {
+    const int rank = memory_->rank(), size = memory_->size();
+    memory_->reserve(static_cast<int64_t>(send.nbytes()));
+    memory_->write(rank, 0, send);
+    memory_->barrier();
+    memory_->read(receive, (rank + size - 1) % size, 0);
+    memory_->barrier();
+    done_ = memory_->now();
+  }
+  // Also for the second barrier: a recording ends with all work waited for.
+  void wait() override { memory_->wait(done_); }
+
+ private:
+  std::unique_ptr<dist::SymmetricMemory> memory_;
+  dist::SymmetricMemory::Moment done_ = 0;
 };
 
 // Sizes of the result of KeyValues::pack for the keys of one rank, or of several in order.
@@ -208,26 +242,26 @@ class GatherRotation final : public KeyValueRotation {
 
 class NeighborRotation final : public KeyValueRotation {
  public:
-  explicit NeighborRotation(std::shared_ptr<dist::Group> group)
-      : num_ranks_(group->size()), exchange_(std::move(group)) {}
+  NeighborRotation(int num_ranks, RingExchangePtr exchange)
+      : num_ranks_(num_ranks), exchange_(std::move(exchange)) {}
 
   void start(const KeyValues& own, dist::Label label) override {
     label_ = label;
     current_ = own.pack(buffers_[0]);
     next_ = buffers_[1].get(current_.sizes(), current_.options());
-    exchange_.start(current_, next_, label_);
+    exchange_->start(current_, next_, label_);
   }
   // The keys of the last block have been used and sent on: the next transfer overwrites them.
   KeyValues hop(int i) override {
-    exchange_.wait();
+    exchange_->wait();
     std::swap(current_, next_);
-    if (i + 1 < num_ranks_) exchange_.start(current_, next_, label_);
+    if (i + 1 < num_ranks_) exchange_->start(current_, next_, label_);
     return KeyValues::of_packed(current_);
   }
 
  private:
   int num_ranks_;
-  RingExchange exchange_;
+  RingExchangePtr exchange_;
   Scratch buffers_[2];
   at::Tensor current_, next_;
   dist::Label label_;
@@ -239,7 +273,7 @@ class NeighborRotation final : public KeyValueRotation {
 /// run during the computation of the next hop. Sums are in fp32 (float64 for float64 inputs).
 class GradientRing {
  public:
-  explicit GradientRing(std::shared_ptr<dist::Group> group) : exchange_(std::move(group)) {}
+  explicit GradientRing(RingExchangePtr exchange) : exchange_(std::move(exchange)) {}
 
   /// Returns zeros, shaped by the keys `k`, to which the first hop adds its contributions.
   KeyValues start(const at::Tensor& k, at::ScalarType dtype, dist::Label label) {
@@ -257,7 +291,7 @@ class GradientRing {
   /// Passes on the sum so far, with this hop's contributions if `contributed`.
   void pass_on(bool contributed) {
     if (!first_) {
-      exchange_.wait();
+      exchange_->wait();
       if (contributed) {
         contributions_.add_(received_);
       } else {
@@ -266,17 +300,17 @@ class GradientRing {
     }
     first_ = false;
     std::swap(contributions_, sending_);
-    exchange_.start(sending_, received_, label_);
+    exchange_->start(sending_, received_, label_);
   }
   /// The gradients of this rank's own keys, after the last hop. Valid until the next start().
   KeyValues finish() {
-    exchange_.wait();
+    exchange_->wait();
     return KeyValues::of_packed(received_);
   }
 
  private:
   Scratch buffers_[3];
-  RingExchange exchange_;
+  RingExchangePtr exchange_;
   dist::Label label_;
   at::Tensor contributions_, received_, sending_;  // packed
   bool first_ = true;
@@ -380,15 +414,13 @@ class GatheredAttention final : public DistributedAttention {
 /// current keys, which follow their keys around the ring and end at the keys' own rank.
 class RingAttention final : public DistributedAttention {
  public:
-  RingAttention(std::shared_ptr<dist::Group> group, std::shared_ptr<dist::Group> gradient_group,
-                SequenceLayout layout, ContextRotateMethod method)
+  RingAttention(int rank, SequenceLayout layout, std::unique_ptr<KeyValueRotation> rotation,
+                RingExchangePtr gradients)
       : DistributedAttention(layout),
-        rank_(group->rank()),
-        num_ranks_(group->size()),
-        rotation_(method == ContextRotateMethod::AllGather
-                      ? std::unique_ptr<KeyValueRotation>(std::make_unique<GatherRotation>(group))
-                      : std::make_unique<NeighborRotation>(group)),
-        gradient_ring_(std::move(gradient_group)) {}
+        rank_(rank),
+        num_ranks_(layout.num_ranks()),
+        rotation_(std::move(rotation)),
+        gradient_ring_(std::move(gradients)) {}
 
   ops::AttentionSum forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             dist::Label label) override {
@@ -443,8 +475,43 @@ std::unique_ptr<DistributedAttention> make_attention(std::shared_ptr<dist::Group
                                                      const ContextParallelOptions& options) {
   if (options.attention == ContextAttention::AllGatherKv)
     return std::make_unique<GatheredAttention>(std::move(group), layout);
-  return std::make_unique<RingAttention>(std::move(group), std::move(gradient_group), layout,
-                                         options.rotate_method);
+  const int rank = group->rank(), size = group->size();
+  std::unique_ptr<KeyValueRotation> rotation;
+  if (options.rotate_method == ContextRotateMethod::AllGather)
+    rotation = std::make_unique<GatherRotation>(std::move(group));
+  else
+    rotation = std::make_unique<NeighborRotation>(size, std::make_unique<MessageExchange>(std::move(group)));
+  return std::make_unique<RingAttention>(rank, layout, std::move(rotation),
+                                         std::make_unique<MessageExchange>(std::move(gradient_group)));
+}
+
+std::unique_ptr<DistributedAttention> make_attention(const DeviceMesh& axis, SequenceLayout layout,
+                                                     const ContextParallelOptions& options) {
+  const auto group = axis.group();
+  if (options.attention == ContextAttention::AllGatherKv)
+    return make_attention(group, nullptr, layout, options);
+  // Where no rank is real, copies are recorded as messages.
+  if (options.rotate_method == ContextRotateMethod::SymmetricMemory && group->backend_name() != "fake") {
+    if (const std::string why = why_no_peer_memory(axis); !why.empty())
+      throw ConfigError("parallelism.context_parallel_rotate_method = \"symmetric_memory\": " + why);
+    return make_ring_attention(make_peer_memory(axis), make_peer_memory(axis), layout);
+  }
+  const auto long_receives = [&](const char* purpose) {
+    return axis.world().group(axis.ranks(), group->name(), str(dist::kLongReceives, purpose));
+  };
+  return make_attention(
+      options.rotate_method == ContextRotateMethod::AllGather ? group : long_receives("ring"),
+      long_receives("gradient_ring"), layout, options);
+}
+
+std::unique_ptr<DistributedAttention> make_ring_attention(std::unique_ptr<dist::SymmetricMemory> keys,
+                                                          std::unique_ptr<dist::SymmetricMemory> gradients,
+                                                          SequenceLayout layout) {
+  const int rank = keys->rank();
+  return std::make_unique<RingAttention>(
+      rank, layout,
+      std::make_unique<NeighborRotation>(layout.num_ranks(), std::make_unique<CopyExchange>(std::move(keys))),
+      std::make_unique<CopyExchange>(std::move(gradients)));
 }
 
 }  // namespace titan::context

@@ -13,7 +13,9 @@
 #include <memory>
 #include <optional>
 
+#include "dist/device_backend.h"
 #include "titan/dist/collectives.h"
+#include "titan/dist/device_mesh.h"
 #include "titan/nn/layers.h"
 #include "titan/ops/functional.h"
 #include "titan/parallel/context_parallel.h"
@@ -80,12 +82,21 @@ class DistributedAttention {
   SequenceLayout layout_;
 };
 
+/// Collective. Throws ConfigError on all ranks of the axis if symmetric memory was asked for and they can't share any.
+std::unique_ptr<DistributedAttention> make_attention(const DeviceMesh& axis, SequenceLayout layout,
+                                                     const ContextParallelOptions& options);
+
 /// `gradient_group`: the same ranks, for the gradients in a ring, which then needn't wait for the keys that
 /// travel at the same time. Unused without a ring.
 std::unique_ptr<DistributedAttention> make_attention(std::shared_ptr<dist::Group> group,
                                                      std::shared_ptr<dist::Group> gradient_group,
                                                      SequenceLayout layout,
                                                      const ContextParallelOptions& options);
+
+/// A ring whose ranks copy keys, and gradients of keys, from each other's memory.
+std::unique_ptr<DistributedAttention> make_ring_attention(std::unique_ptr<dist::SymmetricMemory> keys,
+                                                          std::unique_ptr<dist::SymmetricMemory> gradients,
+                                                          SequenceLayout layout);
 
 /// The core of one module, whose name is in the records of collectives. `module` outlives the process's
 /// groups.

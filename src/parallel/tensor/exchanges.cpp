@@ -4,10 +4,9 @@
 #include <vector>
 
 #include <ATen/ops/empty.h>
-#include <c10/util/StringUtil.h>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "ops/operators.h"
+#include "parallel/peer_memory.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 
@@ -372,25 +371,6 @@ class WrittenSummands final : public ops::SequenceExchange::Scatter {
 
 // ---- the choice of a transport
 
-constexpr dist::Label kLabel{"tp::choose_exchange"};
-
-std::unique_ptr<dist::SymmetricMemory> make_symmetric_memory(const DeviceMesh& axis,
-                                                             dist::DeviceBackend& devices) {
-  const dist::World& world = axis.world();
-  const auto store = c10::intrusive_ptr<c10d::Store>::reclaim_copy(&world.store());
-  // Later calls for the same ranks have keys of their own. Each rank counts its calls, which all of them make.
-  const std::string keys = str("peer_memory/", c10::Join("-", axis.ranks()), "/");
-  const int64_t number = store->add(str(keys, "calls of ", world.rank()), 1);
-  const auto own_store = c10::make_intrusive<c10d::PrefixStore>(str(keys, number), store);
-  const auto group = axis.group();
-  return devices.make_symmetric_memory({.name = group->name(),
-                                        .store = own_store,
-                                        .rank = group->rank(),
-                                        .size = group->size(),
-                                        .world_ranks = group->ranks(),
-                                        .timeout = world.timeout()});
-}
-
 template <class Exchange>
 CountedExchange counted(std::shared_ptr<const Exchange> exchange) {
   return {exchange, exchange->traffic()};
@@ -424,21 +404,6 @@ std::unique_ptr<ops::SequenceExchange::Scatter> PeerMemoryExchange::scatter() co
   return std::make_unique<WrittenSummands>(*pieces_, *traffic_);
 }
 
-std::string why_not_all_share(dist::Group& group, const dist::DeviceBackend& devices) {
-  const auto addresses = group.all_gather_text(devices.device_address(), kLabel);
-  std::string mine;
-  for (int peer = 0; peer < group.size() && mine.empty(); ++peer) {
-    if (peer == group.rank()) continue;
-    const std::string why = devices.why_no_symmetric_memory(addresses[static_cast<size_t>(peer)]);
-    if (!why.empty())
-      mine = str("rank ", group.ranks()[static_cast<size_t>(group.rank())], " can't share memory with rank ",
-                 group.ranks()[static_cast<size_t>(peer)], ": ", why);
-  }
-  for (const std::string& why : group.all_gather_text(mine, kLabel))
-    if (!why.empty()) return why;
-  return "";
-}
-
 MakeExchange collective_exchange(std::shared_ptr<const TpGroup> group) {
   return [group = std::move(group)](const char* module) {
     return counted(std::make_shared<const CollectiveExchange>(group, module));
@@ -447,21 +412,18 @@ MakeExchange collective_exchange(std::shared_ptr<const TpGroup> group) {
 
 MakeExchange choose_exchange(const DeviceMesh& axis, OverlapTransport transport) {
   const auto group = axis.group();
-  const std::string carrier = group->backend_name();
   const bool by_size = transport == OverlapTransport::Auto;
   const auto sends = [&](const std::string& way) -> MakeExchange {
     return [group, way, by_size](const char* module) {
       return counted(std::make_shared<const SendReceiveExchange>(group, module, way, by_size));
     };
   };
-  if (group->size() == 1 || carrier == "fake") return sends(way_of_plan(transport));
+  if (group->size() == 1 || group->backend_name() == "fake") return sends(way_of_plan(transport));
   if (transport == OverlapTransport::SendReceive) {
     log_choice("by sends and receives, as the settings say");
     return sends(way_of_plan(transport));
   }
-  dist::DeviceBackend* devices = carrier == "nccl" ? dist::device_backend() : nullptr;
-  const std::string why =
-      devices ? why_not_all_share(*group, *devices) : str("the backend is ", axis.world().backend());
+  const std::string why = why_no_peer_memory(axis);
   if (!why.empty() && transport == OverlapTransport::SymmetricMemory)
     throw ConfigError("parallelism.async_tensor_parallel_transport = \"symmetric_memory\": " + why);
   if (!why.empty()) {
@@ -469,7 +431,7 @@ MakeExchange choose_exchange(const DeviceMesh& axis, OverlapTransport transport)
     return sends(way_of_plan(OverlapTransport::SendReceive));
   }
   log_choice("through symmetric memory");
-  const auto pieces = std::make_shared<PeerPieces>(PeerPieces{make_symmetric_memory(axis, *devices)});
+  const auto pieces = std::make_shared<PeerPieces>(PeerPieces{make_peer_memory(axis)});
   // The copies aren't calls of a group, so no record needs the module's name.
   return [pieces, by_size](const char* /*module*/) {
     return counted(std::make_shared<const PeerMemoryExchange>(pieces, by_size));

@@ -52,10 +52,6 @@ struct CountedExchange {
   std::shared_ptr<const Traffic> traffic;
 };
 
-/// The reason why the ranks of `group` can't all share memory, the same text on each; empty if they can.
-/// Collective.
-std::string why_not_all_share(dist::Group& group, const dist::DeviceBackend& devices);
-
 /// Makes a module's exchange; all have the same transport. `module` is its interned name.
 using MakeExchange = std::function<CountedExchange(const char* module)>;
 

@@ -1,5 +1,5 @@
 // When a ring's messages are launched and waited for, in which order, and their bytes. One process simulates
-// each rank in turn and reads its record of calls.
+// each rank in turn and reads its record of calls. Where ranks copy instead, they are threads.
 
 #include <algorithm>
 #include <string_view>
@@ -11,7 +11,9 @@
 #include "dist/flight_record.h"
 #include "parallel/context/distributed_attention.h"
 #include "titan/dist/world.h"
+#include "unit/golden.h"
 #include "unit/parallel/serial_queues.h"
+#include "unit/parallel/thread_peer_memory.h"
 
 namespace titan::context {
 namespace {
@@ -157,6 +159,63 @@ TEST(SerialQueues, DeadlockWhereAllSendFirst) {
   for (int rank = 0; rank < 3; ++rank) queues.push_back({{(rank + 1) % 3, true}, {(rank + 2) % 3, false}});
   EXPECT_FALSE(testing::all_arrive(queues));
 }
+
+// ---- copies from the previous rank's memory
+
+struct CopyCase {
+  int ranks;
+  testing::Queues queues;
+};
+class RingOfCopies : public ::testing::TestWithParam<CopyCase> {};
+
+// The pieces grow for the second sequence.
+TEST_P(RingOfCopies, EqualsAttentionOverTheWholeSequence) {
+  const auto [ranks, queues] = GetParam();
+  const auto keys = std::make_shared<testing::MeetingPlace>(ranks),
+             gradients = std::make_shared<testing::MeetingPlace>(ranks);
+  const SequenceLayout layout(ranks, kHeadTail);
+  at::manual_seed(4);
+  struct Whole {
+    at::Tensor q, k, v, grad, out;
+  };
+  std::vector<Whole> sequences;
+  for (const int64_t chunk : {3, 5, 3}) {
+    const auto make = [&](int64_t heads) { return at::randn({2, chunk * 2 * ranks, heads, 8}, at::kDouble); };
+    Whole whole{make(4).requires_grad_(), make(2).requires_grad_(), make(2).requires_grad_(), make(4), {}};
+    whole.out = ops::causal_attention(whole.q, whole.k, whole.v);
+    whole.out.backward(whole.grad);
+    sequences.push_back(whole);
+  }
+  testing::run_ranks(ranks, [&, ranks = ranks, queues = queues](int rank) {
+    const auto memory = [&](const auto& place) {
+      return std::make_unique<testing::ThreadPeerMemory>(place, rank, queues);
+    };
+    const auto attention = make_ring_attention(memory(keys), memory(gradients), layout);
+    for (const Whole& whole : sequences) {
+      const auto part = [&](const at::Tensor& x) { return layout.part(x.detach(), 1, rank); };
+      const at::Tensor q = part(whole.q), k = part(whole.k), v = part(whole.v);
+      const ops::AttentionSum sum = attention->forward(q, k, v, kForward);
+      EXPECT_CLOSE(sum.out_BSHD, part(whole.out), 1e-12);
+      const ops::AttentionGradients got =
+          attention->backward({q, k, v, sum.out_BSHD, sum.log_sum_exp_BHS}, part(whole.grad), kBackward);
+      EXPECT_CLOSE(got.q_BSHD, part(whole.q.grad()), 1e-12);
+      EXPECT_CLOSE(got.k_BTKD, part(whole.k.grad()), 1e-12);
+      EXPECT_CLOSE(got.v_BTKD, part(whole.v.grad()), 1e-12);
+    }
+  });
+  EXPECT_EQ(keys->problems(), std::vector<std::string>{});
+  EXPECT_EQ(gradients->problems(), std::vector<std::string>{});
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, RingOfCopies,
+                         ::testing::Values(CopyCase{2, testing::Queues::Beside},
+                                           CopyCase{3, testing::Queues::Beside},
+                                           CopyCase{4, testing::Queues::Beside},
+                                           CopyCase{3, testing::Queues::InOrder}),
+                         [](const auto& info) {
+                           return str(info.param.ranks, "_ranks",
+                                      info.param.queues == testing::Queues::InOrder ? "_in_order" : "");
+                         });
 
 // ---- received bytes
 
