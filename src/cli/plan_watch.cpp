@@ -12,6 +12,9 @@
 #include <set>
 #include <utility>
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+
 #include "cli/text.h"
 #include "core/file.h"
 #include "core/process.h"
@@ -21,6 +24,7 @@
 #include "plan/device_file.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
+#include "titan/dist/collectives.h"
 #include "titan/train/trainer.h"
 
 namespace titan::cli {
@@ -109,6 +113,14 @@ LastingMemory lasting_memory(const train::TrainerParts& parts) {
   return memory;
 }
 
+std::vector<double> peaks_of_ranks(const dist::World& world, double mine_gib) {
+  if (world.backend() == "fake") return {mine_gib};  // there are no others
+  const at::Tensor mine = at::full({1}, mine_gib, at::kDouble), all = at::empty({world.size()}, at::kDouble);
+  world.everyone()->all_gather(all, mine, {"plan::peaks"}).wait();
+  const auto* peaks = all.const_data_ptr<double>();
+  return {peaks, peaks + world.size()};
+}
+
 // The device of `titan plan --device`; "": none.
 std::string device_for(const train::JobConfig& config, const dist::World& world) {
   const std::string& chosen = config.metrics.plan_device;
@@ -134,9 +146,30 @@ void check_plan_device(const train::JobConfig& config, const config::Origins& or
   }
 }
 
+std::optional<UnplannedPeak> find_unplanned_peak(const std::vector<PlannedPeak>& planned,
+                                                 const std::vector<double>& peaks_gib) {
+  std::optional<UnplannedPeak> worst;
+  int num_found = 0;
+  for (int rank = 0; rank < static_cast<int>(peaks_gib.size()); ++rank) {
+    const auto next = std::ranges::upper_bound(planned, rank, {}, &PlannedPeak::rank);
+    TITAN_CHECK(next != planned.begin(), "a plan begins with rank 0");
+    const PlannedPeak& role = *std::prev(next);
+    const double gib = peaks_gib[static_cast<size_t>(rank)], difference = gib / role.reserved_gib - 1;
+    // The first rank of a pipeline rank has the most, because shards are cut from the front: others may have less.
+    const bool may_have_less = rank != role.rank && planned.size() > 1;
+    if (may_have_less ? difference <= kMostDifference : std::abs(difference) <= kMostDifference) continue;
+    ++num_found;
+    if (!worst || std::abs(difference) > std::abs(worst->difference))
+      worst = UnplannedPeak{.rank = rank, .gib = gib, .planned = role, .difference = difference};
+  }
+  if (worst) worst->num_others = num_found - 1;
+  return worst;
+}
+
 void PlanWatch::begin_after(int64_t step) {
   if (first_step_) return;  // a rewind
   first_step_ = step + 1;
+  if (options_.file.empty()) return;
   std::error_code ignored;
   std::filesystem::remove(options_.file, ignored);
   std::filesystem::remove(options_.file.parent_path() / kMemoryFile, ignored);
@@ -170,22 +203,33 @@ void PlanWatch::make_plan(const std::stop_token& stop) {
 
 void PlanWatch::logged(const train::StepMetrics& metrics) {
   peak_gib_ = std::max(peak_gib_, metrics.memory_gib);
+  const bool is_due = first_step_ && metrics.step >= *first_step_ + kStepsBeforeComparing - 1;
+  // In the same step on all ranks, of which only one knows whether there is a plan.
+  if (is_due && options_.gather_peaks && peaks_gib_.empty()) {
+    peaks_gib_ = options_.gather_peaks(peak_gib_);
+    gathered_step_ = metrics.step;
+  }
   const std::lock_guard lock(mutex_);
   if (!plan_) return;
   if (!std::exchange(is_followed_, true)) window_.set_planned_tps(plan_->tps);
-  const bool is_due = first_step_ && metrics.step >= *first_step_ + kStepsBeforeComparing - 1;
   if (!is_due || std::exchange(compared_, true)) return;
-  if (options_.compares_memory) compare_memory(metrics.step);
+  compare_memory();
   if (options_.measure_lasting) write_lasting(metrics.step);
 }
 
-void PlanWatch::compare_memory(int64_t step) {
-  const double difference = peak_gib_ / plan_->reserved_gib - 1;
-  if (std::abs(difference) <= kMostDifference) return;
-  log::warning_rank0(str("step ", step, ": the allocator has taken up to ", number("%.2f", peak_gib_),
-                         " GiB from the device, ", number("%.1f", 100 * std::abs(difference)), " % ",
-                         difference > 0 ? "more" : "less", " than the ", number("%.2f", plan_->reserved_gib),
-                         " GiB of the plan (docs/plan.md says what a plan can't see)"));
+void PlanWatch::compare_memory() const {
+  const auto peak = find_unplanned_peak(plan_->peaks, peaks_gib_);
+  if (!peak) return;
+  log::warning_rank0(str(
+      "step ", gathered_step_, ": the allocator of rank ", peak->rank, " has taken up to ",
+      number("%.2f", peak->gib), " GiB from the device, ", number("%.1f", 100 * std::abs(peak->difference)),
+      " % ", peak->difference > 0 ? "more" : "less", " than the ", number("%.2f", peak->planned.reserved_gib),
+      " GiB of the plan (", peak->planned.role, ")",
+      peak->num_others > 0
+          ? str("; ", peak->num_others, peak->num_others == 1 ? " other rank is" : " other ranks are",
+                " more than ", 100 * kMostDifference, " % off, too")
+          : "",
+      "; docs/plan.md says what a plan can't see"));
 }
 
 void PlanWatch::write_lasting(int64_t step) try {
@@ -196,7 +240,15 @@ void PlanWatch::write_lasting(int64_t step) try {
 
 std::unique_ptr<PlanWatch> build_plan_watch(const train::JobConfig& config, const dist::World& world,
                                             train::TrainerParts& parts) {
-  if (world.rank() != 0) return nullptr;
+  // The same on all ranks, which may have different GPUs.
+  std::function<std::vector<double>(double)> gather_peaks;
+  if (world.device().is_cuda() && config.metrics.plan_device != "none")
+    gather_peaks = [world](double mine) { return peaks_of_ranks(world, mine); };
+  if (world.rank() != 0) {
+    if (!gather_peaks) return nullptr;
+    return std::make_unique<PlanWatch>(
+        PlanWatch::Options{.command = {}, .gather_peaks = std::move(gather_peaks)}, parts.window);
+  }
   std::string device;
   try {
     device = device_for(config, world);
@@ -206,7 +258,7 @@ std::unique_ptr<PlanWatch> build_plan_watch(const train::JobConfig& config, cons
   const std::filesystem::path folder = train::record_folder(config);
   PlanWatch::Options options{.command = {},
                              .file = folder / kPlanFile,
-                             .compares_memory = world.device().is_cuda(),
+                             .gather_peaks = std::move(gather_peaks),
                              .measure_lasting = [&parts] { return lasting_memory(parts); }};
   // A plan is for a GPU, also that of a run on a CPU.
   if (!device.empty())

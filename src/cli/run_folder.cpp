@@ -142,6 +142,9 @@ RunPlan read_plan(const std::string& text) try {
                             // The plan's category has the buffers of reductions, too.
                             .gradients = memory.at("shard_gradient_bytes").get<double>() / kGiB,
                             .optimizer = lasting("optimizer")}};
+  for (const nlohmann::json& role : plan.at("memory").at("by_role"))
+    found.peaks.push_back(
+        {role.at("role"), role.at("rank"), role.at("peak_reserved_bytes").get<double>() / kGiB});
   for (const auto& [category, bytes] : memory.at("at_peak").at("categories").items()) {
     const double lasts = category == "parameters"  ? found.lasting.parameters
                          : category == "gradients" ? found.lasting.gradients
@@ -151,7 +154,10 @@ RunPlan read_plan(const std::string& text) try {
     if (gib >= 0.005)
       found.rest.emplace_back(category == "gradients" ? "gradients on their way to shards" : category, gib);
   }
-  TITAN_CHECK(found.step_s > 0 && found.tps > 0 && found.reserved_gib > 0, "a plan's figures are above 0");
+  TITAN_CHECK(
+      found.step_s > 0 && found.tps > 0 &&
+          std::ranges::all_of(found.peaks, [](const PlannedPeak& peak) { return peak.reserved_gib > 0; }),
+      "a plan's figures are above 0");
   return found;
 } catch (const nlohmann::json::exception& error) {
   throw Error(str("this isn't what titan plan --json prints: ", error.what()));

@@ -88,6 +88,13 @@ struct LastingMemory {
   double sum() const { return parameters + gradients + optimizer; }
 };
 
+/// The planned memory of one rank, and of those after it up to the next such rank.
+struct PlannedPeak {
+  std::string role;  ///< "every rank", "pipeline rank 1"
+  int rank = 0;
+  double reserved_gib = 0;  ///< from the device
+};
+
 /// A run's plan: the figures that rank 0 of the run measures, too.
 struct RunPlan {
   std::string device;
@@ -101,6 +108,7 @@ struct RunPlan {
   LastingMemory lasting = {};
   /// The rest of the peak in tensors, in GiB by category.
   std::vector<std::pair<std::string, double>> rest = {};
+  std::vector<PlannedPeak> peaks = {};  ///< by rank; the first is rank 0's
 };
 /// In the run's folder: what `titan plan --json` printed.
 inline constexpr const char* kPlanFile = "plan.json";

@@ -22,19 +22,33 @@ grep -q "this run has no plan: no file of configs/devices has the device Virtual
   failed "the log doesn't say why there is no plan:" "$folder/log"
 test ! -e "$folder/run/plan.json" || failed "there is a plan:" "$folder/log"
 
+# It doesn't wait for its plan, so this does, and until after the third step, when memory is compared, and the roofline report of the fourth.
+run_beyond_the_plan() {
+  rm -rf "$folder/run"
+  "${train[@]}" --training.steps=100000 --metrics.plan_device=h100 "$@" >"$folder/log" 2>&1 &
+  run=$!
+  until grep -q '"step": [5-9].*"percent_of_plan": \|"step": [0-9]\{2,\}.*"percent_of_plan": ' "$folder/run/metrics.jsonl" 2>"$folder/missing"; do
+    kill -0 $run 2>"$folder/missing" || failed "the run ends:" "$folder/log"
+    sleep 0.2
+  done
+  kill -TERM $run
+  wait $run || failed "the run fails:" "$folder/log"
+}
+
+# The ranks of a pipeline have different peaks, each as planned.
+run_beyond_the_plan --validation.enable=false --parallelism.pipeline_parallel_degree=2 --model.args.n_layers=3 --training.local_batch_size=2 \
+  --parallelism.pipeline_parallel_schedule=1F1B --parallelism.pipeline_parallel_microbatch_size=1
+! grep -q "GiB of the plan" "$folder/log" || failed "memory that is as planned is called something else:" "$folder/log"
+python3 - "$folder/run/plan.json" <<'PY' || failed "the ranks of the pipeline have equal peaks" "$folder/log"
+import json, sys
+first, second = [role["peak_gib"] for role in json.load(open(sys.argv[1]))["memory"]["by_role"]]
+sys.exit(not 0.05 < abs(second / first - 1))
+PY
+
 # Validation, which a plan leaves out, has large batches here, so the run takes more than was planned.
-"${train[@]}" --training.steps=100000 --metrics.plan_device=h100 --report-roofline --validation.enable --validation.freq=2 --validation.steps=1 \
-  --validation.local_batch_size=128 --validation.seq_len=64 >"$folder/log" 2>&1 &
-run=$!
-# It doesn't wait for its plan, so this test does, and for the roofline report of the fourth step.
-until grep -q '"step": [5-9].*"percent_of_plan": \|"step": [0-9]\{2,\}.*"percent_of_plan": ' "$folder/run/metrics.jsonl" 2>"$folder/missing"; do
-  kill -0 $run 2>"$folder/missing" || failed "the run ends:" "$folder/log"
-  sleep 0.2
-done
-kill -TERM $run
-wait $run || failed "the run fails:" "$folder/log"
+run_beyond_the_plan --report-roofline --validation.enable --validation.freq=2 --validation.steps=1 --validation.local_batch_size=128 --validation.seq_len=64
 for text in "the plan for NVIDIA H100 80GB HBM3: a step in .* GiB from the device; written to " "mfu: .*  of plan: [0-9.]*%" \
-  "GiB from the device, [0-9.]* % more than the [0-9.]* GiB of the plan"; do
+  "of rank [01] has taken up to [0-9.]* GiB from the device, [0-9.]* % more than the [0-9.]* GiB of the plan (every rank); 1 other rank is"; do
   grep -q -- "$text" "$folder/log" || failed "the log has no '$text':" "$folder/log"
 done
 [ "$(grep -c "GiB of the plan" "$folder/log")" = 1 ] || failed "memory is compared more than once:" "$folder/log"

@@ -400,7 +400,7 @@ int report_command(const Arguments& words) {
   input.run = read_history(run);
   input.ranks = newest_of_ranks(run, report::kMostRanks, {.spans = false});
   input.num_ranks = static_cast<int>(newest_files(run, SIZE_MAX / 2).size());
-  input.plan = report::plan_of(run);
+  report::add_plan(input);
   input.parts = report::measured_parts(run);
   input.lasting = read_memory_file(run);
   input.now_us = now_us();

@@ -42,6 +42,7 @@ struct PageInput {
   std::vector<ProcessLog> ranks;
   int num_ranks = 0;  ///< ranks that have a log
   std::optional<RunPlan> plan = {};
+  std::string no_plan = {};             ///< why there is none although there is a file; "": there is no file
   std::optional<StepParts> parts = {};  ///< unset: the run has no roofline report
   std::optional<LastingMemory> lasting = {};
   int64_t now_us = 0;  ///< when the page is made
@@ -56,8 +57,9 @@ std::string time_section(const PageInput& input);
 std::string plan_section(const PageInput& input);
 std::string validation_section(const PageInput& input);
 
-/// From a run's plan.json and roofline.json; nullopt if the file is missing or something else.
-std::optional<RunPlan> plan_of(const std::filesystem::path& run);
+/// From the run's plan.json.
+void add_plan(PageInput& input);
+/// From a run's roofline.json; nullopt if the file is missing or something else.
 std::optional<StepParts> measured_parts(const std::filesystem::path& run);
 
 /// Maps values to places on an axis, and chooses the marked values.

@@ -52,10 +52,12 @@ class Comparison {
 
 }  // namespace
 
-std::optional<RunPlan> plan_of(const std::filesystem::path& run) try {
-  return read_plan(read_file(run / kPlanFile));
-} catch (const Error&) {
-  return std::nullopt;
+void add_plan(PageInput& input) try {
+  const std::filesystem::path file = input.run.folder / kPlanFile;
+  std::error_code unreadable;  // read_file says why
+  if (std::filesystem::exists(file, unreadable) || unreadable) input.plan = read_plan(read_file(file));
+} catch (const Error& error) {
+  input.no_plan = error.what();
 }
 
 std::optional<StepParts> measured_parts(const std::filesystem::path& run) try {
@@ -67,7 +69,11 @@ std::optional<StepParts> measured_parts(const std::filesystem::path& run) try {
 }
 
 std::string plan_section(const PageInput& input) {
-  if (!input.plan) return "";
+  if (!input.plan && input.no_plan.empty()) return "";
+  if (!input.plan)
+    return paragraph(
+        str(kPlanFile, " can't be shown: ", input.no_plan,
+            ". An earlier version of LibTitan may have written it; the run's next start plans anew."));
   const RunPlan& plan = *input.plan;
   const MetricRows& steps = input.run.steps;
   const auto measured_ms = [&](double StepParts::*part) {

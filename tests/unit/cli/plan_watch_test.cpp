@@ -10,8 +10,11 @@
 
 #include <chrono>
 #include <fstream>
+#include <optional>
 #include <sstream>
 #include <thread>
+
+#include <nlohmann/json.hpp>
 
 #include "core/file.h"
 #include "unit/cli/logged_run.h"
@@ -19,6 +22,7 @@
 namespace titan::cli {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
@@ -52,14 +56,52 @@ TEST(ReadPlan, RefusesOtherTexts) {
     EXPECT_THROW(read_plan(text), Error) << text;
 }
 
-/// A run of which each logged step has this memory.
+TEST(ReadPlan, FindsThePeakOfEachRole) {
+  nlohmann::json plan = nlohmann::json::parse(kPlan);
+  nlohmann::json last = plan.at("memory").at("by_role")[0];
+  last.update({{"role", "last rank"}, {"rank", 7}, {"peak_reserved_bytes", 1 << 30}});
+  plan.at("memory").at("by_role").push_back(last);
+  const RunPlan read = read_plan(plan.dump());
+  ASSERT_EQ(read.peaks.size(), 2U);
+  EXPECT_EQ(read.peaks[0].reserved_gib, 2);
+  EXPECT_EQ(read.peaks[1].role, "last rank");
+  EXPECT_EQ(read.peaks[1].rank, 7);
+  EXPECT_EQ(read.peaks[1].reserved_gib, 1);
+}
+
+// Two pipeline ranks of three ranks each, and the last rank, which has less.
+const std::vector<PlannedPeak> kPipeline = {
+    {"pipeline rank 0", 0, 10}, {"pipeline rank 1", 3, 20}, {"last rank", 5, 18}};
+
+TEST(UnplannedPeak, IsTheOneThatDiffersMost) {
+  EXPECT_FALSE(find_unplanned_peak(kPipeline, {10, 10, 10, 20, 20, 18}));
+  const auto peak = find_unplanned_peak(kPipeline, {10.4, 11, 10, 23, 20, 20});
+  ASSERT_TRUE(peak);
+  EXPECT_EQ(peak->rank, 3);
+  EXPECT_EQ(peak->planned.role, "pipeline rank 1");
+  EXPECT_EQ(peak->gib, 23);
+  EXPECT_NEAR(peak->difference, 0.15, 1e-12);
+  EXPECT_EQ(peak->num_others, 2) << "ranks 1 and 5";
+}
+
+TEST(UnplannedPeak, MayBeTooSmallOnlyForARankThatWasPlanned) {
+  EXPECT_FALSE(find_unplanned_peak(kPipeline, {10, 5, 5, 20, 5, 18}));
+  const auto peak = find_unplanned_peak(kPipeline, {10, 5, 5, 20, 5, 9});
+  ASSERT_TRUE(peak);
+  EXPECT_EQ(peak->rank, 5);
+  EXPECT_EQ(peak->difference, -0.5);
+  EXPECT_TRUE(find_unplanned_peak({{"every rank", 0, 10}}, {10, 5, 10})) << "all are alike";
+}
+
+/// A run of which each logged step has this memory. Rank 1 has `gib_of_rank_1`, if memory is compared.
 class WatchedRun {
  public:
-  explicit WatchedRun(const std::string& script, bool compares_memory = true)
+  explicit WatchedRun(const std::string& script, std::optional<double> gib_of_rank_1 = 2)
       : folder_("plan_watch"),
         watch_({.command = {"sh", "-c", script},
                 .file = file(),
-                .compares_memory = compares_memory,
+                .gather_peaks = gib_of_rank_1 ? [=](double mine) { return std::vector{mine, *gib_of_rank_1}; }
+                                              : std::function<std::vector<double>(double)>(),
                 .measure_lasting =
                     [] { return LastingMemory{.parameters = 4, .gradients = 2, .optimizer = 8}; }},
                window_) {
@@ -142,12 +184,32 @@ TEST(PlanWatch, WarnsOnceWhenMemoryIsFivePercentOff) {
   EXPECT_THAT(log.text(), Not(HasSubstr("of the plan"))) << "memory still grows in the first steps";
   for (const int64_t step : {3, 4, 5}) run.log(step, 1.5);  // the peak stays
   const std::string text = log.text();
-  EXPECT_THAT(
-      text,
-      HasSubstr(
-          "step 3: the allocator has taken up to 2.50 GiB from the device, 25.0 % more than the 2.00 GiB "
-          "of the plan"));
+  EXPECT_THAT(text, HasSubstr("step 3: the allocator of rank 0 has taken up to 2.50 GiB from the device, "
+                              "25.0 % more than the 2.00 GiB "
+                              "of the plan (first rank);"));
   EXPECT_EQ(text.find("of the plan"), text.rfind("of the plan"));
+}
+
+TEST(PlanWatch, NamesTheRankWhoseMemoryIsOff) {
+  const ErrorLog log;
+  WatchedRun run(answer(), /*gib_of_rank_1=*/3);
+  run.wait_for_plan();
+  run.log(3, 2.2);
+  EXPECT_THAT(
+      log.text(),
+      AllOf(HasSubstr("the allocator of rank 1 has taken up to 3.00 GiB from the device, 50.0 % more"),
+            HasSubstr("; 1 other rank is more than 5 % off, too")));
+}
+
+// The plan may come later on one rank than on another, so they can't wait for it.
+TEST(PlanWatch, GathersPeaksInTheSameStepWithAndWithoutAPlan) {
+  const ErrorLog log;
+  WatchedRun run("sleep 0.5; " + answer());
+  run.log(3, 2.5);
+  run.log(4, 4);
+  run.wait_for_plan();
+  run.log(5, 0);
+  EXPECT_THAT(log.text(), HasSubstr("step 3: the allocator of rank 0 has taken up to 2.50 GiB"));
 }
 
 TEST(PlanWatch, IsSilentAboutMemoryThatIsAsPlannedOrAnotherKindOfIt) {
@@ -158,7 +220,7 @@ TEST(PlanWatch, IsSilentAboutMemoryThatIsAsPlannedOrAnotherKindOfIt) {
     for (const int64_t step : {3, 4}) run.log(step, 2.09);
   }
   {
-    WatchedRun run(answer(), /*compares_memory=*/false);
+    WatchedRun run(answer(), /*gib_of_rank_1=*/std::nullopt);
     run.wait_for_plan();
     run.log(3, 30);
   }
@@ -166,7 +228,7 @@ TEST(PlanWatch, IsSilentAboutMemoryThatIsAsPlannedOrAnotherKindOfIt) {
 }
 
 TEST(PlanWatch, WritesWhatStaysInMemoryOnce) {
-  WatchedRun run(answer(), /*compares_memory=*/false);
+  WatchedRun run(answer(), /*gib_of_rank_1=*/std::nullopt);
   run.wait_for_plan();
   EXPECT_FALSE(read_memory_file(run.folder())) << "before the optimizer has its state";
   run.log(3, 0);

@@ -1,5 +1,6 @@
 // Parts of titan report: scales, curves, texts, sections.
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -202,12 +203,19 @@ TEST(ReportPlan, TakesPartsOfTheStepFromTheRooflineReport) {
             std::string::npos);
 }
 
-TEST(ReportPlan, IgnoresFilesThatAreSomethingElse) {
+TEST(ReportPlan, SaysThatAFileIsSomethingElse) {
   const LoggedRun run("no_plan");
-  EXPECT_FALSE(plan_of(run.folder));
-  std::ofstream(run.folder / kPlanFile) << "{\"fits\": true}";
+  PageInput input = page_input(run);
+  add_plan(input);
+  EXPECT_EQ(plan_section(input), "") << "there is no file";
+  std::ofstream(run.folder / kPlanFile)
+      << "{\"device\": \"GPU\", \"memory\": {\"by_role\": [{}]}, \"time_by_role\": [{}]}";
   std::ofstream(run.folder / "roofline.json") << "[]";
-  EXPECT_FALSE(plan_of(run.folder));
+  add_plan(input);
+  EXPECT_FALSE(input.plan);
+  EXPECT_THAT(plan_section(input), ::testing::AllOf(::testing::HasSubstr("plan.json can't be shown: "),
+                                                    ::testing::HasSubstr("world"),
+                                                    ::testing::HasSubstr("An earlier version of LibTitan")));
   EXPECT_FALSE(measured_parts(run.folder));
 }
 
