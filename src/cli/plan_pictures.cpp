@@ -94,6 +94,11 @@ std::string box(double x, double y, double width, double height, const char* fil
              number("%.2f", width), "\" height=\"", number("%.1f", height), "\" fill=\"", fill, "\"/>\n");
 }
 
+std::string grid_line(double x1, double y1, double x2, double y2) {
+  return str("<line x1=\"", number("%.1f", x1), "\" y1=\"", number("%.1f", y1), "\" x2=\"",
+             number("%.1f", x2), "\" y2=\"", number("%.1f", y2), "\" stroke=\"#dddddd\"/>\n");
+}
+
 std::string label(double x, double y, const std::string& text, const char* anchor = "start") {
   return str("<text x=\"", number("%.1f", x), "\" y=\"", number("%.1f", y), "\" text-anchor=\"", anchor,
              "\">", report::escaped(text), "</text>\n");
@@ -104,14 +109,15 @@ class Image {
   explicit Image(const train::JobPlan& plan) : plan_(plan) {}
 
   std::string draw(const std::string& title) {
-    std::string body = label(10, 22, title) + legend();
+    std::string streams;
     double y = kTop;
     const bool is_pipeline = plan_.step.ranks.size() > 1;
     for (size_t rank = 0; rank < plan_.step.ranks.size(); ++rank) {
-      body += streams_of(rank, /*only_default=*/is_pipeline, y);
+      streams += streams_of(rank, /*only_default=*/is_pipeline, y);
       if (!is_pipeline) y += kGap;
     }
-    body += time_axis(y) + memory(y + 50);
+    // Later parts cover earlier ones.
+    const std::string body = label(10, 22, title) + legend() + time_axis(y) + streams + memory(y + 50);
     const double height = y + 50 + kMemory + 50;
     return str("<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"", kWidth, "\" height=\"",
                std::lround(height),
@@ -175,13 +181,14 @@ class Image {
   }
 
   std::string time_axis(double y) const {
+    const bool in_ms = plan_.step.seconds < 1;
+    const double unit = in_ms ? 1e-3 : 1;
+    const report::Scale scale(0, plan_.step.seconds / unit, /*log=*/false, /*widen=*/false);
     std::string text;
-    for (int i = 0; i <= 10; ++i) {
-      const double seconds = plan_.step.seconds * i / 10;
-      text +=
-          str("<line x1=\"", number("%.1f", x_of(seconds)), "\" y1=\"", kTop - 4, "\" x2=\"",
-              number("%.1f", x_of(seconds)), "\" y2=\"", number("%.1f", y + 4), "\" stroke=\"#dddddd\"/>\n");
-      text += label(x_of(seconds), y + 16, duration(seconds), "middle");
+    for (const double mark : scale.marks()) {
+      const double x = x_of(mark * unit);
+      text += grid_line(x, kTop - 4, x, y + 4) +
+              label(x, y + 16, report::mark_text(mark, scale.marks()[1]) + (in_ms ? " ms" : " s"), "middle");
     }
     return text;
   }
@@ -195,8 +202,8 @@ class Image {
     double most = 0;
     for (const MemoryMoment& moment : moments)
       most = std::max(most, static_cast<double>(plan::total(moment.bytes)));
-    const double top = 1.08 * most;
-    const auto y_of = [&](double bytes) { return y + kMemory * (1 - bytes / top); };
+    const report::Scale scale(0, most / kGiB, /*log=*/false, /*widen=*/true);
+    const auto y_of = [&](double bytes) { return y + kMemory * (1 - scale.place(bytes / kGiB)); };
     std::string text = label(10, y - 14, "GiB in tensors of " + plan_.roles[rank].rank.role.name);
     // The highest of each pixel's moments.
     std::map<int64_t, const MemoryMoment*> of_pixel;
@@ -204,27 +211,35 @@ class Image {
       const MemoryMoment*& kept = of_pixel[std::llround(x_of(moment.seconds))];
       if (!kept || plan::total(kept->bytes) < plan::total(moment.bytes)) kept = &moment;
     }
+    for (const double mark : scale.marks()) {
+      const double at = y_of(mark * kGiB);
+      text += grid_line(kLeft, at, kWidth - kRight, at) +
+              label(kLeft - 6, at + 4, report::mark_text(mark, scale.marks()[1]), "end");
+    }
     for (int category = plan::kNumCategories - 1; category >= 0; --category) {
       std::string points = str(kLeft, ",", y + kMemory);
-      double last = kLeft;
+      double height = -1;  // there is none yet
       for (const auto& [x, moment] : of_pixel) {
         double below = 0;
         for (int i = 0; i <= category; ++i)
           below += static_cast<double>(moment->bytes[static_cast<size_t>(i)]);
-        points += str(" ", x, ",", number("%.1f", y_of(below)));
-        last = static_cast<double>(x);
+        // It stays as it was until then, also while the stream waits.
+        const double next = y_of(below);
+        points += str(" ", x, ",", number("%.1f", height < 0 ? next : height));
+        height = next;
+        points += str(" ", x, ",", number("%.1f", height));
       }
-      points += str(" ", number("%.1f", last), ",", y + kMemory);
+      points +=
+          str(" ", kWidth - kRight, ",", number("%.1f", height), " ", kWidth - kRight, ",", y + kMemory);
       text += str("<polygon points=\"", points, "\" fill=\"", kMemoryFills[static_cast<size_t>(category)],
                   "\"/>\n");
       const double at = kLeft + 140.0 * category;
       text += box(at, y + kMemory + 14, 12, 12, kMemoryFills[static_cast<size_t>(category)]) +
               label(at + 16, y + kMemory + 24, name_of(static_cast<Category>(category)));
     }
-    for (int i = 0; i <= 4; ++i)
-      text += label(kLeft - 6, y_of(top * i / 4) + 4, number("%.1f", top * i / 4 / kGiB), "end");
-    if (usable < top)
-      text += str("<line x1=\"", kLeft, "\" y1=\"", number("%.1f", y_of(usable)), "\" x2=\"", kWidth - kRight,
+    if (y_of(usable) > y)
+      text += label(kWidth - kRight, y_of(usable) - 4, "usable", "end") +
+              str("<line x1=\"", kLeft, "\" y1=\"", number("%.1f", y_of(usable)), "\" x2=\"", kWidth - kRight,
                   "\" y2=\"", number("%.1f", y_of(usable)), "\" stroke=\"black\" stroke-dasharray=\"4\"/>\n");
     return text;
   }

@@ -2,8 +2,11 @@
 
 #include <sys/resource.h>
 
+#include <cmath>
 #include <fstream>
 #include <numeric>
+#include <regex>
+#include <sstream>
 #include <thread>
 
 #include <gtest/gtest.h>
@@ -244,6 +247,21 @@ TEST(PlanCommand, WritesATimelineAndAPicture) {
   const std::string svg((std::istreambuf_iterator<char>(image)), std::istreambuf_iterator<char>());
   EXPECT_THAT(svg, AllOf(HasSubstr("<svg "), HasSubstr("fsdp gather"), HasSubstr("activations"),
                          HasSubstr("</svg>")));
+  // Memory has steps: nothing is allocated while a stream only waits.
+  const size_t begin = svg.find("<polygon points=\"") + std::string("<polygon points=\"").size();
+  std::istringstream points(svg.substr(begin, svg.find('"', begin) - begin));
+  double last_x = 0, last_y = 0, x = 0, y = 0;
+  int num_points = 0;
+  for (char comma = 0; points >> x >> comma >> y; last_x = x, last_y = y)
+    EXPECT_TRUE(num_points++ == 0 || x == last_x || y == last_y) << x << "," << y;
+  EXPECT_GT(num_points, 100);
+  // Times at round distances.
+  std::vector<double> marks;
+  const std::regex label("text-anchor=\"middle\">([0-9.]+) ms</text>");
+  for (std::sregex_iterator each(svg.begin(), svg.end(), label), none; each != none; ++each)
+    marks.push_back(std::stod((*each)[1]));
+  ASSERT_GT(marks.size(), 2U);
+  EXPECT_EQ(std::remainder(marks[1], 5), 0) << marks[1];
 }
 
 TEST(PlanCommand, SearchesForTheFastestLayout) {
@@ -421,17 +439,27 @@ TEST(PlanCommand, CopiesToTheHostTakeAsLongAsTheBusSays) {
 TEST(PlanCommand, CountsWhatIsOutsideTheAllocator) {
   const Words words = {"--model.args.n_layers=2", "--parallelism.tensor_parallel_degree=8",
                        "--parallelism.enable_async_tensor_parallel"};
-  const json found = plan_json("llama3_8b", 16, words).at("memory").at("by_role")[0];
+  const auto planned = [&](const std::string& transport) {
+    return plan_json("llama3_8b", 16,
+                     words + Words{"--parallelism.async_tensor_parallel_transport=" + transport});
+  };
+  const json symmetric = planned("symmetric_memory");
+  const json& found = symmetric.at("memory").at("by_role")[0];
   EXPECT_GE(found.at("communicators"), 1);
   EXPECT_GT(found.at("nccl_bytes"), 100 << 20);
   // A summand of each of 8 ranks: the whole sequence's hidden states in bf16.
   EXPECT_EQ(found.at("symmetric_memory_bytes"), int64_t{8192} * 4096 * 2);
-  const json sent =
-      plan_json("llama3_8b", 16, words + Words{"--parallelism.async_tensor_parallel_transport=send_receive"})
-          .at("memory")
-          .at("by_role")[0];
+  const json by_messages = planned("send_receive");
+  const json& sent = by_messages.at("memory").at("by_role")[0];
   EXPECT_EQ(sent.at("symmetric_memory_bytes"), 0);
   EXPECT_GT(sent.at("nccl_bytes"), found.at("nccl_bytes"));
+  EXPECT_EQ(sent.at("peak_reserved_bytes"), found.at("peak_reserved_bytes"));
+  EXPECT_EQ(by_messages.at("step"), symmetric.at("step"));
+  // "auto" also chooses, product by product, whether parts gain anything; in another order, requests leave other gaps between blocks.
+  const json automatic = planned("auto");
+  EXPECT_EQ(automatic.at("memory").at("by_role")[0].at("peak_allocated_bytes"),
+            found.at("peak_allocated_bytes"));
+  EXPECT_LT(automatic.at("step")[0].at("launches"), symmetric.at("step")[0].at("launches"));
   EXPECT_THAT(plan("llama3_8b", 16, words).out, HasSubstr("symmetric memory of asynchronous"));
 }
 
