@@ -4,7 +4,8 @@
     scripts/compare_layouts.py [--steps N] [--device FILE]
 
 Measures the machine (titan plan --calibrate), plans each layout of four ranks for two sizes of model, trains each for a few steps, and prints both
-with Spearman's correlation of their orders, and of two measurements. Run it on a machine that does nothing else."""
+with Spearman's correlation of their orders, and of two measurements. Run it on a machine that does nothing else. A plan is good if its correlation
+with each is at least 0.9, or at least that of the two measurements if it is lower."""
 
 import argparse
 import json
@@ -97,8 +98,9 @@ def main():
             print(f"\n{size}\n\n| layout | planned | measured | again |\n| --- | --- | --- | --- |")
             for name, plan, one, two in sorted(zip(LAYOUTS, plans, first, second), key=lambda row: row[1]):
                 print(f"| {name} | {1e3 * plan:.0f} ms | {1e3 * one:.0f} ms | {1e3 * two:.0f} ms |")
-            print(f"\nSpearman's correlation: {spearman(plans, first):.3f} and {spearman(plans, second):.3f}; of the two measurements: {spearman(first, second):.3f}",
-                  flush=True)
+            of_plan, of_both = min(spearman(plans, first), spearman(plans, second)), spearman(first, second)
+            print(f"\nSpearman's correlation: {spearman(plans, first):.3f} and {spearman(plans, second):.3f}; of the two measurements: {of_both:.3f}: "
+                  f"{'good' if of_plan >= min(0.9, of_both) else 'not good'}", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
     scripts/compare_plans.py --memory                      only the table of memory
     scripts/compare_plans.py --write                       writes them into docs/plan.md, too
     scripts/compare_plans.py --memory --check              fails if a row of docs/plan.md has another number than the plan now
+    scripts/compare_plans.py --ours                        the tables of LibTitan's own speed beside published runs
 
 The runs, their sources and how each is planned stand in benchmarks/published_runs.json. An adjustment adds to the planned step, or to the planned
 memory, what a run did or kept and the program doesn't, item by item (ADJUSTMENTS and MEMORY_ADJUSTMENTS below)."""
@@ -22,6 +23,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 TITAN = ROOT / "build/bin/titan"
 GIB = 2**30
 MARKERS = {"ours": ("<!-- published runs with our kernels -->\n", "<!-- end of published runs with our kernels -->\n"),
+           "jobs": ("<!-- our jobs -->\n", "<!-- end of our jobs -->\n"),
            "time": ("<!-- published runs -->\n", "<!-- end of published runs -->\n"),
            "memory": ("<!-- published memory -->\n", "<!-- end of published memory -->\n")}
 
@@ -232,13 +234,82 @@ def place(run):
     return f"{run['source']}: {run['title']} | {run['world']} x {run['device']}"
 
 
+def to_be_above(plan, published):
+    """The changes of the planned step that would give more tokens/s than were published."""
+    ratio = plan["value"] / published
+    if ratio > 1:
+        return f"nothing: a step may take {100 * (ratio - 1):.0f} % longer"
+    time, step = plan["time"], plan["step_s"]
+    missing = 1 - ratio
+    waits = {"exposed communication": time["exposed_communication"] / step, "the bubble": time["bubble"] / step}
+    kernels = {"products": time["products"] / step, "attention": time["attention"] / step,
+               "other kernels": (time["compute"] - time["products"] - time["attention"]) / step}
+
+    def faster(missing):
+        words = [f"{name} {100 * (1 / (1 - missing / share) - 1):.0f} %" for name, share in kernels.items() if share > missing]
+        return " or ".join(words + [f"all of them {100 * (1 / (1 - missing / sum(kernels.values())) - 1):.1f} %"]) + " faster"
+
+    left = missing - sum(waits.values())
+    shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in (waits | kernels).items() if share >= 0.005)
+    text = f"{100 * missing:.1f} % of the step must go; of it are {shares}. So {faster(missing)}"
+    if sum(waits.values()) >= 0.005:
+        text += ", or without waits " + (faster(left) if left > 0 else f"{-100 * left:.0f} % more than needed would go")
+    return text
+
+
 def our_table(runs, plans):
-    lines = ["| run of TorchTitan | GPUs | LibTitan, planned | published | ratio | MFU | exposed communication | bubble |", "| --- | --- | --- | --- | --- | --- | --- | --- |"]
+    lines = ["| run | GPUs | LibTitan, planned | published | ratio | MFU | exposed communication | bubble | what must change to be above |",
+             "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"]
     for run, plan in zip(runs, plans):
         share = lambda what: f"{100 * plan['time'][what] / plan['step_s']:.0f} %"
-        lines.append(f"| {run['title'].replace(', eager', ' in eager mode').replace(', compiled', '')} | {run['world']} x {run['device']} | {number(plan['value'], run['unit'])} | "
-                     f"{number(run['published'], run['unit'])} | {plan['value'] / run['published']:.2f} | {100 * plan['mfu']:.0f} % | {share('exposed_communication')} | {share('bubble')} |")
+        title = f"{run['source'].split(',')[0]}: {run['title'].replace(', eager', ' in eager mode').replace(', compiled', '')}"
+        lines.append(f"| {title} | {run['world']} x {run['device']} | {number(plan['value'], run['unit'])} | {number(run['published'], run['unit'])} | "
+                     f"{plan['value'] / run['published']:.2f} | {100 * plan['mfu']:.0f} % | {share('exposed_communication')} | {share('bubble')} | "
+                     f"{to_be_above(plan, run['published'])} |")
     return "\n".join(lines) + "\n"
+
+
+# LibTitan's own jobs: what the page calls them, their settings, and published runs (ids) of the same model, mostly on other machines.
+FLOAT8 = "--model.converters quantize.linear.float8"
+JOBS = [
+    ("8B on 8 H100", "h100", 8, "configs/llama3_8b.toml --activation_checkpoint.mode none", ["r02"]),
+    ("8B on 8 H100, Float8", "h100", 8, f"configs/llama3_8b.toml --activation_checkpoint.mode none {FLOAT8}", ["r03", "r61"]),
+    ("8B on one H200", "h200", 1, "configs/llama3_8b.toml --activation_checkpoint.mode none --optimizer.state_dtype bfloat16", []),
+    ("8B on one H200, Float8", "h200", 1, f"configs/llama3_8b.toml --activation_checkpoint.mode none --optimizer.state_dtype bfloat16 {FLOAT8}", []),
+    ("1.5B on one H200", "h200", 1, "configs/llama3_8b.toml --model.flavor 1B --model.args.tie_embeddings=false --training.local_batch_size 4 --activation_checkpoint.mode none", []),
+    ("1.5B on one H200, Float8", "h200", 1,
+     f"configs/llama3_8b.toml --model.flavor 1B --model.args.tie_embeddings=false --training.local_batch_size 4 --activation_checkpoint.mode none {FLOAT8}", []),
+    ("70B on 256 H100", "h100", 256,
+     "configs/llama3_70b.toml --activation_checkpoint.mode none --training.local_batch_size 2 --parallelism.enable_async_tensor_parallel", ["r14"]),
+    ("70B on 256 H100, Float8", "h100", 256,
+     f"configs/llama3_70b.toml --activation_checkpoint.mode selective --training.local_batch_size 4 --parallelism.enable_async_tensor_parallel {FLOAT8}", ["r16", "r62"]),
+    ("405B on 512 H100", "h100", 512,
+     "configs/llama3_405b.toml --activation_checkpoint.mode full --training.local_batch_size 8 --parallelism.enable_async_tensor_parallel", []),
+    ("405B on 512 H100, Float8", "h100", 512,
+     f"configs/llama3_405b.toml --activation_checkpoint.mode full --training.local_batch_size 8 --parallelism.enable_async_tensor_parallel {FLOAT8}", ["r10", "r63"]),
+    ("8B on 8 B200", "b200", 8, "configs/llama3_8b.toml --activation_checkpoint.mode none", []),
+    ("8B on 8 B200, Float8 by tensors", "b200", 8, f"configs/llama3_8b.toml --activation_checkpoint.mode none {FLOAT8}", []),
+    ("8B on 8 B200, Float8 by rows", "b200", 8, f"configs/llama3_8b.toml --activation_checkpoint.mode none {FLOAT8} --quantize.linear.float8.recipe_name rowwise", []),
+    ("8B on 8 B200, MXFP8", "b200", 8, "configs/llama3_8b.toml --activation_checkpoint.mode none --model.converters quantize.linear.mx", []),
+]
+
+
+def jobs_table(jobs, plans):
+    lines = ["| job | settings | tokens/s of a device | MFU | GiB | published | what must change to be above |", "| --- | --- | --- | --- | --- | --- | --- |"]
+    for job, plan in zip(jobs, plans):
+        others = job["others"]
+        most = max(others, key=lambda run: run["published"], default=None)
+        published = ", ".join(f"{run['source'].split(',')[0]} on {run['world']} x {run['device']}: {number(run['published'], run['unit'])}" for run in others)
+        lines.append(f"| {job['title']} | `{' '.join(job['settings'])}` | {number(plan['value'], job['unit'])} | {100 * plan['mfu']:.1f} % | "
+                     f"{plan['peak_gib']:.0f}{'' if plan['fits'] else ', which does not fit'} | {published} | "
+                     f"{to_be_above(plan, most['published']) if most else ''} |")
+    return "\n".join(lines) + "\n"
+
+
+def our_jobs(runs):
+    by_id = {run["id"]: run for run in runs}
+    return [{"id": f"job{i + 1}", "title": title, "device": device, "world": world, "settings": settings.split(), "kernels": "ours", "unit": "tokens/s",
+             "adjustments": [], "others": [by_id[other] for other in others]} for i, (title, device, world, settings, others) in enumerate(JOBS)]
 
 
 def time_table(runs, plans):
@@ -310,18 +381,19 @@ def main():
     parser.add_argument("--only", default="")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--memory", action="store_true", help="only the table of memory, which is quicker")
-    parser.add_argument("--ours", action="store_true", help="only TorchTitan's runs, with LibTitan's kernels")
+    parser.add_argument("--ours", action="store_true", help="TorchTitan's and Megatron-Bridge's runs with LibTitan's kernels, and LibTitan's own jobs")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--check", action="store_true", help="compare the table of memory with the page's")
     parser.add_argument("--runs", default=ROOT / "benchmarks/published_runs.json")
     arguments = parser.parse_args()
     runs = json.loads(pathlib.Path(arguments.runs).read_text())
-    if arguments.only:
-        runs = [run for run in runs if run["id"] in arguments.only.split(",")]
     if arguments.memory:
         runs = [run for run in runs if "memory" in run]
     if arguments.ours:
-        runs = [run | {"kernels": "ours"} for run in runs if run["source"].startswith("TorchTitan")]
+        others = [run | {"kernels": "ours"} for run in runs if run["source"].startswith(("TorchTitan", "Megatron-Bridge"))]
+        runs = others + our_jobs(runs)
+    if arguments.only:
+        runs = [run for run in runs if run["id"] in arguments.only.split(",")]
     plans = []
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
         for run, plan in zip(runs, pool.map(lambda run: planned(run, arguments.memory), runs)):
@@ -330,9 +402,13 @@ def main():
     if arguments.write and arguments.only:
         sys.exit("--write writes whole tables: leave out --only")
     answered = [(run, plan) for run, plan in zip(runs, plans) if "error" not in plan]
-    wanted = ["ours"] if arguments.ours else ["memory"] if arguments.memory else ["time", "memory"]
-    makers = {"ours": our_table, "time": time_table, "memory": memory_table}
-    tables = {name: makers[name](*zip(*answered)) for name in wanted}
+    wanted = ["memory"] if arguments.memory else ["time", "memory"]
+    makers = {"time": time_table, "memory": memory_table}
+    if arguments.ours:
+        of_others, of_jobs = [[each for each in answered if ("others" in each[0]) == are_jobs] for are_jobs in (False, True)]
+        tables = {name: table(*zip(*rows)) for name, table, rows in (("ours", our_table, of_others), ("jobs", jobs_table, of_jobs)) if rows}
+    else:
+        tables = {name: makers[name](*zip(*answered)) for name in wanted}
     for name, table in tables.items():
         print(table)
         if arguments.write:

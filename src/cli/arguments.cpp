@@ -268,8 +268,11 @@ PlanArguments parse_plan_arguments(const Arguments& words) {
                "with --search: the file for the best layout's config (default: CONFIG_NxDEVICE.toml, here)");
   parser.value("--calibrate", arguments.calibrate, "FILE",
                "instead of a plan: measure this machine's GPU or CPU, for --world ranks on it, and write its "
-               "device file; "
-               "links are those of --device");
+               "device file; links between GPUs and hosts are those of --device");
+  std::filesystem::path links;
+  parser
+      .value("--measure-links", links, "FILE", "as one of a calibration's ranks, which are told their number")
+      ->group("");  // --calibrate's own
   parser.app.allow_extras();
   check_short_options(parser, words);
   parser.parse(words);
@@ -282,6 +285,11 @@ PlanArguments parse_plan_arguments(const Arguments& words) {
                           !arguments.output.empty() ||
                           arguments.search_seconds != PlanArguments().search_seconds;
   const bool shows_one_job = !(arguments.timeline.empty() && arguments.svg.empty());
+  if (!links.empty()) {
+    arguments.calibrate = links;
+    arguments.world_size = 0;
+    return arguments;
+  }
   if (!arguments.calibrate.empty()) {
     if (!job.config.empty() || !job.overrides.empty() || arguments.search || arguments.json || has_limits ||
         shows_one_job || arguments.for_run > 0 || arguments.kernels != PlanArguments().kernels)

@@ -12,6 +12,7 @@
 #include <c10/util/StringUtil.h>
 #include <nlohmann/json.hpp>
 
+#include "cli/launch/launch.h"
 #include "cli/plan_command.h"
 #include "cli/plan_pictures.h"
 #include "cli/text.h"
@@ -24,6 +25,7 @@
 #include "titan/config/load.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
+#include "titan/dist/world.h"
 
 namespace titan::cli {
 
@@ -133,6 +135,8 @@ json time_json(const plan::StepTime::OfRank& rank) {
   for (int i = 0; i < plan::kNumActivities; ++i)
     object[name_of(static_cast<plan::Activity>(i))] = rank.seconds[static_cast<size_t>(i)];
   object["communicating"] = rank.communicating;
+  object["products"] = rank.products;
+  object["attention"] = rank.attention;
   return object;
 }
 
@@ -425,6 +429,34 @@ void end_with(pid_t parent) {
         str("titan plan: process ", parent, " of --for-run didn't start this one, or has ended"));
 }
 
+// The ranks of --calibrate on a CPU measure their links together, each in a process of its own.
+void measure_links_command(const std::filesystem::path& file) {
+  const dist::World world = dist::init({.device = "cpu"});
+  const plan::ClusterSpec::Host host = plan::measure_links(world);
+  if (world.rank() == 0)
+    write_file_atomic(file, json{{"gb_per_s", host.gb_per_s}, {"latency_us", host.latency_us}}.dump());
+}
+
+plan::ClusterSpec::Host links_of_ranks(int num_ranks, const std::filesystem::path& file) {
+  const int code = launch_local({.num_ranks = num_ranks,
+                                 .command = {"/proc/self/exe", "plan", "--measure-links", file.string()},
+                                 .log_rank = "none"});
+  TITAN_CHECK(code == 0, "the ranks that measure their links failed with exit code ", code);
+  const json found = json::parse(read_file(file));
+  std::filesystem::remove(file);
+  return {.devices = num_ranks, .gb_per_s = found.at("gb_per_s"), .latency_us = found.at("latency_us")};
+}
+
+plan::ClusterSpec calibrated(const PlanArguments& arguments, const plan::ClusterSpec& base) {
+  const auto progress = [](const std::string& line) { std::cerr << line << std::endl; };
+  plan::ClusterSpec cluster = plan::calibrate(base, arguments.world_size, progress);
+  if (!cluster.device.is_cpu || arguments.world_size == 1) return cluster;
+  cluster.host = links_of_ranks(arguments.world_size, arguments.calibrate.string() + ".links");
+  progress(str("gathers of ", arguments.world_size, " ranks: ", cluster.host.latency_us, " us a hop, ",
+               number("%.2f", plan::kHostLinkShare * cluster.host.gb_per_s), " GB/s into each rank"));
+  return cluster;
+}
+
 }  // namespace
 
 int plan_command(const Arguments& words) {
@@ -433,13 +465,15 @@ int plan_command(const Arguments& words) {
   log::Settings settings = log::settings();
   settings.level = log::Level::Warning;
   log::configure(settings);
+  if (!arguments.calibrate.empty() && arguments.world_size == 0) {  // --measure-links
+    measure_links_command(arguments.calibrate);
+    return 0;
+  }
   if (arguments.search) return search_command(arguments);
   const plan::ClusterSpec cluster = plan::load_device(arguments.device);
   if (!arguments.calibrate.empty()) {
-    const plan::ClusterSpec measured = plan::calibrate(
-        cluster, arguments.world_size, [](const std::string& line) { std::cerr << line << std::endl; });
-    write_file_atomic(arguments.calibrate,
-                      str("# Measured by titan plan --calibrate.\n", plan::to_toml(measured)));
+    write_file_atomic(arguments.calibrate, str("# Measured by titan plan --calibrate.\n",
+                                               plan::to_toml(calibrated(arguments, cluster))));
     return print(str("written to ", arguments.calibrate.string(), "\n"));
   }
   // A plan computes little, and threads that wait for more of it take cores from the run.

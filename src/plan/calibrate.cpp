@@ -7,11 +7,13 @@
 #include <thread>
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_scaled_mm.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include "core/process.h"
@@ -20,10 +22,16 @@
 #include "dist/stream.h"
 #include "plan/cost_model.h"
 #include "titan/core/error.h"
+#include "titan/dist/collectives.h"
 
 namespace titan::plan {
 
 namespace {
+
+double median(std::vector<double> values) {
+  std::ranges::sort(values);
+  return values[values.size() / 2];
+}
 
 class Measurement {
  public:
@@ -51,8 +59,7 @@ class Measurement {
       }
       rounds.push_back(seconds / static_cast<double>(calls));
     }
-    std::ranges::sort(rounds);
-    return rounds[rounds.size() / 2];
+    return median(std::move(rounds));
   }
 
  private:
@@ -73,20 +80,36 @@ constexpr std::array<Shape, 6> kSmall = {Shape{1024, 1024, 1024}, Shape{256, 256
                                          Shape{512, 2048, 512},   Shape{2048, 256, 256},
                                          Shape{128, 1024, 1024},  Shape{64, 128, 128}};
 
+// One scale for each matrix, as the recipe "tensorwise" has.
+std::function<at::Tensor()> product_of(const Measurement& measure, const Shape& shape, at::ScalarType dtype) {
+  const at::Tensor a = measure.tensor({shape.m, shape.k}, at::kBFloat16).to(dtype);
+  if (dtype != at::kFloat8_e4m3fn) {
+    const at::Tensor b = measure.tensor({shape.k, shape.n}, dtype);
+    return [=] { return at::mm(a, b); };
+  }
+  const at::Tensor b = measure.tensor({shape.n, shape.k}, at::kBFloat16).to(dtype),
+                   one = measure.tensor({}, at::kFloat);
+  return [=] {
+    return at::_scaled_mm(a, b.t(), one, one, /*bias=*/{}, /*scale_result=*/{}, at::kBFloat16,
+                          /*use_fast_accum=*/true);
+  };
+}
+
 void measure_products(const Measurement& measure, bool is_cpu, DeviceSpec& device,
                       const std::function<void(const std::string&)>& progress) {
   device.efficiency.clear();
   device.tflops.clear();
-  for (const auto& [dtype, name] : {std::pair(at::kFloat, "float32"), std::pair(at::kBFloat16, "bfloat16")}) {
+  std::vector<std::pair<at::ScalarType, const char*>> dtypes = {{at::kFloat, "float32"},
+                                                                {at::kBFloat16, "bfloat16"}};
+  if (!is_cpu && device.compute_capability >= 89) dtypes.emplace_back(at::kFloat8_e4m3fn, "float8");
+  for (const auto& [dtype, name] : dtypes) {
     struct Measured {
       Shape shape;
       double tflops;
     };
     std::vector<Measured> all;
     for (const Shape& shape : is_cpu ? kSmall : kLarge) {
-      const at::Tensor a = measure.tensor({shape.m, shape.k}, dtype),
-                       b = measure.tensor({shape.k, shape.n}, dtype);
-      const double seconds = measure.seconds_of([&] { return at::mm(a, b); });
+      const double seconds = measure.seconds_of(product_of(measure, shape, dtype));
       const double flops =
           2.0 * static_cast<double>(shape.m) * static_cast<double>(shape.n) * static_cast<double>(shape.k);
       all.push_back({shape, 1e-12 * flops / seconds});
@@ -146,6 +169,8 @@ ClusterSpec calibrate(const ClusterSpec& base, int num_ranks,
   dist::DeviceBackend* const devices = dist::open_cuda_plugin();
   const bool is_cpu = devices == nullptr || devices->num_devices() == 0;
   const Measurement measure(is_cpu ? at::Device(at::kCPU) : at::Device(at::kCUDA, 0));
+  // On a CPU, for the branches that a plan takes.
+  device.compute_capability = is_cpu ? 80 : devices->compute_capability(0);
 
   measure_products(measure, is_cpu, device, progress);
   measure_attention(measure, is_cpu, device, progress);
@@ -161,7 +186,6 @@ ClusterSpec calibrate(const ClusterSpec& base, int num_ranks,
   if (!is_cpu) {
     device.name = devices->device_name(0);
     device.memory_gib = static_cast<double>(devices->memory(0).total_bytes) / kGiB;
-    device.compute_capability = devices->compute_capability(0);
     return cluster;
   }
   const double ranks = num_ranks;
@@ -169,18 +193,35 @@ ClusterSpec calibrate(const ClusterSpec& base, int num_ranks,
                     num_ranks == 1 ? " rank" : " ranks");
   device.memory_gib = machine_memory_gib() / ranks;
   device.is_cpu = true;
-  device.compute_capability = 80;  // for the branches that a plan takes: a CPU has none
-  device.multiprocessors = 1;      // no tiles: products go by the measured points alone
+  device.multiprocessors = 1;  // no tiles: products go by the measured points alone
   for (auto& [dtype, tflops] : device.tflops) tflops /= ranks;
   device.memory_gb_per_s /= ranks;
   // A rank has its share of the cores as threads, at least one.
   const double cores = std::max(1U, std::thread::hardware_concurrency());
   device.alone = std::max(1.0, ranks / cores);
-  // Ranks of one host pass data through memory: written by one, read by the other.
-  cluster.host = {.devices = std::max(num_ranks, 1),
-                  .gb_per_s = std::round(1e-7 * copied / 4 / ranks / kHostLinkShare) / 100,
-                  .latency_us = 20};
+  if (num_ranks == 1) cluster.host = {.devices = 1, .gb_per_s = device.memory_gb_per_s, .latency_us = 0};
   return cluster;
+}
+
+ClusterSpec::Host measure_links(const dist::World& world) {
+  const auto everyone = world.everyone();
+  const auto seconds_of_gather = [&](int64_t bytes, int calls) {
+    const at::Tensor part = at::zeros({bytes}, at::kByte), all = at::zeros({world.size() * bytes}, at::kByte);
+    std::vector<double> rounds;
+    for (int round = 0; round < 6; ++round) {  // the first makes connections
+      const auto start = std::chrono::steady_clock::now();
+      for (int i = 0; i < calls; ++i) everyone->all_gather(all, part, {"calibrate::gather"}).wait();
+      if (round > 0) rounds.push_back(seconds_since(start) / calls);
+    }
+    return median(std::move(rounds));
+  };
+  constexpr int64_t large_part = int64_t{8} << 20;
+  const double hops = world.size() - 1, small = seconds_of_gather(8, 50),
+               large = seconds_of_gather(large_part, 4);
+  const double bytes_per_s = hops * static_cast<double>(large_part) / std::max(large - small, 1e-9);
+  return {.devices = world.size(),
+          .gb_per_s = std::round(1e-7 * bytes_per_s / kHostLinkShare) / 100,
+          .latency_us = std::round(1e8 * small / hops) / 100};
 }
 
 }  // namespace titan::plan

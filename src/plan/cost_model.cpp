@@ -113,9 +113,12 @@ const Replacement* replacement_of(std::string_view name) {
   return found == kReplacements.end() ? nullptr : found;
 }
 
-bool is_attention(std::string_view name) { return name.find("attention") != std::string_view::npos; }
-
 }  // namespace
+
+KernelKind kind_of(const Launch& launch, std::string_view name) {
+  if (launch.flops <= 0) return KernelKind::Other;
+  return name.find("attention") != std::string_view::npos ? KernelKind::Attention : KernelKind::Product;
+}
 
 int64_t DeviceSpec::usable_bytes() const {
   // A context with its code and stacks takes about this much of a GPU: an assumption.
@@ -200,10 +203,11 @@ double CostModel::share_of_attention(const train::ProductShape& shape, bool is_b
 CostModel::KernelTime CostModel::of(const Launch& launch, std::string_view name) const {
   const double launch_seconds = cluster_.device.launch_us * 1e-6;
   const double bytes = launch.bytes_read + launch.bytes_written;
-  if (launch.flops > 0) {
+  if (const KernelKind kind = kind_of(launch, name); kind != KernelKind::Other) {
     const double share =
-        is_attention(name) ? share_of_attention(launch.shape, name.find("backward") != std::string_view::npos)
-                           : share_of_product(launch.shape, launch.dtype);
+        kind == KernelKind::Attention
+            ? share_of_attention(launch.shape, name.find("backward") != std::string_view::npos)
+            : share_of_product(launch.shape, launch.dtype);
     const double computing = launch.flops / (cluster_.device.peak_flops(launch.dtype) * share);
     return {std::max(computing, seconds_of_bytes(bytes)) + launch_seconds, 1};
   }
@@ -230,6 +234,9 @@ CostModel::KernelTime CostModel::of_copies(std::string_view op, double bytes) co
   return {seconds_of_bytes(passes * bytes) + cluster_.device.launch_us * 1e-6, 1};
 }
 
+// A GPU's kernel; a CPU's calls are measured as a whole.
+double CostModel::first_hop_us() const { return cluster_.device.is_cpu ? 0 : kProtocols[0].base_us; }
+
 int CostModel::host_of(int world_rank) const { return world_rank / static_cast<int>(cluster_.host.devices); }
 
 // Rings, whose slowest link is either a device's in the host, or the host's share of the network: each device of a host brings a card.
@@ -249,7 +256,7 @@ CostModel::Transfer CostModel::of(std::string_view op, double bytes,
   if (op == "all_to_all") {
     const double outside = bytes * (n - per_host) / n / network,
                  inside = bytes * (per_host - 1) / n / in_host;
-    return {1e-6 * (kProtocols[0].base_us + (between_hosts ? network_hop : host_hop)) +
+    return {1e-6 * (first_hop_us() + (between_hosts ? network_hop : host_hop)) +
                 (between_hosts ? std::max(outside, inside) : inside),
             between_hosts};
   }
@@ -257,6 +264,8 @@ CostModel::Transfer CostModel::of(std::string_view op, double bytes,
   const double passed = op == "broadcast" ? bytes : rounds * bytes * (n - 1) / n;
   const double network_hops = between_hosts ? rounds * (num_hosts - 1) : 0;
   const double host_hops = rounds * (n - 1) - network_hops;
+  if (cluster_.device.is_cpu)
+    return {1e-6 * (host_hops * host_hop + network_hops * network_hop) + passed / speed, between_hosts};
   double best = std::numeric_limits<double>::infinity();
   for (const Protocol& protocol : kProtocols) {
     const double latency = protocol.base_us + host_hops * protocol.host_hop * host_hop +
@@ -279,7 +288,7 @@ CostModel::Transfer CostModel::of_message(double bytes, int from, int to) const 
   const double speed = 1e9 * (between_hosts ? kNetworkShare * cluster_.network.gb_per_s
                                             : kHostLinkShare * cluster_.host.gb_per_s);
   const double latency =
-      kProtocols[0].base_us + (between_hosts ? cluster_.network.latency_us : cluster_.host.latency_us);
+      first_hop_us() + (between_hosts ? cluster_.network.latency_us : cluster_.host.latency_us);
   return {1e-6 * latency + bytes / speed, between_hosts};
 }
 

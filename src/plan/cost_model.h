@@ -9,7 +9,7 @@
 // - a copy between the host's memory and the device: its bytes, by kPcieShare of the bus's speed;
 // - everything else: its bytes, by kMemoryShare of the memory's speed;
 // - a collective: the least of NCCL's three protocols, each by its latency for every hop of a ring, and by the speed of the slower of the host's
-//   links and the network (the model of NCCL's own tuner, src/graph/tuning.cc in NVIDIA/nccl);
+//   links and the network (the model of NCCL's own tuner, src/graph/tuning.cc in NVIDIA/nccl); on a CPU, a ring with the measured latency and speed;
 // and each kernel launch_us more. What runs at the same time and what waits is the simulation's (simulation.h).
 
 #include <cstdint>
@@ -38,6 +38,9 @@ enum class Kernels : uint8_t {
   Compiled,  ///< torch.compile's, of the same step
   Eager      ///< PyTorch's own, one for each operation
 };
+
+enum class KernelKind : uint8_t { Product, Attention, Other };
+KernelKind kind_of(const Launch& launch, std::string_view name);
 
 class CostModel {
  public:
@@ -76,6 +79,7 @@ class CostModel {
   double seconds_of_bytes(double bytes) const;
   double share_of_attention(const train::ProductShape& shape, bool is_backward) const;
   int host_of(int world_rank) const;
+  double first_hop_us() const;
 
   ClusterSpec cluster_;
   Kernels kernels_;

@@ -29,6 +29,7 @@ Point own_point(size_t number) { return 4 * number + 3; }
 struct Item {
   enum class Kind : uint8_t { Work, Copy, Reach, Wait, Batch, EndOfStep } kind;
   Activity activity = Activity::Compute;
+  KernelKind kernel = KernelKind::Other;
   int32_t num_calls = 0;  // a Batch's collectives of the trace, from first_call
   double issued = 0;      // by the host
   double seconds = 0;     // Work's and a Copy's
@@ -239,13 +240,14 @@ class Simulation {
     const Launch& launch = rank.trace->launches()[rank.trace->entries()[index].index];
     const CostModel::KernelTime& time = time_of(rank, launch);
     rank.host_time += time.launches * costs_.host_seconds();
+    const std::string& name = rank.trace->name(launch.name);
     const bool is_optimizer = rank.trace->name(launch.module).starts_with("optimizer");
-    queue(
-        rank, launch.stream,
-        {.kind = costs_.is_copy_over_bus(rank.trace->name(launch.name)) ? Item::Kind::Copy : Item::Kind::Work,
-         .activity = is_optimizer ? Activity::Optimizer : Activity::Compute,
-         .seconds = time.seconds,
-         .entry = index});
+    queue(rank, launch.stream,
+          {.kind = costs_.is_copy_over_bus(name) ? Item::Kind::Copy : Item::Kind::Work,
+           .activity = is_optimizer ? Activity::Optimizer : Activity::Compute,
+           .kernel = kind_of(launch, name),
+           .seconds = time.seconds,
+           .entry = index});
   }
 
   void copies(Rank& rank, std::string_view op, double bytes, int64_t stream, size_t entry) const {
@@ -585,14 +587,22 @@ class Simulation {
     if (!is_measuring_) return;
     const Rank& rank = ranks_[r];
     StepTime::OfRank& of_rank = result_.ranks[r];
-    of_rank.seconds[static_cast<size_t>(activity_of(rank))] += seconds;
+    const Item* const work = work_of(rank);
+    const Activity activity = work ? work->activity : why_it_waits(rank);
+    of_rank.seconds[static_cast<size_t>(activity)] += seconds;
+    if (activity == Activity::Compute && work->kernel == KernelKind::Product) of_rank.products += seconds;
+    if (activity == Activity::Compute && work->kernel == KernelKind::Attention) of_rank.attention += seconds;
     if (rank.communicates()) of_rank.communicating += seconds;
   }
 
-  Activity activity_of(const Rank& rank) const {
-    if (rank.working > 0)
-      for (const Stream& stream : rank.streams)
-        if (is_working(stream)) return stream.items.front().activity;
+  const Item* work_of(const Rank& rank) const {
+    if (rank.working == 0) return nullptr;
+    for (const Stream& stream : rank.streams)
+      if (is_working(stream)) return &stream.items.front();
+    return nullptr;
+  }
+
+  Activity why_it_waits(const Rank& rank) const {
     // From the computation's stream to those that it waits for. This looks at the time before now, when items of this moment hadn't been issued.
     size_t place = 0;
     for (int depth = 0; depth < 100; ++depth) {

@@ -55,6 +55,7 @@ struct StepTime {
   struct OfRank {
     std::array<double, kNumActivities> seconds{};  ///< their sum is the step's
     double communicating = 0;                      ///< while any collective ran, hidden or not
+    double products = 0, attention = 0;            ///< while such kernels ran: parts of Activity::Compute
   };
   std::vector<OfRank> ranks;
   /// The second step's, if asked for.

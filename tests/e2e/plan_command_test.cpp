@@ -328,6 +328,17 @@ TEST(PlanCommand, MeasuresThisMachine) {
   const std::string file = fresh_folder("plan") / "machine.toml";
   const CommandResult result = run({titan_program(), "plan", "--calibrate", file, "--world", "2"}, {}, 200);
   ASSERT_EQ(result.status, 0) << result.err;
+  EXPECT_THAT(result.err, HasSubstr("gathers of 2 ranks: "));
+  std::ifstream written(file);
+  const std::string text((std::istreambuf_iterator<char>(written)), {});
+  const std::string host = text.substr(text.find("[host]"));
+  EXPECT_THAT(host, HasSubstr("devices = 2"));
+  const auto value_of = [&](const std::string& key) {
+    return std::stod(host.substr(host.find(key) + key.size()));
+  };
+  EXPECT_GT(value_of("\ngb_per_s = "), 0.01);
+  EXPECT_GT(value_of("\nlatency_us = "), 1);
+  EXPECT_FALSE(fs::exists(file + ".links"));
   const json found = plan_json("llama3_debug", 2, {"--device", file});
   EXPECT_GT(found.at("step_s"), 0.01);
   EXPECT_LT(found.at("step_s"), 100);

@@ -55,6 +55,15 @@ TEST(CostModel, RingsGoBySlowestLink) {
   EXPECT_GT(costs.of("all_reduce", bytes, ranks(64)).seconds, 1.5 * all.seconds);
 }
 
+TEST(CostModel, ACpusCollectivesTakeWhatWasMeasured) {
+  ClusterSpec cluster = load_device("cpu");
+  cluster.host = {.devices = 4, .gb_per_s = 10 / kHostLinkShare, .latency_us = 50};
+  const CostModel costs(cluster, Kernels::Ours);
+  EXPECT_NEAR(costs.of("all_gather", 0, ranks(4)).seconds, 3 * 50e-6, 1e-12);
+  EXPECT_NEAR(costs.of("all_gather", 4e9, ranks(4)).seconds, 3 * 50e-6 + 3e9 / 10e9, 1e-9);
+  EXPECT_NEAR(costs.of_message(1e9, 0, 1).seconds, 50e-6 + 1e9 / 10e9, 1e-9);
+}
+
 TEST(CostModel, SmallCollectivesTakeTheirHops) {
   const CostModel costs(load_device("h100"), Kernels::Ours);
   const double few = costs.of("all_gather", 8, ranks(8)).seconds,

@@ -45,6 +45,13 @@ class Program {
                      .stream = stream,
                      .bytes_read = seconds * kGB});
   }
+  void computation(const char* name, double seconds, const char* module = "layer") {
+    trace_.launched({.name = trace_.number_of(name),
+                     .module = trace_.number_of(module),
+                     .flops = seconds * 1e12,
+                     .dtype = c10::kBFloat16,
+                     .shape = {.batches = 1, .m = 1024, .n = 1024, .k = 1024}});
+  }
   void copy(const char* direction, double seconds, int64_t stream) {
     trace_.launched({.name = trace_.number_of(direction),
                      .module = trace_.number_of("layer"),
@@ -99,6 +106,18 @@ TEST(Simulation, KernelsOfAStreamFollowEachOther) {
   EXPECT_NEAR(time.seconds, 3, kTolerance);
   EXPECT_NEAR(of(time.ranks[0], Activity::Compute), 1, kTolerance);
   EXPECT_NEAR(of(time.ranks[0], Activity::Optimizer), 2, kTolerance);
+}
+
+TEST(Simulation, TellsProductsAndAttentionFromOtherKernels) {
+  Program program;
+  program.kernel(1);
+  program.computation("aten::mm", 2);
+  program.computation("aten::_cudnn_attention_backward", 3);
+  program.computation("aten::mm", 4, "optimizer");
+  const StepTime::OfRank rank = simulate_one(program).ranks[0];
+  EXPECT_NEAR(of(rank, Activity::Compute), 6, kTolerance);
+  EXPECT_NEAR(rank.products, 2, kTolerance);
+  EXPECT_NEAR(rank.attention, 3, kTolerance);
 }
 
 TEST(Simulation, KernelsOfTwoStreamsShareTheDevice) {
