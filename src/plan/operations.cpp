@@ -112,6 +112,7 @@ class Call {
     for (const IValue& value : of_results) results.push_back(result_for(value, shapes));
     const std::span<const IValue> inputs(stack_.data() + base_, schema_.arguments().size());
     // Taken and given back, so that peaks have it.
+    if (gpu.device().is_cpu) widen_as_a_cpu(inputs);
     if (!gpu.device().is_cpu) temporaries_of(schema_.name(), inputs, gpu.device().multiprocessors);
     train::OperationCost cost = known_.costs.of_inputs(inputs);
     known_.costs.add_outputs(results, cost);
@@ -132,6 +133,20 @@ class Call {
   static void allocate_as_a_cpu(const at::Tensor& result, at::ScalarType factors) {
     const at::Tensor product = at::empty(result.sizes(), result.options().dtype(factors)),
                      widened = at::empty(result.sizes(), result.options());
+  }
+
+  // A CPU's pointwise operations on two dtypes copy one into the wider type, which a GPU's needn't (TensorIterator.cpp).
+  void widen_as_a_cpu(std::span<const IValue> inputs) const {
+    static const std::set<std::string> binary = {"aten::add", "aten::add_", "aten::sub", "aten::sub_",
+                                                 "aten::mul", "aten::mul_", "aten::div", "aten::div_"};
+    if (!binary.contains(schema_.name()) || !inputs[0].isTensor() || !inputs[1].isTensor()) return;
+    const at::Tensor a = inputs[0].toTensor(), b = inputs[1].toTensor();
+    if (a.dim() == 0 || b.dim() == 0) return;  // numbers
+    const at::ScalarType common = c10::promoteTypes(a.scalar_type(), b.scalar_type());
+    std::vector<at::Tensor> copies;
+    for (const at::Tensor& each : {a, b})
+      if (each.is_cuda() && each.scalar_type() != common)
+        copies.push_back(at::empty(each.sizes(), each.options().dtype(common)));
   }
 
   Stack arguments_with(StandIns& stand_ins) const {

@@ -96,7 +96,8 @@ INSTANTIATE_TEST_SUITE_P(
         Layout{"FsdpContext", 4, kTwoRows + Words{"--parallelism.context_parallel_degree=2"}},
         Layout{"FsdpPipeline", 4, kPipeline},
         Layout{"PipelineOf4", 4, kPipeline + Words{"--parallelism.pipeline_parallel_degree=4"}},
-        Layout{"TensorPipeline", 4, kPipeline + Words{"--parallelism.tensor_parallel_degree=2"}}),
+        Layout{"TensorPipeline", 4, kPipeline + Words{"--parallelism.tensor_parallel_degree=2"}},
+        Layout{"ContextPipeline", 4, kPipeline + Words{"--parallelism.context_parallel_degree=2"}}),
     [](const auto& info) { return std::string(info.param.name); });
 
 }  // namespace
