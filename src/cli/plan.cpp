@@ -43,8 +43,7 @@ struct Plan {
   const train::JobConfig& config;
   const PlanArguments& arguments;
   train::JobPlan job;
-  std::vector<std::string> notes =
-      {};  ///< the parts of the config that are planned in another way, or not at all
+  std::vector<std::string> notes = {};
 };
 
 // ---- JSON
@@ -326,6 +325,7 @@ json changes_json(const std::vector<Change>& changes) {
   for (const Change& change : changes)
     rows.push_back({{"settings", change.words},
                     {"peak_gib", gib(change.plan.peak_bytes())},
+                    {"needed_gib", gib(change.plan.needed_bytes())},
                     {"tokens_per_s_per_device", change.plan.tokens_per_s_per_device()}});
   return rows;
 }
@@ -364,10 +364,8 @@ std::string to_text(const Plan& plan) {
                       : str("doesn't fit: ", gib_text(missing), " GiB more than the ", gib_text(usable),
                             " GiB that there are");
   const std::string& module = role.summary.peak.module;
-  std::string notes;
-  for (const std::string& note : plan.notes) notes += note + "\n";
-  return str(headline(plan), "\n", verdict, "\n", outside_text(role), assumed_text(plan.job.cluster), notes,
-             "\n", memory_table(plan), "\n", time_table(plan.job), "\n",
+  return str(headline(plan), "\n", verdict, "\n", outside_text(role), assumed_text(plan.job.cluster),
+             lines_of(plan.notes), "\n", memory_table(plan), "\n", time_table(plan.job), "\n",
              plan.job.roles.size() > 1 ? role.rank.role.name + " takes most; its" : "the", " peak is in ",
              module.empty() ? "no module" : module, "\n\n", modules_table(role), "\ncollectives of a step\n",
              collectives_table(role), "\nlaunches of a step\n", operations_table(role));
@@ -380,7 +378,7 @@ plan::Kernels kernels_of(const std::string& name) {
   return name == "compiled" ? plan::Kernels::Compiled : plan::Kernels::Eager;
 }
 
-train::JobConfig load_planned_job(const PlanArguments& arguments, std::vector<std::string>* notes) {
+train::JobConfig load_planned_job(const PlanArguments& arguments) {
   train::JobConfig config;
   config::Origins origins =
       config::load(train::job_schema(), {arguments.config, arguments.overrides}, config);
@@ -390,17 +388,36 @@ train::JobConfig load_planned_job(const PlanArguments& arguments, std::vector<st
   config.training.device = "cuda";
   train::check_job(config, origins, arguments.world_size, train::JobFiles::Ignore);
   train::check_plannable(config, origins);
-  if (notes && config.validation.enable)
-    notes->emplace_back("validation isn't planned: neither its time nor its memory");
   if (!config.spec().sizes(config.args()).block_causal) return config;
   // The lengths of documents depend on data.
-  if (notes)
-    notes->emplace_back(
+  const std::string causal = "--model.args.attn_mask_type=causal";
+  const std::string why = "this model attends within documents, whose lengths a plan doesn't know";
+  PlanArguments planned = arguments;
+  if (!planned.overrides.empty() && planned.overrides.back() == causal)
+    throw ConfigError(str(why, ", also with ", causal));
+  planned.overrides.push_back(causal);
+  try {
+    return load_planned_job(planned);
+  } catch (const ConfigError& error) {
+    throw ConfigError(str(why, "; with ", causal, ": ", error.what()));
+  }
+}
+
+std::vector<std::string> plan_notes(const train::JobConfig& config) {
+  std::vector<std::string> notes;
+  if (config.validation.enable)
+    notes.emplace_back("validation isn't planned: neither its time nor its memory");
+  if (config.spec().sizes(config.args()).block_causal)
+    notes.emplace_back(
         "attention within documents is planned as causal attention over whole sequences, which takes as much "
         "memory and more time");
-  PlanArguments causal = arguments;
-  causal.overrides.emplace_back("--model.args.attn_mask_type=causal");
-  return load_planned_job(causal, nullptr);
+  return notes;
+}
+
+std::string lines_of(const std::vector<std::string>& notes) {
+  std::string text;
+  for (const std::string& note : notes) text += note + "\n";
+  return text;
 }
 
 train::JobConfig load_for_search(const PlanArguments& arguments) {
@@ -480,12 +497,11 @@ int plan_command(const Arguments& words) {
   at::set_num_threads(1);
   // Before anything makes a tensor.
   plan::PlannedGpu& gpu = plan::PlannedGpu::open(cluster.device);
-  std::vector<std::string> notes;
-  const train::JobConfig config = load_planned_job(arguments, &notes);
+  const train::JobConfig config = load_planned_job(arguments);
   const train::PlanOptions options{.kernels = kernels_of(arguments.kernels),
                                    .with_spans = !arguments.timeline.empty() || !arguments.svg.empty()};
   const Plan plan{config, arguments, train::plan_job(config, arguments.world_size, cluster, gpu, options),
-                  notes};
+                  plan_notes(load_for_search(arguments))};
   if (!arguments.timeline.empty()) write_file_atomic(arguments.timeline, timeline_json(plan.job));
   if (!arguments.svg.empty()) write_file_atomic(arguments.svg, step_svg(plan.job, headline(plan)));
   const bool wants_changes = !plan.job.fits() && arguments.for_run == 0;

@@ -14,8 +14,12 @@ namespace titan::cli {
 
 plan::Kernels kernels_of(const std::string& name);
 
-/// Throws ConfigError for settings that can't be planned. `notes` gets what is planned in another way than the config says.
-train::JobConfig load_planned_job(const PlanArguments& arguments, std::vector<std::string>* notes = nullptr);
+/// Throws ConfigError for settings that can't be planned. Attention within documents becomes causal attention.
+train::JobConfig load_planned_job(const PlanArguments& arguments);
+/// What a plan of this config leaves out, or plans in another way.
+std::vector<std::string> plan_notes(const train::JobConfig& config);
+/// Each with a newline.
+std::string lines_of(const std::vector<std::string>& notes);
 /// The same without what depends on degrees, which a search chooses.
 train::JobConfig load_for_search(const PlanArguments& arguments);
 /// The sequences of a step, by the config's own batch sizes and degrees.

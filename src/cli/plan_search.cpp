@@ -68,7 +68,7 @@ PlanAnswer answer(const PlanArguments& base, const plan::ClusterSpec& cluster,
             .mfu = plan.mfu(),
             .parameters = static_cast<double>(config.spec().sizes(config.args()).num_params),
             .peak_bytes = plan.peak_bytes(),
-            .outside_bytes = plan.largest().outside.bytes(),
+            .needed_bytes = plan.needed_bytes(),
             .most_bytes = plan.largest().summary.most_bytes,
             .saved_bytes = saved_bytes(plan.largest().summary),
             .seconds = plan.busiest().seconds};
@@ -98,6 +98,7 @@ json to_json(const FoundLayout& found, int world) {
           {"tokens_per_s_per_device", tokens_per_s(plan, world)},
           {"mfu", plan.mfu},
           {"peak_gib", static_cast<double>(plan.peak_bytes) / kGiB},
+          {"needed_gib", static_cast<double>(plan.needed_bytes) / kGiB},
           {"estimate", {{"step_s", found.estimated_s}, {"peak_gib", found.estimated_bytes / kGiB}}},
           {"time", time}};
 }
@@ -110,7 +111,7 @@ json to_json(const train::SearchResult::Unplanned& unplanned) {
 std::string why_it_loses(const FoundLayout& best, const FoundLayout& second, bool by_memory) {
   if (by_memory)
     return str("The second one (", second.layout.text(), ") takes ",
-               number("%.2f", static_cast<double>(second.plan.peak_bytes - best.plan.peak_bytes) / kGiB),
+               number("%.2f", static_cast<double>(second.plan.needed_bytes - best.plan.needed_bytes) / kGiB),
                " GiB more.\n");
   struct Part {
     std::string name;
@@ -142,8 +143,9 @@ std::string to_text(const train::SearchResult& result, int world, bool by_memory
     table.rows.push_back(
         {str(i + 1), result.best[i].layout.text(), short_number(std::round(tokens_per_s(plan, world))),
          number("%.1f", 100 * plan.mfu), duration(plan.step_s),
-         number("%.1f", static_cast<double>(plan.peak_bytes) / kGiB), percent(plan, plan::Activity::Compute),
-         percent(plan, plan::Activity::ExposedCommunication), percent(plan, plan::Activity::Bubble)});
+         number("%.1f", static_cast<double>(plan.needed_bytes) / kGiB),
+         percent(plan, plan::Activity::Compute), percent(plan, plan::Activity::ExposedCommunication),
+         percent(plan, plan::Activity::Bubble)});
   }
   std::string text = to_string(table);
   if (result.best.size() > 1) text += "\n" + why_it_loses(result.best[0], result.best[1], by_memory);
@@ -337,6 +339,7 @@ std::vector<std::string> choose_degrees(const TrainArguments& arguments, const t
                 duration(best.plan.step_s), " by the plan. ",
                 found.result.best.size() > 1 ? why_it_loses(best, found.result.best[1], false)
                                              : "No other layout fits."));
+  for (const std::string& note : plan_notes(found.base)) log::info("titan plan: " + note);
   std::vector<std::string> words;
   for (const Layout::Setting& setting :
        best.layout.settings(arguments.num_ranks, found.options.sequences,
@@ -368,7 +371,7 @@ int search_command(const PlanArguments& arguments) {
                      options.sequences, " sequences a step: ", result.num_layouts, " layouts, ",
                      result.num_estimated, " estimated, ", result.num_planned, " planned, ",
                      result.num_too_large, " of these don't fit", unplanned_text(result), "\n",
-                     time_limit_text(result, options), "\n",
+                     time_limit_text(result, options), lines_of(plan_notes(base)), "\n",
                      to_text(result, arguments.world_size, arguments.least_memory), written));
   }
   json best = json::array();
@@ -377,6 +380,7 @@ int search_command(const PlanArguments& arguments) {
                     {"device", cluster.device.name},
                     {"config", output_of(arguments).string()},
                     {"sequences", options.sequences},
+                    {"notes", plan_notes(base)},
                     {"layouts", result.num_layouts},
                     {"estimated", result.num_estimated},
                     {"planned", result.num_planned},

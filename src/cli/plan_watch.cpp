@@ -197,6 +197,7 @@ void PlanWatch::make_plan(const std::stop_token& stop) {
                 short_number(std::round(plan.tps)), " tokens/s of each device, ",
                 number("%.2f", plan.reserved_gib), " GiB from the device; written to ",
                 options_.file.string()));
+  for (const std::string& note : plan.notes) log::info("the plan: " + note);
   const std::lock_guard lock(mutex_);
   plan_ = plan;
 }

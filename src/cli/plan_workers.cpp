@@ -73,7 +73,7 @@ json to_json(const PlanAnswer& answer) {
           {"mfu", answer.mfu},
           {"parameters", answer.parameters},
           {"peak_bytes", answer.peak_bytes},
-          {"outside_bytes", answer.outside_bytes},
+          {"needed_bytes", answer.needed_bytes},
           {"seconds", answer.seconds},
           {"most_bytes", answer.most_bytes},
           {"saved_bytes", answer.saved_bytes}};
@@ -88,7 +88,7 @@ PlanAnswer answer_of(const json& message) {
           .mfu = message["mfu"],
           .parameters = message["parameters"],
           .peak_bytes = message["peak_bytes"],
-          .outside_bytes = message["outside_bytes"],
+          .needed_bytes = message["needed_bytes"],
           .most_bytes = message["most_bytes"],
           .saved_bytes = message["saved_bytes"],
           .seconds = message["seconds"]};

@@ -142,6 +142,7 @@ RunPlan read_plan(const std::string& text) try {
                             // The plan's category has the buffers of reductions, too.
                             .gradients = memory.at("shard_gradient_bytes").get<double>() / kGiB,
                             .optimizer = lasting("optimizer")}};
+  found.notes = plan.value("notes", found.notes);
   for (const nlohmann::json& role : plan.at("memory").at("by_role"))
     found.peaks.push_back(
         {role.at("role"), role.at("rank"), role.at("peak_reserved_bytes").get<double>() / kGiB});

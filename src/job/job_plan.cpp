@@ -29,6 +29,12 @@ const PlannedRole& JobPlan::largest() const {
   return *std::ranges::max_element(roles, {}, &PlannedRole::needed_bytes);
 }
 
+int64_t JobPlan::peak_bytes() const {
+  int64_t peak = 0;
+  for (const PlannedRole& role : roles) peak = std::max(peak, role.rank.peak_reserved_bytes);
+  return peak;
+}
+
 double JobPlan::tokens_per_s_per_device() const { return tokens / step.seconds / world_size; }
 
 double JobPlan::mfu() const {

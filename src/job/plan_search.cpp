@@ -217,7 +217,7 @@ class Search {
     return options_.least_memory ? estimate.bytes : estimate.step_s;
   }
   double value_of(const PlanAnswer& plan) const {
-    return options_.least_memory ? static_cast<double>(plan.peak_bytes) : plan.step_s;
+    return options_.least_memory ? static_cast<double>(plan.needed_bytes) : plan.step_s;
   }
   void does_not_fit(const Layout& layout, double bytes) {
     if (SearchResult::Smallest& smallest = result_.smallest; smallest.bytes == 0 || bytes < smallest.bytes)
@@ -462,17 +462,17 @@ class Search {
       ++result_.num_planned;
       planning_time_.add(work_of(layout), plan.planning_s);
       most_pessimistic_ = std::min(most_pessimistic_, value_of(plan) / value_of(estimate));
-      const int64_t needed = plan.peak_bytes + plan.outside_bytes;
-      const bool fits = needed <= options_.usable_bytes;
+      const auto needed = static_cast<double>(plan.needed_bytes);
+      const bool fits = plan.needed_bytes <= options_.usable_bytes;
       progress_(str(layout.text(), ": ", std::lround(1e3 * plan.step_s), " ms (estimate ",
-                    std::lround(1e3 * estimate.step_s), " ms), ",
-                    std::lround(static_cast<double>(plan.peak_bytes) / kGiB), " GiB (estimate ",
-                    std::lround(estimate.bytes / kGiB), " GiB)", fits ? "" : ", doesn't fit"));
+                    std::lround(1e3 * estimate.step_s), " ms), ", std::lround(needed / kGiB),
+                    " GiB (estimate ", std::lround(estimate.bytes / kGiB), " GiB)",
+                    fits ? "" : ", doesn't fit"));
       if (fits) {
         result_.best.push_back({layout, plan, estimate.step_s, estimate.bytes});
       } else {
         ++result_.num_too_large;
-        does_not_fit(layout, static_cast<double>(needed));
+        does_not_fit(layout, needed);
       }
     }
     std::ranges::stable_sort(result_.best, {},

@@ -74,7 +74,7 @@ struct PlanAnswer {
   double step_s = 0, tokens = 0, mfu = 0;
   double parameters = 0;               ///< the model's
   int64_t peak_bytes = 0;              ///< from the device, by the allocator
-  int64_t outside_bytes = 0;           ///< besides: NCCL's buffers and symmetric memory
+  int64_t needed_bytes = 0;            ///< with memory outside the allocator
   plan::BytesByCategory most_bytes{};  ///< the most that each category takes, at different times
   int64_t saved_bytes = 0;             ///< the activations when the backward begins
   std::array<double, plan::kNumActivities> seconds{};  ///< the busiest rank's

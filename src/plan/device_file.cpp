@@ -236,10 +236,14 @@ std::string to_toml(const ClusterSpec& cluster) {
     text += str("\n[[device.attention]]\nsequence = ", point.sequence, "\nforward = ", text_of(point.forward),
                 "\nbackward = ", text_of(point.backward), "\n",
                 point.kernel.empty() ? "" : "kernel = " + config::quoted(point.kernel) + "\n");
+  const bool knows_pcie =
+      !device.is_cpu && std::ranges::none_of(cluster.assumed, [](const std::string& assumed) {
+        return assumed.starts_with("host.pcie_gb_per_s");
+      });
   return text + str("\n[host]\ndevices = ", cluster.host.devices,
                     "\ngb_per_s = ", text_of(cluster.host.gb_per_s),
                     "\nlatency_us = ", text_of(cluster.host.latency_us),
-                    "\npcie_gb_per_s = ", text_of(cluster.host.pcie_gb_per_s),
+                    knows_pcie ? str("\npcie_gb_per_s = ", text_of(cluster.host.pcie_gb_per_s)) : "",
                     "\n\n[network]\ngb_per_s = ", text_of(cluster.network.gb_per_s),
                     "\nlatency_us = ", text_of(cluster.network.latency_us), "\n");
 }

@@ -112,10 +112,12 @@ std::string plan_section(const PageInput& input) {
   const std::string parts =
       input.parts ? str(" Parts of the step are those of step ", input.parts->step, " in roofline.json.")
                   : std::string(" Parts of the step are measured with metrics.report_roofline.");
+  std::string notes;
+  for (const std::string& note : plan.notes) notes += str(" Note: ", note, ".");
   return paragraph(
              str("Planned for ", plan.world_size, " x ", plan.device,
                  ", measured on rank 0: medians of the logged steps after the first, and peaks of memory.",
-                 parts)) +
+                 parts, notes)) +
          table.html();
 }
 

@@ -49,6 +49,7 @@ TEST(PlanWorkers, PassAllOfAnAnswer) {
                           .mfu = 0.3,
                           .parameters = 4,
                           .peak_bytes = 5,
+                          .needed_bytes = 12,
                           .most_bytes = {6, 7, 8},
                           .saved_bytes = 11,
                           .seconds = {9, 10}};

@@ -147,7 +147,9 @@ TEST(ReportPlan, ShowsWhatWasPlannedBesideWhatWasMeasured) {
   PageInput input = page_input(run);
   EXPECT_EQ(plan_section(input), "") << "without a plan";
   input.plan = plan_of_two_gib();
+  input.plan->notes = {"validation isn't planned"};
   const std::string html = plan_section(input);
+  EXPECT_NE(html.find("Note: validation isn"), std::string::npos) << html;
   const std::string rows[] = {row("step, ms", "500", "625", "+25.0 %"),
                               row("tokens/s of each device", "1,000", "800", "-20.0 %"),
                               row("MFU, %", "40.00", "32.00", "-20.0 %"),

@@ -128,7 +128,7 @@ struct FakeCluster {
     set(plan::Category::Activations, activations);
     answer.seconds[static_cast<size_t>(plan::Activity::Compute)] = layers * micro_batches * computing / depth;
     answer.saved_bytes = static_cast<int64_t>(activations);
-    answer.peak_bytes = plan::total(answer.most_bytes);
+    answer.peak_bytes = answer.needed_bytes = plan::total(answer.most_bytes);
     return answer;
   }
 
@@ -230,8 +230,8 @@ True best_of_all(const FakeCluster& cluster, const SearchOptions& options) {
   True best;
   for_each_layout(options, [&](const Layout& layout) {
     const PlanAnswer plan = cluster.plan({layout.settings(kWorld, kSequences, kNumLayers), kWorld});
-    const double value = options.least_memory ? static_cast<double>(plan.peak_bytes) : plan.step_s;
-    if (plan.peak_bytes <= options.usable_bytes && value < best.value) best = {layout, value};
+    const double value = options.least_memory ? static_cast<double>(plan.needed_bytes) : plan.step_s;
+    if (plan.needed_bytes <= options.usable_bytes && value < best.value) best = {layout, value};
   });
   return best;
 }
@@ -243,7 +243,7 @@ SearchResult expect_the_best(const FakeCluster& cluster, SearchOptions options) 
   EXPECT_FALSE(result.best.empty());
   if (result.best.empty()) return result;
   const PlanAnswer& plan = result.best[0].plan;
-  const double value = options.least_memory ? static_cast<double>(plan.peak_bytes) : plan.step_s;
+  const double value = options.least_memory ? static_cast<double>(plan.needed_bytes) : plan.step_s;
   EXPECT_LE(value, best.value * (1 + 1e-9))
       << result.best[0].layout.text() << " instead of " << best.layout.text();
   EXPECT_FALSE(result.time_is_up);
@@ -266,7 +266,7 @@ TEST(PlanSearch, FindsTheSmallestOfAllLayouts) {
   options.least_memory = true;
   const SearchResult result = expect_the_best(cluster, options);
   for (size_t i = 1; i < result.best.size(); ++i)
-    EXPECT_GE(result.best[i].plan.peak_bytes, result.best[i - 1].plan.peak_bytes);
+    EXPECT_GE(result.best[i].plan.needed_bytes, result.best[i - 1].plan.needed_bytes);
 }
 
 TEST(PlanSearch, TriesReplicasOfParametersAndLargeMicroBatches) {
@@ -315,7 +315,7 @@ TEST(PlanSearch, PlansFewOfTheLayouts) {
   EXPECT_LT(cluster.num_plans, result.num_layouts / 4);
   EXPECT_EQ(result.best.size(), 10U);
   for (size_t i = 0; i < result.best.size(); ++i) {
-    EXPECT_LE(static_cast<double>(result.best[i].plan.peak_bytes), cluster.usable_bytes);
+    EXPECT_LE(static_cast<double>(result.best[i].plan.needed_bytes), cluster.usable_bytes);
     if (i > 0) EXPECT_GE(result.best[i].plan.step_s, result.best[i - 1].plan.step_s);
   }
 }
@@ -439,7 +439,7 @@ TEST(PlanSearch, FindsTheSmallestWhenNothingFits) {
     for_each_layout(options, [&](const Layout& layout) {
       if (layout.replicate > 1 || layout.context > largest_context) return;
       const PlanAnswer plan = cluster.plan({layout.settings(kWorld, kSequences, kNumLayers), kWorld});
-      least = std::min(least, static_cast<double>(plan.peak_bytes));
+      least = std::min(least, static_cast<double>(plan.needed_bytes));
     });
     EXPECT_NEAR(result.smallest.bytes, least, 0.2 * least) << result.smallest.layout.text();
   }
