@@ -577,6 +577,20 @@ TEST(ContextParallelRefuses, ModulesThatChangeTheNumberOfTokens) {
   EXPECT_NE(two.find("got [1, 4, 2, 8], [1, 6, 2, 8], [1, 6, 2, 8]"), std::string::npos) << two;
 }
 
+TEST(ContextParallelRefuses, CopiesBetweenRanksThatShareNoMemory) {
+  if (why_no_peer_memory(mesh()).empty()) GTEST_SKIP() << "these ranks share memory";
+  const OwnAttention model;
+  std::string problem;
+  try {
+    context_parallel(model, mesh(), {.rotate_method = ContextRotateMethod::SymmetricMemory});
+  } catch (const ConfigError& error) {
+    problem = error.what();
+  }
+  EXPECT_NE(problem.find("context_parallel_rotate_method = \"symmetric_memory\": the backend is"),
+            std::string::npos)
+      << problem;
+}
+
 TEST(ContextParallelRefuses, CallsWithoutTokens) {
   const int size = world().size();
   const OwnAttention model;
