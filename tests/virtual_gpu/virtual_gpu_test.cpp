@@ -456,7 +456,8 @@ TEST_F(VirtualGpu, BytesOnTheirWayToTheHostDoNotReplaceNewerOnes) {
   }
   host.copy_(x, /*non_blocking=*/true);
   launch_planted("sound_kernel", y, host, 1);
-  host.zero_();  // once the device is done
+  main_.synchronize();
+  host.zero_();
   EXPECT_EQ(y.min().item<float>(), 3) << "a kernel reads them";
   launch_planted("sound_kernel", host, y, 1);
   host.copy_(x.mul_(2), /*non_blocking=*/true);
