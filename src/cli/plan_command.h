@@ -16,7 +16,7 @@ plan::Kernels kernels_of(const std::string& name);
 
 /// Throws ConfigError for settings that can't be planned. Attention within documents becomes causal attention.
 train::JobConfig load_planned_job(const PlanArguments& arguments);
-/// What a plan of this config leaves out, or plans in another way.
+/// The parts of a config that a plan leaves out, or plans in another way.
 std::vector<std::string> plan_notes(const train::JobConfig& config);
 /// Each with a newline.
 std::string lines_of(const std::vector<std::string>& notes);

@@ -109,7 +109,7 @@ struct RunPlan {
   /// The rest of the peak in tensors, in GiB by category.
   std::vector<std::pair<std::string, double>> rest = {};
   std::vector<PlannedPeak> peaks = {};  ///< by rank; the first is rank 0's
-  std::vector<std::string> notes = {};  ///< what it leaves out, or plans in another way
+  std::vector<std::string> notes = {};  ///< the parts of the job that it leaves out, or plans in another way
 };
 /// In the run's folder: what `titan plan --json` printed.
 inline constexpr const char* kPlanFile = "plan.json";

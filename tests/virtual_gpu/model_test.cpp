@@ -200,7 +200,7 @@ struct Layout {
   const char* name;
   int world_size;
   Words words;
-  StepCounts counts;  ///< of bytes, rounded up
+  StepCounts counts;  ///< its bytes are rounded up
   bool runs_kernels = true;
 };
 void PrintTo(const Layout& layout, std::ostream* out) { *out << layout.name; }
