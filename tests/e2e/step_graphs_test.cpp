@@ -109,7 +109,8 @@ TEST_P(StepGraphs, AreOneForAnyNumberOfTokens) {
   const int steps = 12;
   const auto labels_of = [](int batch) { return batch == 7 ? 0 : 3 + (11 * batch) % kRecordedLength; };
   const std::string log = run_both(write_batches("data", steps, labels_of), steps, {});
-  EXPECT_EQ(count(log, "step 3 is recorded as a CUDA graph, which further steps of the same sizes launch"), 1) << log;
+  EXPECT_EQ(count(log, "step 3 is recorded as a CUDA graph, which further steps of the same sizes launch"), 1)
+      << log;
   EXPECT_EQ(count(log, "step 7: the global batch has no valid labels"), 1) << log;
   expect_equal(steps, steps);
 }
