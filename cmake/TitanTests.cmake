@@ -6,7 +6,7 @@
 # to the program distributed_tests, and a test that runs the cases of this file for each listed number of local ranks; the time limit ends
 # all processes. Tests for NIGHTLY_RANKS are called nightly.* and run only at night. With CUDA, all these and CUDA_RANKS also run with
 # --cuda, and are skipped if no GPU is visible. VIRTUAL_RANKS run over NCCL on a virtual GPU for each rank (docs/virtual_gpu.md),
-# where a race ends the test; all other numbers of ranks do so at night, with VIRTUAL_AT_NIGHT too. With APART, the file becomes a separate program, because it replaces functions of the C++ library.
+# where a race ends the test, and whose NCCL is strict; all other numbers of ranks do so at night, with VIRTUAL_AT_NIGHT too and an NCCL that buffers. With APART, the file becomes a separate program, because it replaces functions of the C++ library.
 # Unity builds put up to six files into one: names in their anonymous namespaces must differ, also from those of headers.
 include(GoogleTest)
 
@@ -124,14 +124,16 @@ function(titan_distributed_test name)
       set(prefix nightly)
       set(label nightly)
       set(limit 3600)
+      set(environment VIRTUAL_GPU_RACES=fatal)
       if(ranks IN_LIST ARG_VIRTUAL_RANKS)
         set(prefix distributed)
         set(label ci)
         set(limit 900)
+        list(APPEND environment VIRTUAL_GPU_NCCL=strict)
       endif()
       set(virtual_test ${prefix}.${name}.${ranks}_ranks.virtual)
       add_test(NAME ${virtual_test} COMMAND ${PROJECT_SOURCE_DIR}/scripts/virtual_gpus.sh ${ranks} -- $<TARGET_FILE:titan> launch -n ${ranks} -- ${program} --nccl)
-      set_tests_properties(${virtual_test} PROPERTIES LABELS "${label};virtual_gpu" TIMEOUT ${limit} PROCESSORS 2 ENVIRONMENT VIRTUAL_GPU_RACES=fatal)
+      set_tests_properties(${virtual_test} PROPERTIES LABELS "${label};virtual_gpu" TIMEOUT ${limit} PROCESSORS 2 ENVIRONMENT "${environment}")
     endforeach()
   endif()
   if(NOT ARG_CUDA)
