@@ -355,10 +355,12 @@ json row_of(const OperationTotals& total, const DeviceLimits& limits) {
           {"limit", nearer.is_null() ? json() : json(by_flops ? "flops" : "bandwidth")}};
 }
 
+constexpr const char* kPeerMemory = "peer memory";  // of PeerWait
+
 json rows_of(const Collectives& collectives, const std::map<std::string, double>& exposed_s) {
   std::map<std::string, CollectiveTotals> kinds = collectives.by_kind;
   for (const auto& [what, seconds] : exposed_s)
-    if (seconds > 0 && what == "peer memory") kinds[what];  // has no calls
+    if (seconds > 0 && what == kPeerMemory) kinds[what];  // has no calls
   json rows = json::array();
   for (const auto& [kind, total] : kinds) {
     const auto waited = exposed_s.find(kind);
@@ -465,12 +467,16 @@ void RooflineReport::report(int64_t step) {
   const bool measures = device.is_cpu() && options_.limits.source.empty();
   const DeviceLimits limits = measures ? measured_limits(counted.operations) : options_.limits;
   if (!options_.folder) return;
+  // FSDP marks its waits on one rank, too, which has no collectives to wait for.
+  double idle_s = counted.idle_s;
+  for (const auto& [what, seconds] : counted.exposed_s)
+    if (what != kPeerMemory && !collectives.by_kind.contains(what)) idle_s += seconds;
   json report = {{"step", step},
                  {"rank", world_.rank()},
                  {"world_size", world_.size()},
                  {"clock", device.is_cpu() ? "host" : "device"},
                  {"step_s", counted.span_s},
-                 {"idle_s", counted.idle_s},
+                 {"idle_s", idle_s},
                  {"lost_calls", collectives.lost},
                  {"operations", json::array()},
                  {"collectives", rows_of(collectives, counted.exposed_s)}};
