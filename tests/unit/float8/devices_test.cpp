@@ -179,12 +179,13 @@ TEST_P(Float8Device, CastsOfManyEqualTheComposition) {
       for (const bool by_vector : {false, true})
         for (const bool transposed : {false, true})
           for (const bool power_of_two : {false, true}) {
-            if (power_of_two && from != at::kBFloat16) continue;  // it concerns the scale alone
+            if (power_of_two && (from != at::kBFloat16 || transposed)) continue;  // it concerns the scale alone
             // Rows that a GPU's kernel takes, of several lengths in one launch, or matrices of any size.
             std::vector<at::Tensor> xs, moved;
             for (const at::Tensor& x : matrices(from))
               if (!by_vector || x.size(1) % 16 == 0) xs.push_back(x);
-            for (const int64_t length : {48, 16384}) xs.push_back(at::randn({3, length}).to(from));
+            xs.push_back(at::randn({3, 48}).to(from));
+            xs.push_back(at::randn({1, 16384}).to(from));
             for (const at::Tensor& x : xs) moved.push_back(there(x));
             const auto [data, scales, inverses] =
                 composite::cast_many(xs, {}, to, power_of_two, by_vector, transposed);
