@@ -172,9 +172,11 @@ MEMORY_ADJUSTMENTS = {"torchtitan": torchtitan, "megatron_core": megatron_core, 
 
 
 def saved_by_layers(role):
-    """Activations at the peak that layers' forwards made, and layers' inputs from the embedding or another stage."""
+    """The most activations that layers' forwards made, and layers' inputs from the embedding or another stage. At the peak of all memory a backward
+    may have freed some."""
     modules = r"layers\.(?!.* backward)|rotary$|tok_embeddings$|action \d+RECV_F"
-    return sum(each["bytes"] for each in role["at_peak_by_module"] if re.match(modules, each["module"]))
+    at_peak = sum(each["bytes"] for each in role["at_peak_by_module"] if re.match(modules, each["module"]))
+    return max(at_peak, *(bytes_of_module(role, index, lambda module: re.match(modules, module)) for index in range(len(role["over_time"]))))
 
 
 def planned_memory(plan, entry):
