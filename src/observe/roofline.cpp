@@ -355,7 +355,7 @@ json row_of(const OperationTotals& total, const DeviceLimits& limits) {
           {"limit", nearer.is_null() ? json() : json(by_flops ? "flops" : "bandwidth")}};
 }
 
-constexpr const char* kPeerMemory = "peer memory";  // of PeerWait
+constexpr const char* kPeerMemory = "peer memory";  // the name of its PeerWaits
 
 json rows_of(const Collectives& collectives, const std::map<std::string, double>& exposed_s) {
   std::map<std::string, CollectiveTotals> kinds = collectives.by_kind;
