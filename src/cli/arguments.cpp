@@ -270,8 +270,7 @@ PlanArguments parse_plan_arguments(const Arguments& words) {
                "instead of a plan: measure this machine's GPU or CPU, for --world ranks on it, and write its "
                "device file; links between GPUs and hosts are those of --device");
   std::filesystem::path links;
-  parser
-      .value("--measure-links", links, "FILE", "as one of a calibration's ranks, which are told their number")
+  parser.value("--measure-links", links, "FILE", "measure as one rank of a calibration, and write FILE")
       ->group("");  // --calibrate's own
   parser.app.allow_extras();
   check_short_options(parser, words);
