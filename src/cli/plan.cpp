@@ -18,6 +18,7 @@
 #include "cli/text.h"
 #include "core/file.h"
 #include "core/units.h"
+#include "dist/device_backend.h"
 #include "job/job_config.h"
 #include "job/job_plan.h"
 #include "plan/calibrate.h"
@@ -466,11 +467,17 @@ plan::ClusterSpec::Host links_of_ranks(int num_ranks, const std::filesystem::pat
 
 plan::ClusterSpec calibrated(const PlanArguments& arguments, const plan::ClusterSpec& base) {
   const auto progress = [](const std::string& line) { std::cerr << line << std::endl; };
+  const dist::DeviceBackend* const gpus = dist::open_cuda_plugin();
+  const bool has_links = arguments.world_size > 1 && (gpus == nullptr || gpus->num_devices() == 0);
+  plan::ClusterSpec::Host links;
+  if (has_links) {
+    // Before products start threads, which would take the launcher's signals.
+    links = links_of_ranks(arguments.world_size, arguments.calibrate.string() + ".links");
+    progress(str("gathers of ", arguments.world_size, " ranks: ", links.latency_us, " us a hop, ",
+                 number("%.2f", plan::kHostLinkShare * links.gb_per_s), " GB/s into each rank"));
+  }
   plan::ClusterSpec cluster = plan::calibrate(base, arguments.world_size, progress);
-  if (!cluster.device.is_cpu || arguments.world_size == 1) return cluster;
-  cluster.host = links_of_ranks(arguments.world_size, arguments.calibrate.string() + ".links");
-  progress(str("gathers of ", arguments.world_size, " ranks: ", cluster.host.latency_us, " us a hop, ",
-               number("%.2f", plan::kHostLinkShare * cluster.host.gb_per_s), " GB/s into each rank"));
+  if (has_links) cluster.host = links;
   return cluster;
 }
 

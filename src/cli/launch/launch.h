@@ -130,7 +130,8 @@ int num_gpus_of_host();
 /// SIGQUIT goes to all ranks that have a handler for it, which report what they are doing, and ends nothing.
 /// Ranks that are ended because another one failed get SIGTERM with train::kPeerHasFailed. When a rank gave
 /// up on another one (dist::kHungExitCode), the ranks that don't end by themselves are the lost ones. If this
-/// process dies, the kernel kills the ranks.
+/// process dies, the kernel kills the ranks. Threads of this process must block these signals and SIGCHLD:
+/// one that doesn't takes them away, and the launcher waits forever.
 ///
 /// Returns 0 if all ranks returned 0, asked to end or not. Otherwise returns 128 + signal if this process was
 /// asked to end, or the exit code of the rank that failed first (128 + signal if a signal ended it), or 127
