@@ -34,6 +34,7 @@ function(titan_use_test_pch target pch)
 endfunction()
 
 add_library(titan_test_filters OBJECT ${PROJECT_SOURCE_DIR}/tests/filters.cpp)
+target_include_directories(titan_test_filters PUBLIC ${PROJECT_SOURCE_DIR}/tests)
 target_link_libraries(titan_test_filters PRIVATE GTest::gtest)
 target_sources(GTest::gtest_main INTERFACE $<TARGET_OBJECTS:titan_test_filters>)
 

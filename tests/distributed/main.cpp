@@ -6,7 +6,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
-#include <filesystem>
 #include <optional>
 #include <string>
 #include <vector>
@@ -14,7 +13,7 @@
 #include <gtest/gtest.h>
 
 #include "distributed/world.h"
-#include "titan/core/error.h"
+#include "filters.h"
 
 namespace {
 
@@ -57,26 +56,6 @@ void choose_output(int rank) {
   listeners.Append(printer);  // after the line above: gtest calls its listeners in reverse when a test ends
 }
 
-// Removes the cases of other files from those that --gtest_filter chooses.
-void choose_file(const std::string& name) {
-  std::string others;
-  size_t num_chosen = 0;
-  const auto& tests = *testing::UnitTest::GetInstance();
-  for (int i = 0; i < tests.total_test_suite_count(); ++i) {
-    const testing::TestSuite& suite = *tests.GetTestSuite(i);
-    for (int j = 0; j < suite.total_test_count(); ++j) {
-      const testing::TestInfo& test = *suite.GetTestInfo(j);
-      if (std::filesystem::path(test.file()).stem() == name)
-        ++num_chosen;
-      else
-        others += std::string(":") + suite.name() + "." + test.name();
-    }
-  }
-  TITAN_CHECK(num_chosen > 0, "--file=", name, ": no test is defined in ", name, ".cpp");
-  const std::string filter = GTEST_FLAG_GET(filter);
-  GTEST_FLAG_SET(filter, filter + (filter.find('-') == std::string::npos ? "-" : "") + others);
-}
-
 titan::dist::InitOptions options_from(const std::vector<std::string>& words) {
   titan::dist::InitOptions options{.backend = "gloo", .device = "cpu", .timeout = std::chrono::seconds(60)};
   for (const std::string& word : words) {
@@ -87,7 +66,7 @@ titan::dist::InitOptions options_from(const std::vector<std::string>& words) {
       options.timeout = std::chrono::minutes(4);
     }
     if (word == "--check-collectives") options.check_collectives = true;
-    if (word.starts_with("--file=")) choose_file(word.substr(7));
+    titan::testing::choose_file(word);
     if (word == "--all") run_all_cases = true;  // not only a selection that covers the rest
   }
   return options;

@@ -6,7 +6,7 @@
 namespace titan::testing {
 namespace {
 
-Words small_run() {
+Words recomputed_run() {
   return {source_file("configs/llama3_debug.toml"),
           "--model.hf_assets_path",
           source_file("assets/tokenizer"),
@@ -24,7 +24,7 @@ Words small_run() {
 
 std::vector<double> numbers_of(const std::string& name, const Words& words) {
   std::vector<double> numbers;
-  for (const Logged& step : train(fresh_folder(name), small_run() + words))
+  for (const Logged& step : train(fresh_folder(name), recomputed_run() + words))
     numbers.insert(numbers.end(), {step.loss, step.grad_norm});
   return numbers;
 }
@@ -52,34 +52,35 @@ TEST(ActivationCheckpointRun, EveryModeHasTheSameNumbersUnderTensorParallelism) 
 }
 
 TEST(ActivationCheckpointRun, PrintsABudgetAsATable) {
-  const auto result = try_train(small_run() + mode("memory_budget") +
+  const auto result = try_train(recomputed_run() + mode("memory_budget") +
                                 Words{"--job.dump_folder", fresh_folder("table").string()});
   EXPECT_EQ(result.status, 0) << result.err;
   EXPECT_NE(result.err.find("MiB for each forward"), std::string::npos) << result.err;
   EXPECT_NE(result.err.find("ms recomputed each"), std::string::npos) << result.err;
 }
 
-std::string refusal(const Words& words) {
+std::string recompute_refusal(const Words& words) {
   const auto result =
-      try_train(small_run() + words + Words{"--job.dump_folder", fresh_folder("refused").string()});
+      try_train(recomputed_run() + words + Words{"--job.dump_folder", fresh_folder("refused").string()});
   EXPECT_NE(result.status, 0) << result.err;
   return result.err;
 }
 
 TEST(ActivationCheckpointRun, RefusesImpossibleSettings) {
   if (!tests_on_gpu())
-    EXPECT_NE(
-        refusal(mode("offload")).find("activation_checkpoint.mode = offload: moves activations from a GPU"),
-        std::string::npos);
-  EXPECT_NE(refusal(mode("memory_budget") + Words{"--activation_checkpoint.memory_budget_bytes", "1000"})
-                .find("less than"),
-            std::string::npos);
+    EXPECT_NE(recompute_refusal(mode("offload"))
+                  .find("activation_checkpoint.mode = offload: moves activations from a GPU"),
+              std::string::npos);
+  EXPECT_NE(
+      recompute_refusal(mode("memory_budget") + Words{"--activation_checkpoint.memory_budget_bytes", "1000"})
+          .find("less than"),
+      std::string::npos);
   const std::string no_layer =
-      refusal(mode("selective") + Words{"--activation_checkpoint.selective_ac_option", "7"});
+      recompute_refusal(mode("selective") + Words{"--activation_checkpoint.selective_ac_option", "7"});
   EXPECT_NE(no_layer.find("activation_checkpoint.selective_ac_option = 7: selects no layer: the model has 6"),
             std::string::npos);
   EXPECT_EQ(no_layer.find("[rank "), std::string::npos) << "the launcher refuses it";
-  EXPECT_NE(refusal(mode("full") + Words{"--activation_checkpoint.memory_budget_bytes", "1000000"})
+  EXPECT_NE(recompute_refusal(mode("full") + Words{"--activation_checkpoint.memory_budget_bytes", "1000000"})
                 .find("memory_budget_bytes = 1000000: is read only with activation_checkpoint.mode"),
             std::string::npos);
 }

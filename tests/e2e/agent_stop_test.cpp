@@ -11,7 +11,7 @@
 namespace titan::testing {
 namespace {
 
-constexpr int kNumRanks = 2;
+constexpr int kAgentRanks = 2;
 
 // Only one rank receives the agent's signal, and the other learns from it that an agent sent it: both exit
 // codes must show the other agents that the job continues.
@@ -22,18 +22,19 @@ TEST(AgentStopRun, StoppingOneRankDuringTheStartEndsAllAsKilled) {
                       Words{"--job.dump_folder", run.string(), "--experimental.custom_import",
                             std::string(TITAN_BINARY_DIR) + "/lib/libwaiting_state.so"};
   std::vector<Command> ranks;
-  for (int rank = 0; rank < kNumRanks; ++rank)
-    ranks.emplace_back(train_words(words), Command::Variables{{"OMP_NUM_THREADS", "1"},
-                                                              {"RANK", std::to_string(rank)},
-                                                              {"LOCAL_RANK", std::to_string(rank)},
-                                                              {"WORLD_SIZE", std::to_string(kNumRanks)},
-                                                              {"LOCAL_WORLD_SIZE", std::to_string(kNumRanks)},
-                                                              {"MASTER_ADDR", "127.0.0.1"},
-                                                              {"MASTER_PORT", some_port()},
-                                                              {"TORCHELASTIC_RUN_ID", "agent_stop"},
-                                                              {"TORCHELASTIC_RESTART_COUNT", "0"},
-                                                              {"TORCHELASTIC_MAX_RESTARTS", "3"},
-                                                              {"TITAN_TEST_SAVES", states.string()}});
+  for (int rank = 0; rank < kAgentRanks; ++rank)
+    ranks.emplace_back(train_words(words),
+                       Command::Variables{{"OMP_NUM_THREADS", "1"},
+                                          {"RANK", std::to_string(rank)},
+                                          {"LOCAL_RANK", std::to_string(rank)},
+                                          {"WORLD_SIZE", std::to_string(kAgentRanks)},
+                                          {"LOCAL_WORLD_SIZE", std::to_string(kAgentRanks)},
+                                          {"MASTER_ADDR", "127.0.0.1"},
+                                          {"MASTER_PORT", some_port()},
+                                          {"TORCHELASTIC_RUN_ID", "agent_stop"},
+                                          {"TORCHELASTIC_RESTART_COUNT", "0"},
+                                          {"TORCHELASTIC_MAX_RESTARTS", "3"},
+                                          {"TITAN_TEST_SAVES", states.string()}});
   ASSERT_TRUE(
       wait_until([&] { return fs::exists(states / "building.0") && fs::exists(states / "building.1"); }));
   ranks[1].signal(SIGTERM);

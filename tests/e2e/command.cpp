@@ -25,12 +25,6 @@ std::filesystem::path make_folder() {
   return path;
 }
 
-std::string read(const std::filesystem::path& path) {
-  std::ostringstream text;
-  text << std::ifstream(path).rdbuf();
-  return text.str();
-}
-
 void pause() { std::this_thread::sleep_for(std::chrono::milliseconds(5)); }
 
 bool is_free(int port) {
@@ -51,10 +45,6 @@ int find_port() {
   throw std::runtime_error("no free port from " + std::to_string(first) + " on");
 }
 
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
 }  // namespace
 
 TempFolder::TempFolder() : path(make_folder()) {}
@@ -73,6 +63,18 @@ MachineLag::MachineLag() {
       seconds_ = seconds_ + std::chrono::duration<double>(Clock::now() - start - kTurn).count();
     }
   });
+}
+
+std::string text_of(const fs::path& file) {
+  std::ostringstream text;
+  text << std::ifstream(file).rdbuf();
+  return text.str();
+}
+
+int count_of(const std::string& text, const std::string& part) {
+  int count = 0;
+  for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++count;
+  return count;
 }
 
 std::string some_port() {
@@ -114,7 +116,7 @@ Command::~Command() {
 
 void Command::signal(int number) const { kill(pid_, number); }
 
-std::string Command::output() const { return read(folder_ / "out"); }
+std::string Command::output() const { return text_of(folder_ / "out"); }
 
 bool Command::wait_for_output(const std::string& text, double limit_s) const {
   const auto start = Clock::now();
@@ -127,7 +129,7 @@ bool Command::wait_for_output(const std::string& text, double limit_s) const {
 
 bool Command::wait_for_errors(const std::string& text, double limit_s) const {
   const auto start = Clock::now();
-  while (read(folder_ / "err").find(text) == std::string::npos) {
+  while (text_of(folder_ / "err").find(text) == std::string::npos) {
     if (seconds_since(start) > limit_s) return false;
     pause();
   }
@@ -142,8 +144,8 @@ CommandResult Command::wait(double limit_s) {
     pause();
   }
   pid_ = -1;
-  return {WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), read(folder_ / "out"),
-          read(folder_ / "err"), seconds_since(started_)};
+  return {WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), text_of(folder_ / "out"),
+          text_of(folder_ / "err"), seconds_since(started_)};
 }
 
 CommandResult run(const std::vector<std::string>& words, const Command::Variables& variables,

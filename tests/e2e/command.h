@@ -76,6 +76,15 @@ bool wait_until(const Condition& holds, double limit_s = 60) {
   return true;
 }
 
+inline void sleep_s(double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); }
+inline double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+/// The whole file; empty if there is none.
+std::string text_of(const std::filesystem::path& file);
+int count_of(const std::string& text, const std::string& part);
+
 /// A folder for temporary files; removed with its contents.
 class TempFolder {
  public:

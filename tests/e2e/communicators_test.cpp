@@ -9,7 +9,7 @@
 namespace titan::testing {
 namespace {
 
-struct Layout {
+struct CommunicatorCase {
   const char* name;
   int num_ranks;
   Words words;
@@ -17,9 +17,9 @@ struct Layout {
   std::vector<std::string> groups;
 };
 
-void PrintTo(const Layout& layout, std::ostream* out) { *out << layout.name; }
+void PrintTo(const CommunicatorCase& layout, std::ostream* out) { *out << layout.name; }
 
-class Communicators : public ::testing::TestWithParam<Layout> {};
+class Communicators : public ::testing::TestWithParam<CommunicatorCase> {};
 
 int64_t num_communicators(const fs::path& counters) {
   std::ifstream file(counters);
@@ -31,7 +31,7 @@ int64_t num_communicators(const fs::path& counters) {
 }
 
 TEST_P(Communicators, AreOneForEachAxisAndDirection) {
-  const Layout& layout = GetParam();
+  const CommunicatorCase& layout = GetParam();
   const auto folder = fresh_folder("run");
   const CommandResult result = run(
       train_words(small_run(fresh_folder("config")) + layout.words +
@@ -48,21 +48,22 @@ INSTANTIATE_TEST_SUITE_P(
     Layouts, Communicators,
     ::testing::Values(
         // The gathers and the step's sums have the same ranks.
-        Layout{"Fsdp", 2, {}, {"world", "dp_shard.reduce"}},
-        Layout{"Hsdp",
-               4,
-               {"--parallelism.data_parallel_replicate_degree", "2"},
-               {"world", "dp_shard", "dp_shard.reduce", "dp_replicate"}},
-        Layout{"FsdpTensor",
-               4,
-               {"--parallelism.tensor_parallel_degree", "2"},
-               {"world", "dp_shard", "dp_shard.reduce", "tp", "tp.gradient"}},
+        CommunicatorCase{"Fsdp", 2, {}, {"world", "dp_shard.reduce"}},
+        CommunicatorCase{"Hsdp",
+                         4,
+                         {"--parallelism.data_parallel_replicate_degree", "2"},
+                         {"world", "dp_shard", "dp_shard.reduce", "dp_replicate"}},
+        CommunicatorCase{"FsdpTensor",
+                         4,
+                         {"--parallelism.tensor_parallel_degree", "2"},
+                         {"world", "dp_shard", "dp_shard.reduce", "tp", "tp.gradient"}},
         // The ring of keys has the same ranks as FSDP's gathers.
-        Layout{"TensorContext",
-               4,
-               {"--parallelism.tensor_parallel_degree", "2", "--parallelism.context_parallel_degree", "2"},
-               {"world", "cp", "cp, gradient_ring", "fsdp.reduce", "tp", "tp.gradient"}},
-        Layout{
+        CommunicatorCase{
+            "TensorContext",
+            4,
+            {"--parallelism.tensor_parallel_degree", "2", "--parallelism.context_parallel_degree", "2"},
+            {"world", "cp", "cp, gradient_ring", "fsdp.reduce", "tp", "tp.gradient"}},
+        CommunicatorCase{
             "Pipeline", 2, {"--parallelism.pipeline_parallel_degree", "2"}, {"world", "pp.0-1", "pp.1-0"}}),
     [](const auto& info) { return info.param.name; });
 

@@ -5,31 +5,31 @@
 namespace titan::testing {
 namespace {
 
-struct Layout {
+struct ContextLayout {
   const char* name;
   int batch_ranks;  // that read different rows
   int ranks;
   Words words;
 };
-void PrintTo(const Layout& layout, std::ostream* out) { *out << layout.name; }
+void PrintTo(const ContextLayout& layout, std::ostream* out) { *out << layout.name; }
 
 Words cp(const std::string& ranks, const std::string& degree, const Words& more = {}) {
   return Words{"--nproc", ranks, "--parallelism.context_parallel_degree", degree} + more;
 }
 
-class ContextParallelRun : public ::testing::TestWithParam<Layout> {};
+class ContextParallelRun : public ::testing::TestWithParam<ContextLayout> {};
 
 // Other layouts with as many ranks that read rows give the same mean over every rank's rows.
-Words rows_of(const Layout& layout) {
+Words context_rows(const ContextLayout& layout) {
   const std::string rows = std::to_string(4 / layout.batch_ranks);
   return {"--training.local_batch_size", rows, "--validation.local_batch_size", rows};
 }
 
-Words without_cp(const Layout& layout) { return {"--nproc", std::to_string(layout.batch_ranks)}; }
+Words without_cp(const ContextLayout& layout) { return {"--nproc", std::to_string(layout.batch_ranks)}; }
 
 TEST_P(ContextParallelRun, LogsTheSameNumbersAsWithoutIt) {
-  const Layout& layout = GetParam();
-  const Words base = small_run(fresh_folder("config")) + rows_of(layout);
+  const ContextLayout& layout = GetParam();
+  const Words base = small_run(fresh_folder("config")) + context_rows(layout);
   const auto folder = fresh_folder("spread"), plain = fresh_folder("plain");
   train(plain, base + without_cp(layout));
   train(folder, base + layout.words);
@@ -48,19 +48,20 @@ TEST_P(ContextParallelRun, LogsTheSameNumbersAsWithoutIt) {
 
 INSTANTIATE_TEST_SUITE_P(
     Layouts, ContextParallelRun,
-    ::testing::Values(Layout{"Cp2", 1, 2, cp("2", "2")},
-                      Layout{"Cp2AllToAll", 1, 2,
-                             cp("2", "2", {"--parallelism.context_parallel_rotate_method", "alltoall"})},
-                      Layout{"Cp2Tp2", 1, 4, cp("4", "2", {"--parallelism.tensor_parallel_degree", "2"})},
-                      Layout{"Cp2AllGatherKv", 1, 2,
-                             cp("2", "2", {"--parallelism.context_parallel_attention", "allgather_kv"})},
-                      Layout{"Cp3Unbalanced", 1, 3,
-                             cp("3", "3", {"--parallelism.context_parallel_load_balancer", "None"})},
-                      Layout{"Cp2Fsdp2", 2, 4, cp("4", "2")},
-                      Layout{"Cp2Ddp2", 2, 4,
-                             cp("4", "2",
-                                {"--parallelism.data_parallel_replicate_degree", "2",
-                                 "--parallelism.data_parallel_shard_degree", "1"})}),
+    ::testing::Values(
+        ContextLayout{"Cp2", 1, 2, cp("2", "2")},
+        ContextLayout{"Cp2AllToAll", 1, 2,
+                      cp("2", "2", {"--parallelism.context_parallel_rotate_method", "alltoall"})},
+        ContextLayout{"Cp2Tp2", 1, 4, cp("4", "2", {"--parallelism.tensor_parallel_degree", "2"})},
+        ContextLayout{"Cp2AllGatherKv", 1, 2,
+                      cp("2", "2", {"--parallelism.context_parallel_attention", "allgather_kv"})},
+        ContextLayout{"Cp3Unbalanced", 1, 3,
+                      cp("3", "3", {"--parallelism.context_parallel_load_balancer", "None"})},
+        ContextLayout{"Cp2Fsdp2", 2, 4, cp("4", "2")},
+        ContextLayout{"Cp2Ddp2", 2, 4,
+                      cp("4", "2",
+                         {"--parallelism.data_parallel_replicate_degree", "2",
+                          "--parallelism.data_parallel_shard_degree", "1"})}),
     [](const auto& info) { return std::string(info.param.name); });
 
 // TorchTitan's weights and batches, for all 20 steps.
@@ -76,7 +77,7 @@ TEST(ContextParallelReplay, MatchesOneRank) {
 }
 
 // Refused before any process computes.
-std::string refusal(const Words& words) {
+std::string context_refusal(const Words& words) {
   const CommandResult result = try_train(
       Words{source_file("tests/data/parity/mini/replay.toml"), "--training.dataset_path",
             source_file("tests/data/parity/mini"), "--job.dump_folder", fresh_folder("refused").string()} +
@@ -87,16 +88,16 @@ std::string refusal(const Words& words) {
 
 TEST(ContextParallelRefusals, SuggestWhatWouldWork) {
   EXPECT_THAT(
-      refusal(cp("3", "3")),
+      context_refusal(cp("3", "3")),
       HasSubstr(
           "training.seq_len = 64: isn't a multiple of 2 x context_parallel_degree = 6; 60 or 66 would do"));
-  EXPECT_THAT(refusal(cp("2", "2", {"--validation.enable", "--validation.seq_len", "30"})),
+  EXPECT_THAT(context_refusal(cp("2", "2", {"--validation.enable", "--validation.seq_len", "30"})),
               HasSubstr("validation.seq_len = 30: isn't a multiple of 2 x context_parallel_degree = 4"));
-  EXPECT_THAT(refusal(cp("2", "2",
-                         {"--parallelism.context_parallel_rotate_method", "alltoall",
-                          "--parallelism.context_parallel_attention", "allgather_kv"})),
+  EXPECT_THAT(context_refusal(cp("2", "2",
+                                 {"--parallelism.context_parallel_rotate_method", "alltoall",
+                                  "--parallelism.context_parallel_attention", "allgather_kv"})),
               HasSubstr("is for ring attention"));
-  EXPECT_THAT(refusal(cp("2", "2", {"--parallelism.context_parallel_load_balancer", "ptrr"})),
+  EXPECT_THAT(context_refusal(cp("2", "2", {"--parallelism.context_parallel_load_balancer", "ptrr"})),
               HasSubstr("flex attention"));
 }
 

@@ -8,7 +8,7 @@
 namespace titan::testing {
 namespace {
 
-Words config(const std::string& steps) {
+Words ngram_config(const std::string& steps) {
   return {source_file("docs/examples/custom_model/ngram.toml"), "--training.steps", steps,
           "--metrics.log_freq", "1"};
 }
@@ -18,14 +18,14 @@ Words by_import() {
 }
 
 TEST(CustomModel, TrainsFromASharedObject) {
-  auto steps = train(fresh_folder("run"), config("20") + by_import());
+  auto steps = train(fresh_folder("run"), ngram_config("20") + by_import());
   ASSERT_EQ(steps.size(), 20u);
   EXPECT_LT(steps.back().loss, steps.front().loss - 1.5);
 }
 
 TEST(CustomModel, TrainsFromItsOwnBinary) {
   auto folder = fresh_folder("run");
-  CommandResult result = run(Words{built("ngram_titan"), "train"} + config("3") +
+  CommandResult result = run(Words{built("ngram_titan"), "train"} + ngram_config("3") +
                                  Words{"--nproc", "2", "--job.dump_folder", folder.string()} + device_words(),
                              {{"OMP_NUM_THREADS", "1"}});
   EXPECT_EQ(result.status, 0) << result.err;
@@ -33,13 +33,13 @@ TEST(CustomModel, TrainsFromItsOwnBinary) {
 }
 
 TEST(CustomModel, IsUnknownWithoutTheImport) {
-  CommandResult result = try_train(config("3"));
+  CommandResult result = try_train(ngram_config("3"));
   EXPECT_EQ(result.status, 2);
   EXPECT_THAT(result.err, HasSubstr("unknown model 'ngram'"));
 }
 
 TEST(CustomModel, NamesAMissingSharedObject) {
-  CommandResult result = try_train(config("3") + Words{"--experimental.custom_import", "no_such.so"});
+  CommandResult result = try_train(ngram_config("3") + Words{"--experimental.custom_import", "no_such.so"});
   EXPECT_EQ(result.status, 2);
   EXPECT_THAT(result.err, HasSubstr("no_such.so"));
   EXPECT_THAT(result.err, HasSubstr("custom_import"));
@@ -59,7 +59,7 @@ TEST(CustomModel, RefusesASharedObjectOfAnotherBuild) {
     std::string errors;
     for (const std::string& import : {(folder / "libngram.so").string(), std::string("libngram.so")}) {
       const CommandResult result =
-          run(train_words(config("3") + Words{"--experimental.custom_import", import}),
+          run(train_words(ngram_config("3") + Words{"--experimental.custom_import", import}),
               {{"LD_LIBRARY_PATH", folder.string()}});
       EXPECT_EQ(result.status, 2);
       EXPECT_THAT(result.err, HasSubstr("experimental.custom_import"));
@@ -87,14 +87,14 @@ TEST(CustomModel, RefusesASharedObjectOfAnotherBuild) {
 
 TEST(CustomModel, IsFoundByItsNameInTheLoadersFolders) {
   const CommandResult result =
-      run(train_words(config("3") + Words{"--experimental.custom_import", "libngram.so", "--job.dump_folder",
-                                          fresh_folder("run").string()}),
+      run(train_words(ngram_config("3") + Words{"--experimental.custom_import", "libngram.so",
+                                                "--job.dump_folder", fresh_folder("run").string()}),
           {{"LD_LIBRARY_PATH", std::string(TITAN_BINARY_DIR) + "/lib"}});
   EXPECT_EQ(result.status, 0) << result.err;
 }
 
 TEST(CustomModel, HasTheSameLossesOnAnyNumberOfRanks) {
-  Words words = config("8") + by_import() + Words{"--training.global_batch_size", "8"};
+  Words words = ngram_config("8") + by_import() + Words{"--training.global_batch_size", "8"};
   auto one = train(fresh_folder("one"), words);
   for (const char* ranks : {"2", "3"}) {
     auto many = train(fresh_folder(ranks), words + Words{"--nproc", ranks});
@@ -105,7 +105,7 @@ TEST(CustomModel, HasTheSameLossesOnAnyNumberOfRanks) {
 }
 
 TEST(CustomModel, HasTheSameLossesInPipelines) {
-  const Words words = config("8") + by_import();
+  const Words words = ngram_config("8") + by_import();
   const auto one = train(fresh_folder("one"), words);
   const Words two = words + Words{"--nproc", "2", "--parallelism.pipeline_parallel_degree", "2"};
   const Words three = words + Words{"--nproc",
@@ -122,7 +122,7 @@ TEST(CustomModel, HasTheSameLossesInPipelines) {
 }
 
 TEST(CustomModel, ANamedPlanReplacesTheModelsOwn) {
-  Words words = config("6") + by_import() + Words{"--nproc", "2"};
+  Words words = ngram_config("6") + by_import() + Words{"--nproc", "2"};
   auto folder = fresh_folder("plan");
   CommandResult result =
       try_train(words + Words{"--parallelism.plan", "keep_gathered", "--job.dump_folder", folder.string()});
@@ -132,26 +132,27 @@ TEST(CustomModel, ANamedPlanReplacesTheModelsOwn) {
 }
 
 TEST(CustomModel, NamesAnUnknownPlan) {
-  CommandResult result = try_train(config("3") + by_import() + Words{"--parallelism.plan", "keep_gatherd"});
+  CommandResult result =
+      try_train(ngram_config("3") + by_import() + Words{"--parallelism.plan", "keep_gatherd"});
   EXPECT_EQ(result.status, 2);
   EXPECT_THAT(result.err, HasSubstr("parallelism.plan"));
   EXPECT_THAT(result.err, HasSubstr("did you mean 'keep_gathered'"));
 }
 
 TEST(CustomModel, TwoRunsAreBitEqual) {
-  Words words = config("6") + by_import() + Words{"--nproc", "2"};
+  Words words = ngram_config("6") + by_import() + Words{"--nproc", "2"};
   EXPECT_EQ(losses(train(fresh_folder("a"), words)), losses(train(fresh_folder("b"), words)));
 }
 
 TEST(CustomModel, HelpShowsItsArguments) {
-  for (const Words& words :
-       {config("3") + by_import(), by_import() + Words{"--model.name", "ngram", "--model.flavor", "small"}}) {
+  for (const Words& words : {ngram_config("3") + by_import(),
+                             by_import() + Words{"--model.name", "ngram", "--model.flavor", "small"}}) {
     const CommandResult result = try_train(words + Words{"--help"});
     EXPECT_EQ(result.status, 0) << result.err;
     EXPECT_THAT(result.out, AllOf(HasSubstr("--model.args.context int"), HasSubstr("--training.seq_len int"),
                                   Not(HasSubstr("--model.args.n_layers"))));
   }
-  const CommandResult without = try_train(config("3") + Words{"--help"});
+  const CommandResult without = try_train(ngram_config("3") + Words{"--help"});
   EXPECT_EQ(without.status, 0) << without.err;
   EXPECT_THAT(without.out, AllOf(HasSubstr("--model.args.n_layers"), HasSubstr("unknown model 'ngram'")));
 }

@@ -5,9 +5,6 @@
 namespace titan::testing {
 namespace {
 
-const Words kTensor2 = {"--training.local_batch_size", "4", "--parallelism.tensor_parallel_degree", "2"};
-const Words kPipeline2 = {"--training.local_batch_size", "4", "--parallelism.pipeline_parallel_degree", "2"};
-
 Words lion(const Words& words) {
   return words + Words{"--experimental.custom_import",
                        std::string(TITAN_BINARY_DIR) + "/lib/liblion.so",

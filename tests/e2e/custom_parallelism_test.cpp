@@ -8,7 +8,7 @@ namespace {
 
 const Words kTp1 = {"--parallelism.tensor_parallel_degree", "1"};
 
-Words config(const std::string& steps) {
+Words averager_config(const std::string& steps) {
   return {source_file("docs/examples/custom_parallelism/averager.toml"),
           "--training.steps",
           steps,
@@ -19,12 +19,12 @@ Words config(const std::string& steps) {
 }
 
 TEST(CustomParallelism, LossFallsOnTwoByTwoRanks) {
-  const auto steps = train(fresh_folder("run"), config("30") + Words{"--nproc", "4"});
+  const auto steps = train(fresh_folder("run"), averager_config("30") + Words{"--nproc", "4"});
   ASSERT_EQ(steps.size(), 30u);
   EXPECT_LT(steps.back().loss, steps.front().loss - 1.5);
 }
 
-struct Layout {
+struct CustomLayout {
   const char* name;
   Words words;
 };
@@ -32,20 +32,21 @@ struct Layout {
 Words slices(const std::string& degree) { return {"--parallelism.args.slices.degree", degree}; }
 
 TEST(CustomParallelism, HasTheSameLossesOnEveryLayout) {
-  const auto one = train(fresh_folder("one"), config("8") + kTp1);
+  const auto one = train(fresh_folder("one"), averager_config("8") + kTp1);
   ASSERT_EQ(one.size(), 8u);
-  for (const Layout& layout :
-       {Layout{"tp2", {"--nproc", "2"}},
-        Layout{"tp2_whole_sequence", {"--nproc", "2", "--parallelism.no_enable_sequence_parallel"}},
-        Layout{"tp2_whole_logits", {"--nproc", "2", "--parallelism.disable_loss_parallel"}},
-        Layout{"tp4", {"--nproc", "4", "--parallelism.tensor_parallel_degree", "4"}},
-        Layout{"tp2_fsdp2", {"--nproc", "4"}}, Layout{"slices2", Words{"--nproc", "2"} + kTp1 + slices("2")},
-        Layout{"slices4", Words{"--nproc", "4"} + kTp1 + slices("4")},
-        Layout{"slices2_fsdp2", Words{"--nproc", "4"} + kTp1 + slices("2")},
-        Layout{"slices2_tp2", Words{"--nproc", "4"} + slices("2")},
-        Layout{"slices2_tp2_whole_sequence",
-               Words{"--nproc", "4", "--parallelism.no_enable_sequence_parallel"} + slices("2")}}) {
-    const auto many = train(fresh_folder(layout.name), config("8") + layout.words);
+  for (const CustomLayout& layout :
+       {CustomLayout{"tp2", {"--nproc", "2"}},
+        CustomLayout{"tp2_whole_sequence", {"--nproc", "2", "--parallelism.no_enable_sequence_parallel"}},
+        CustomLayout{"tp2_whole_logits", {"--nproc", "2", "--parallelism.disable_loss_parallel"}},
+        CustomLayout{"tp4", {"--nproc", "4", "--parallelism.tensor_parallel_degree", "4"}},
+        CustomLayout{"tp2_fsdp2", {"--nproc", "4"}},
+        CustomLayout{"slices2", Words{"--nproc", "2"} + kTp1 + slices("2")},
+        CustomLayout{"slices4", Words{"--nproc", "4"} + kTp1 + slices("4")},
+        CustomLayout{"slices2_fsdp2", Words{"--nproc", "4"} + kTp1 + slices("2")},
+        CustomLayout{"slices2_tp2", Words{"--nproc", "4"} + slices("2")},
+        CustomLayout{"slices2_tp2_whole_sequence",
+                     Words{"--nproc", "4", "--parallelism.no_enable_sequence_parallel"} + slices("2")}}) {
+    const auto many = train(fresh_folder(layout.name), averager_config("8") + layout.words);
     ASSERT_EQ(many.size(), one.size()) << layout.name;
     for (size_t i = 0; i < one.size(); ++i) {
       EXPECT_NEAR(many[i].loss, one[i].loss, 5e-6) << layout.name << ", step " << i + 1;
@@ -55,7 +56,7 @@ TEST(CustomParallelism, HasTheSameLossesOnEveryLayout) {
 }
 
 TEST(CustomParallelism, PrintsItsPlan) {
-  const CommandResult result = try_train(config("8") + Words{"--print-plan", "--nproc", "4"});
+  const CommandResult result = try_train(averager_config("8") + Words{"--print-plan", "--nproc", "4"});
   EXPECT_EQ(result.status, 0) << result.err;
   EXPECT_THAT(result.out, AllOf(HasSubstr("averager small on 4 rank(s): dp_shard 2, tp 2"),
                                 HasSubstr("blocks.0..1.value"), HasSubstr("reduce-scatter / all-gather"),
@@ -65,7 +66,7 @@ TEST(CustomParallelism, PrintsItsPlan) {
 
 // The ranks of an axis that the plan ignores would all do the same work.
 TEST(CustomParallelism, RefusesADegreeThatThePlanIgnores) {
-  const Words own_plan = config("2") + Words{"--nproc", "2", "--parallelism.plan="};
+  const Words own_plan = averager_config("2") + Words{"--nproc", "2", "--parallelism.plan="};
   const CommandResult tensor = try_train(own_plan);
   EXPECT_NE(tensor.status, 0);
   EXPECT_THAT(tensor.err, HasSubstr("tensor_parallel_degree = 2: the parallelism plan of averager has no "
@@ -79,7 +80,7 @@ TEST(CustomParallelism, RefusesADegreeThatThePlanIgnores) {
 
 TEST(CustomParallelism, ChecksTheSettingsOfARegisteredParallelism) {
   const auto error_of = [](const Words& words) {
-    const CommandResult result = try_train(config("2") + kTp1 + words);
+    const CommandResult result = try_train(averager_config("2") + kTp1 + words);
     EXPECT_NE(result.status, 0);
     return result.err;
   };

@@ -10,7 +10,7 @@ namespace titan::testing {
 namespace {
 
 // The batches and weights of TorchTitan's recorded run, whose most frequent token ends documents here.
-Words replay() {
+Words replay_with_masks() {
   const std::string folder = source_file("tests/data/parity/mini");
   return {folder + "/replay.toml",
           "--training.dataset_path",
@@ -32,7 +32,8 @@ std::vector<Logged> golden() {
   return steps;
 }
 
-void expect_near(const std::vector<Logged>& found, const std::vector<Logged>& expected, double tolerance) {
+void expect_near_golden(const std::vector<Logged>& found, const std::vector<Logged>& expected,
+                        double tolerance) {
   ASSERT_EQ(found.size(), expected.size());
   for (size_t i = 0; i < expected.size(); ++i) {
     EXPECT_NEAR(found[i].loss, expected[i].loss, tolerance) << "step " << i + 1;
@@ -41,35 +42,35 @@ void expect_near(const std::vector<Logged>& found, const std::vector<Logged>& ex
 }
 
 TEST(DocumentMask, MatchesPyTorchWithTorchTitansMask) {
-  expect_near(train(fresh_folder("run"), replay()), golden(), 1e-5);
+  expect_near_golden(train(fresh_folder("run"), replay_with_masks()), golden(), 1e-5);
 }
 
-struct Layout {
+struct MaskLayout {
   const char* name;
   Words words;
 };
-void PrintTo(const Layout& layout, std::ostream* out) { *out << layout.name; }
+void PrintTo(const MaskLayout& layout, std::ostream* out) { *out << layout.name; }
 
-class DocumentMaskLayouts : public ::testing::TestWithParam<Layout> {};
+class DocumentMaskLayouts : public ::testing::TestWithParam<MaskLayout> {};
 
 TEST_P(DocumentMaskLayouts, HaveTheSameLosses) {
-  expect_near(train(fresh_folder("run"), replay() + GetParam().words), golden(), 1e-5);
+  expect_near_golden(train(fresh_folder("run"), replay_with_masks() + GetParam().words), golden(), 1e-5);
 }
 
 INSTANTIATE_TEST_SUITE_P(
     All, DocumentMaskLayouts,
-    ::testing::Values(Layout{"Fsdp2", {"--nproc", "2", "--training.local_batch_size", "2"}},
-                      Layout{"Tp2", {"--nproc", "2", "--parallelism.tensor_parallel_degree", "2"}},
+    ::testing::Values(MaskLayout{"Fsdp2", {"--nproc", "2", "--training.local_batch_size", "2"}},
+                      MaskLayout{"Tp2", {"--nproc", "2", "--parallelism.tensor_parallel_degree", "2"}},
                       // Micro-batches of two rows, of which each stage knows the documents.
-                      Layout{"Pp2",
-                             {"--nproc", "2", "--parallelism.pipeline_parallel_degree", "2",
-                              "--parallelism.pipeline_parallel_microbatch_size", "2"}},
-                      Layout{"Accumulation4", {"--training.local_batch_size", "1"}},
-                      Layout{"Recomputed", {"--activation_checkpoint.mode", "full"}},
-                      Layout{"RecomputedByOp",
-                             {"--activation_checkpoint.mode", "selective",
-                              "--activation_checkpoint.selective_ac_option", "op"}},
-                      Layout{"ReferenceKernels", {"--ops.kernels", "reference"}}),
+                      MaskLayout{"Pp2",
+                                 {"--nproc", "2", "--parallelism.pipeline_parallel_degree", "2",
+                                  "--parallelism.pipeline_parallel_microbatch_size", "2"}},
+                      MaskLayout{"Accumulation4", {"--training.local_batch_size", "1"}},
+                      MaskLayout{"Recomputed", {"--activation_checkpoint.mode", "full"}},
+                      MaskLayout{"RecomputedByOp",
+                                 {"--activation_checkpoint.mode", "selective",
+                                  "--activation_checkpoint.selective_ac_option", "op"}},
+                      MaskLayout{"ReferenceKernels", {"--ops.kernels", "reference"}}),
     [](const auto& info) { return std::string(info.param.name); });
 
 // ---- short documents of text
@@ -133,7 +134,7 @@ TEST(DocumentMask, TrainsIn16Bits) {
 
 // ---- refusals, before any process computes
 
-std::string refusal(const Words& words) {
+std::string mask_refusal(const Words& words) {
   const CommandResult result =
       try_train(words + Words{"--job.dump_folder", fresh_folder("refused").string()});
   EXPECT_NE(result.status, 0);
@@ -141,23 +142,25 @@ std::string refusal(const Words& words) {
 }
 
 TEST(DocumentMaskRefusals, SayWhy) {
-  EXPECT_THAT(refusal(replay() + Words{"--nproc", "2", "--parallelism.context_parallel_degree", "2"}),
-              HasSubstr("can't be combined with parallelism.context_parallel_degree = 2"));
-  EXPECT_THAT(refusal(replay() + Words{"--compile.enable"}),
+  EXPECT_THAT(
+      mask_refusal(replay_with_masks() + Words{"--nproc", "2", "--parallelism.context_parallel_degree", "2"}),
+      HasSubstr("can't be combined with parallelism.context_parallel_degree = 2"));
+  EXPECT_THAT(mask_refusal(replay_with_masks() + Words{"--compile.enable"}),
               HasSubstr("can't be combined with compile.enable"));
-  EXPECT_THAT(refusal(replay() + Words{"--model.args.eos_id", "256"}),
+  EXPECT_THAT(mask_refusal(replay_with_masks() + Words{"--model.args.eos_id", "256"}),
               HasSubstr("eos_id 256 isn't one of the vocab_size = 256 tokens"));
-  EXPECT_THAT(refusal(replay() + Words{"--model.args.attn_mask_type", "causal"}),
+  EXPECT_THAT(mask_refusal(replay_with_masks() + Words{"--model.args.attn_mask_type", "causal"}),
               HasSubstr("eos_id is read only with attn_mask_type = \"block_causal\""));
-  EXPECT_THAT(refusal(replay() + Words{"--model.args.attn_mask_type", "sliding"}), HasSubstr("block_causal"));
-  EXPECT_THAT(refusal(replay() + Words{"--model.flavor", "debugmodel_flex_attn"}),
+  EXPECT_THAT(mask_refusal(replay_with_masks() + Words{"--model.args.attn_mask_type", "sliding"}),
+              HasSubstr("block_causal"));
+  EXPECT_THAT(mask_refusal(replay_with_masks() + Words{"--model.flavor", "debugmodel_flex_attn"}),
               HasSubstr("use \"debugmodel\" with model.args.attn_mask_type = \"block_causal\""));
 }
 
 TEST(DocumentMaskRefusals, NameTheTokenThatIsMissing) {
-  Words words = replay();
+  Words words = replay_with_masks();
   words.resize(words.size() - 2);  // without eos_id
-  EXPECT_THAT(refusal(words),
+  EXPECT_THAT(mask_refusal(words),
               HasSubstr("token ids in files come without a tokenizer; set model.args.eos_id"));
 }
 

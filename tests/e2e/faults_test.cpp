@@ -92,18 +92,12 @@ TEST(Faults, ExplainsAConfigFileAfterASwitch) {
                                     "put the config file first"));
 }
 
-std::string contents(const std::filesystem::path& path) {
-  std::ostringstream text;
-  text << std::ifstream(path).rdbuf();
-  return text.str();
-}
-
 // These weights turn out to be unreadable, which is found once everything else is in place.
 TEST(Faults, AFailedStartKeepsAnEarlierRunsRecord) {
   auto folder = fresh_folder("run");
   Words words = model() + Words{"--job.dump_folder", folder.string()};
   ASSERT_EQ(try_train(words).status, 0);
-  const std::string config = contents(folder / "config.toml"), metrics = contents(folder / "metrics.jsonl");
+  const std::string config = text_of(folder / "config.toml"), metrics = text_of(folder / "metrics.jsonl");
   EXPECT_FALSE(metrics.empty());
   auto weights = fresh_folder("weights") / "no.safetensors";
   std::ofstream(weights) << "nonsense";
@@ -111,8 +105,8 @@ TEST(Faults, AFailedStartKeepsAnEarlierRunsRecord) {
       try_train(words + Words{"--checkpoint.enable", "--checkpoint.initial_load_path", weights.string()});
   EXPECT_NE(result.status, 0);
   EXPECT_THAT(result.err, HasSubstr("no.safetensors"));
-  EXPECT_EQ(contents(folder / "config.toml"), config);
-  EXPECT_EQ(contents(folder / "metrics.jsonl"), metrics);
+  EXPECT_EQ(text_of(folder / "config.toml"), config);
+  EXPECT_EQ(text_of(folder / "metrics.jsonl"), metrics);
 }
 
 TEST(Faults, RefusesOffloadingWithoutAGpu) {
@@ -157,12 +151,6 @@ TEST(Faults, ReportsAFullDiskForTheLogs) {
   CommandResult result = run({"/bin/bash", "-c", command});
   EXPECT_EQ(result.status, 1);
   EXPECT_THAT(result.err, HasSubstr("metrics.jsonl"));
-}
-
-int count_of(const std::string& text, const std::string& part) {
-  int count = 0;
-  for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++count;
-  return count;
 }
 
 CommandResult run_with_file_limit(int kib, const Words& words) {

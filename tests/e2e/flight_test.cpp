@@ -21,12 +21,6 @@ double seconds_after(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-std::string contents(const fs::path& path) {
-  std::ostringstream text;
-  text << std::ifstream(path).rdbuf();
-  return text.str();
-}
-
 /// A run of three ranks, one of which makes an extra call in its seventh step.
 class OddRank : public ::testing::Test {
  protected:
@@ -94,7 +88,7 @@ class Flight : public ::testing::Test {
     std::this_thread::sleep_for(std::chrono::milliseconds(1200));
   }
   size_t read_logged() const {
-    return fs::exists(folder_ / "metrics.jsonl") ? contents(folder_ / "metrics.jsonl").size() : 0;
+    return fs::exists(folder_ / "metrics.jsonl") ? text_of(folder_ / "metrics.jsonl").size() : 0;
   }
   fs::path record(int rank) const {
     return folder_ / "comm_traces" / ("rank_" + std::to_string(rank) + ".json");
@@ -189,7 +183,7 @@ TEST_F(Flight, WritesRecordsOnRequestWhileTheJobContinues) {
   fs::remove(record(2));
   ASSERT_EQ(::kill(ranks[2], SIGQUIT), 0);
   ASSERT_TRUE(comes(record(2)));
-  EXPECT_THAT(contents(record(2)), HasSubstr("\"reason\": \"SIGQUIT\""));
+  EXPECT_THAT(text_of(record(2)), HasSubstr("\"reason\": \"SIGQUIT\""));
   expect_to_continue();
   job.signal(SIGINT);
   job.wait(30);
@@ -200,7 +194,7 @@ TEST_F(Flight, LauncherForwardsARequestForRecords) {
   job.signal(SIGQUIT);
   for (const int rank : {0, 1, 2}) {
     ASSERT_TRUE(comes(record(rank))) << rank;
-    EXPECT_THAT(contents(record(rank)), HasSubstr("\"reason\": \"SIGQUIT\""));
+    EXPECT_THAT(text_of(record(rank)), HasSubstr("\"reason\": \"SIGQUIT\""));
   }
   expect_to_continue();
   job.signal(SIGINT);
@@ -214,7 +208,7 @@ TEST_F(Flight, ACrashLeavesARecord) {
   ASSERT_EQ(::kill(ranks[2], SIGSEGV), 0);
   const CommandResult result = job.wait(30);
   EXPECT_EQ(result.status, 128 + SIGSEGV);
-  EXPECT_THAT(contents(record(2)), HasSubstr("\"reason\": \"SIGSEGV"));
+  EXPECT_THAT(text_of(record(2)), HasSubstr("\"reason\": \"SIGSEGV"));
   EXPECT_THAT(result.err, HasSubstr("fatal signal SIGSEGV"));
   EXPECT_THAT(result.err,
               ContainsRegex(str("the job fails: lost: ([^;]*; )*rank 2 \\(host [^ ]+, pid ", ranks[2])));

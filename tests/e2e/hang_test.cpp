@@ -19,7 +19,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int kRanks = 3;
+constexpr int kHangRanks = 3;
 constexpr int kHungExitCode = 124;  // titan/guard/watchdog.h
 constexpr double kFoundWithin = 5;  // after the limit
 constexpr double kEndsWithin = 10;  // after the verdict
@@ -28,24 +28,6 @@ bool in_full() {
   const char* wanted = std::getenv("TITAN_TEST_HANGS");
   return wanted && std::string(wanted) == "all";
 }
-
-std::string text_of(const fs::path& path) {
-  std::ostringstream text;
-  text << std::ifstream(path).rdbuf();
-  return text.str();
-}
-
-int count_of(const std::string& text, const std::string& part) {
-  int count = 0;
-  for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++count;
-  return count;
-}
-
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
-void sleep_s(double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); }
 
 class Hang : public ::testing::Test {
  protected:
@@ -61,12 +43,12 @@ class Hang : public ::testing::Test {
     job_.emplace(train_words(resumable(config_) +
                              Words{"--checkpoint.no_enable", "--training.steps", "1000000",
                                    "--training.seq_len", "16", "--job.dump_folder", run_.string()} +
-                             words + ranks(kRanks)),
+                             words + ranks(kHangRanks)),
                  all);
     for (int i = 0; i < 3000 && read_metrics_rows() < before + 2; ++i) sleep_s(0.02);
     ASSERT_GE(read_metrics_rows(), before + 2) << "no step within a minute\n" << job_->wait(0).err;
     pids_ = ranks_of(*job_);
-    ASSERT_EQ(pids_.size(), size_t{kRanks}) << job_->wait(0).err;
+    ASSERT_EQ(pids_.size(), size_t{kHangRanks}) << job_->wait(0).err;
   }
 
   int read_metrics_rows() const {
@@ -84,7 +66,8 @@ class Hang : public ::testing::Test {
   // `hangs_for_s`: how long the rank has hung so far.
   void expect_end_of(const std::function<double()>& hangs_for_s, double limit_s, double start_s = 0) {
     if (pids_.empty())
-      ASSERT_TRUE(wait_until([this] { return (pids_ = ranks_of(*job_)).size() == kRanks; })) << pids_.size();
+      ASSERT_TRUE(wait_until([this] { return (pids_ = ranks_of(*job_)).size() == kHangRanks; }))
+          << pids_.size();
     const MachineLag lag;
     const bool was_reported = job_->wait_for_errors("the job hangs: rank ", start_s + limit_s + 30);
     const auto reported = Clock::now();
@@ -172,7 +155,7 @@ TEST_F(Hang, NamesAStoppedRankZero) {
 
 // The first step after a resume ends the long limit of the start, though it isn't the run's first.
 TEST_F(Hang, ResumedRunUsesTheTrainTimeout) {
-  train(run_, part_of_run(resumable(config_) + Words{"--training.seq_len", "16"}, 3) + ranks(kRanks));
+  train(run_, part_of_run(resumable(config_) + Words{"--training.seq_len", "16"}, 3) + ranks(kHangRanks));
   ASSERT_NO_FATAL_FAILURE(
       start(limits(5) + Words{"--checkpoint.enable", "--checkpoint.interval", "1000000"}));
   sleep_s(1.5);
@@ -194,7 +177,7 @@ TEST_F(Hang, NamesARankThatWaitsForData) {
                         std::string(TITAN_BINARY_DIR) + "/lib/libstalling_source.so", "--training.dataset",
                         "stalling", "--training.dataset_path", stall, "--training.steps", "1000000",
                         "--job.dump_folder", run_.string(), "--comm.data_timeout_seconds", "2"} +
-                  limits(30) + ranks(kRanks)),
+                  limits(30) + ranks(kHangRanks)),
       Command::Variables{{"OMP_NUM_THREADS", "1"}});
   expect_end_of([&] { return seconds_since_last_step(); }, 2, /*start_s=*/30);
   EXPECT_LT(seconds_since(began), 55);
@@ -246,9 +229,9 @@ TEST_P(HangingStep, IsReportedWithItsPhaseAndStack) {
   EXPECT_THAT(result_.err, ContainsRegex("rank 1 \\([^)]*\\) is in compute, " + where));
   EXPECT_THAT(result_.err, ContainsRegex("rank 2 \\([^)]*\\) is in compute, [a-z_]+ of step " +
                                          std::to_string(kStep) + ", waiting in [a-z_]+ #[0-9]+ of group"));
-  for (int rank = 0; rank < kRanks; ++rank)
+  for (int rank = 0; rank < kHangRanks; ++rank)
     EXPECT_THAT(result_.err, HasSubstr("the job hangs: rank " + std::to_string(rank) + " ("));
-  EXPECT_GE(count_of(result_.err, "its threads:"), kRanks) << "each rank prints its stack";
+  EXPECT_GE(count_of(result_.err, "its threads:"), kHangRanks) << "each rank prints its stack";
   expect_dumps({0, 1, 2});
   EXPECT_THAT(text_of(run_ / "comm_traces" / "stacks_1.txt"),
               AllOf(HasSubstr("libheld_step.so"), HasSubstr(GetParam().frame)));
@@ -273,7 +256,7 @@ TEST_F(Hang, NamesARankWhoseSaveHangs) {
                   Words{"--experimental.custom_import",
                         std::string(TITAN_BINARY_DIR) + "/lib/libhanging_save.so",
                         "--comm.checkpoint_timeout_seconds", "2", "--job.dump_folder", run_.string()} +
-                  limits(30) + ranks(kRanks)),
+                  limits(30) + ranks(kHangRanks)),
       Command::Variables{{"OMP_NUM_THREADS", "1"}, {"TITAN_TEST_HANGING_RANK", "1"}});
   expect_end_of([&] { return seconds_since_last_step(); }, 2, /*start_s=*/30);
   EXPECT_LT(seconds_since(began), 55);
@@ -317,7 +300,7 @@ TEST_F(Hang, NightlyNamesEachRankInTurn) {
     ASSERT_EQ(::kill(pids_[i % 3], SIGSTOP), 0);
     expect_end(stopped, 5);
     EXPECT_THAT(result_.err, HasSubstr("rank " + std::to_string(i % 3) + " of 3 ("));
-    for (int rank = 0; rank < kRanks; ++rank)
+    for (int rank = 0; rank < kHangRanks; ++rank)
       if (rank != i % 3) expect_dumps({rank});
   }
 }

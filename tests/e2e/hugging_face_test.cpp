@@ -12,7 +12,7 @@ namespace {
 const std::string kMini = source_file("tests/data/parity/mini");
 const std::string kConfig = kMini + "/replay.toml";
 
-Words replay(const std::string& steps) {
+Words replay_from_weights(const std::string& steps) {
   return {kConfig, "--training.dataset_path",     kMini, "--training.steps",
           steps,   "--lr_scheduler.warmup_steps", "1"};
 }
@@ -42,14 +42,14 @@ fs::path recorded_folder(const fs::path& below) {
   return folder;
 }
 
-struct Layout {
+struct WeightLayout {
   const char* name;
   Words words;
 };
 
-void PrintTo(const Layout& layout, std::ostream* out) { *out << layout.name; }
+void PrintTo(const WeightLayout& layout, std::ostream* out) { *out << layout.name; }
 
-class HuggingFaceLayouts : public ::testing::TestWithParam<Layout> {};
+class HuggingFaceLayouts : public ::testing::TestWithParam<WeightLayout> {};
 
 TEST_P(HuggingFaceLayouts, ReadsAndWritesFolders) {
   const fs::path folder = fresh_folder("runs"), weights = recorded_folder(folder);
@@ -57,8 +57,8 @@ TEST_P(HuggingFaceLayouts, ReadsAndWritesFolders) {
   const Words in_file = {"--checkpoint.initial_load_path", kMini + "/titan.safetensors"};
   const Words in_folder = {"--checkpoint.initial_load_path", weights.string(),
                            "--checkpoint.initial_load_in_hf", "--checkpoint.last_save_in_hf"};
-  const auto expected = losses(train(ours, replay("2") + in_file + GetParam().words));
-  EXPECT_EQ(losses(train(theirs, replay("2") + in_folder + GetParam().words)), expected);
+  const auto expected = losses(train(ours, replay_from_weights("2") + in_file + GetParam().words));
+  EXPECT_EQ(losses(train(theirs, replay_from_weights("2") + in_folder + GetParam().words)), expected);
   // Both runs end with the same weights.
   expect_converted(theirs / step, folder / "theirs.safetensors");
   expect_converted(ours / step / "model.safetensors", folder / "through", {"--config", kConfig});
@@ -68,16 +68,17 @@ TEST_P(HuggingFaceLayouts, ReadsAndWritesFolders) {
 
 INSTANTIATE_TEST_SUITE_P(
     All, HuggingFaceLayouts,
-    ::testing::Values(Layout{"One", {}},
-                      Layout{"Fsdp2", {"--nproc", "2", "--training.local_batch_size", "2"}},
-                      Layout{"Tp2", {"--nproc", "2", "--parallelism.tensor_parallel_degree", "2"}},
-                      Layout{"Pp2", {"--nproc", "2", "--parallelism.pipeline_parallel_degree", "2"}}),
+    ::testing::Values(WeightLayout{"One", {}},
+                      WeightLayout{"Fsdp2", {"--nproc", "2", "--training.local_batch_size", "2"}},
+                      WeightLayout{"Tp2", {"--nproc", "2", "--parallelism.tensor_parallel_degree", "2"}},
+                      WeightLayout{"Pp2", {"--nproc", "2", "--parallelism.pipeline_parallel_degree", "2"}}),
     [](const auto& info) { return std::string(info.param.name); });
 
 TEST(HuggingFace, SupportsATiedMatrixOnTwoStages) {
   const fs::path folder = fresh_folder("run");
-  const Words tied = replay("2") + Words{"--model.args.tie_embeddings", "--checkpoint.initial_load_path",
-                                         "none", "--checkpoint.last_save_in_hf"};
+  const Words tied =
+      replay_from_weights("2") + Words{"--model.args.tie_embeddings", "--checkpoint.initial_load_path",
+                                       "none", "--checkpoint.last_save_in_hf"};
   const Words stages = {"--nproc", "2", "--parallelism.pipeline_parallel_degree", "2"};
   train(folder / "first", tied + stages);
   const fs::path weights = folder / "first/checkpoint/step-2";
@@ -97,10 +98,10 @@ TEST(HuggingFace, CopiesTheTokenizer) {
   std::ofstream(assets / "chat_template.jinja") << "a template";
   std::ofstream(assets / "notes.txt") << "not part of a tokenizer";
   // Without initial_load_path the assets' folder is used.
-  train(folder / "out",
-        replay("1") + Words{"--checkpoint.initial_load_path", "none", "--checkpoint.initial_load_in_hf",
-                            "--checkpoint.last_save_in_hf", "--model.hf_assets_path", assets.string(),
-                            "--checkpoint.export_dtype", "bfloat16"});
+  train(folder / "out", replay_from_weights("1") +
+                            Words{"--checkpoint.initial_load_path", "none", "--checkpoint.initial_load_in_hf",
+                                  "--checkpoint.last_save_in_hf", "--model.hf_assets_path", assets.string(),
+                                  "--checkpoint.export_dtype", "bfloat16"});
   const fs::path step = folder / "out/checkpoint/step-1";
   EXPECT_EQ(bytes_of(step / "tokenizer.json"), "{}");
   EXPECT_EQ(bytes_of(step / "chat_template.jinja"), "a template");
@@ -137,8 +138,8 @@ TEST(HuggingFace, AutoTakesTheModelFromTheFolder) {
                        "--checkpoint.enable",
                        "--checkpoint.initial_load_in_hf"};
   EXPECT_EQ(losses(train(folder / "auto", words)),
-            losses(train(folder / "named", replay("2") + Words{"--checkpoint.initial_load_path",
-                                                               kMini + "/titan.safetensors"})));
+            losses(train(folder / "named", replay_from_weights("2") + Words{"--checkpoint.initial_load_path",
+                                                                            kMini + "/titan.safetensors"})));
   // The run doesn't need the folder's config any more.
   EXPECT_THAT(bytes_of(folder / "auto/config.toml"),
               AllOf(HasSubstr("name = \"llama3\""), HasSubstr("dim = 64")));
@@ -166,7 +167,7 @@ TEST(HuggingFace, ExportKeepsTheValuesOfTheConfigItCameFrom) {
   source["dtype"] = "bfloat16";
   const auto exported = [&](const std::string& name, const Words& words) {
     std::ofstream(weights / "config.json") << source;
-    train(folder / name, replay("1") +
+    train(folder / name, replay_from_weights("1") +
                              Words{"--checkpoint.initial_load_path", "none", "--checkpoint.last_save_in_hf",
                                    "--model.hf_assets_path", weights.string()} +
                              words);
@@ -186,10 +187,11 @@ TEST(HuggingFace, ExportKeepsTheValuesOfTheConfigItCameFrom) {
 
 TEST(HuggingFace, ReportsAllDifferencesBeforeTheStart) {
   const fs::path folder = fresh_folder("run"), weights = recorded_folder(folder);
-  const CommandResult result = try_train(
-      replay("1") + Words{"--checkpoint.initial_load_path", weights.string(),
-                          "--checkpoint.initial_load_in_hf", "--model.args.n_heads", "2",
-                          "--model.args.rope_scaling.scaling_factor", "32", "--model.args.tie_embeddings"});
+  const CommandResult result =
+      try_train(replay_from_weights("1") + Words{"--checkpoint.initial_load_path", weights.string(),
+                                                 "--checkpoint.initial_load_in_hf", "--model.args.n_heads",
+                                                 "2", "--model.args.rope_scaling.scaling_factor", "32",
+                                                 "--model.args.tie_embeddings"});
   EXPECT_EQ(result.status, 2);
   const std::string file = " in " + (weights / "config.json").string();
   for (const char* expected :
@@ -202,7 +204,7 @@ TEST(HuggingFace, ReportsAllDifferencesBeforeTheStart) {
 
 TEST(HuggingFace, NamesTheSettingThatAFolderNeeds) {
   const fs::path weights = recorded_folder(fresh_folder("run"));
-  const Words words = replay("1") + Words{"--checkpoint.initial_load_path", weights.string()};
+  const Words words = replay_from_weights("1") + Words{"--checkpoint.initial_load_path", weights.string()};
   const auto expect_refused = [&] {
     const CommandResult result = try_train(words);
     EXPECT_EQ(result.status, 2);
@@ -218,8 +220,8 @@ TEST(HuggingFace, NamesTheSettingThatAFolderNeeds) {
 void expect_state_converts(const std::string& name, const Words& layout, const std::string& dtype) {
   SCOPED_TRACE(name);
   const fs::path folder = fresh_folder(name);
-  const Words words =
-      replay("2") + layout + Words{"--checkpoint.initial_load_path", kMini + "/titan.safetensors"};
+  const Words words = replay_from_weights("2") + layout +
+                      Words{"--checkpoint.initial_load_path", kMini + "/titan.safetensors"};
   train(folder / "alone", words + Words{"--checkpoint.export_dtype", dtype});
   train(folder / "whole", words + Words{"--checkpoint.no_last_save_model_only"});
   const fs::path step = folder / "whole/checkpoint/step-2";

@@ -53,12 +53,6 @@ void expect_part_of(const Curve& expected, const Curve& found) {
   }
 }
 
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
-void sleep_s(double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); }
-
 // The inode of a file that a run rewrites when it has loaded the step that it resumes from.
 std::optional<ino_t> record_of(const fs::path& run) {
   struct stat status {};

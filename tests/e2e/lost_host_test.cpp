@@ -35,12 +35,6 @@ lose_network() { ip link set $END down && touch $FOLDER/is_lost || exit 1; }
 constexpr const char* kLoss = "await loss 100000\n";
 constexpr const char* kStay = "sleep 1000\n";
 
-std::string contents(const fs::path& path) {
-  std::ostringstream text;
-  text << std::ifstream(path).rdbuf();
-  return text.str();
-}
-
 /// Two ranks on the first host and three on the second, of which rank 3 has no neighbor on the first.
 class LostHost : public ::testing::Test {
  protected:
@@ -70,7 +64,7 @@ class LostHost : public ::testing::Test {
         !is_running(hosts_->pid())) {
       const CommandResult result = hosts_->wait(1);
       if (cannot_run_here(result)) GTEST_SKIP() << "no namespaces here, or no links between them";
-      FAIL() << result.err << contents(folder_ / "err.0") << contents(folder_ / "err.2");
+      FAIL() << result.err << text_of(folder_ / "err.0") << text_of(folder_ / "err.2");
     }
     std::this_thread::sleep_for(std::chrono::seconds(3));  // past the first heartbeats
   }
@@ -84,12 +78,12 @@ class LostHost : public ::testing::Test {
   void expect_end(int rank, const std::string& line) {
     const MachineLag lag;
     const std::string name = std::to_string(rank);
-    EXPECT_TRUE(wait_until([&] { return !contents(folder_ / ("status." + name)).empty(); }, 60)) << rank;
+    EXPECT_TRUE(wait_until([&] { return !text_of(folder_ / ("status." + name)).empty(); }, 60)) << rank;
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - lost_;
     EXPECT_LT(elapsed.count(), 10 + lag.seconds()) << rank;
-    EXPECT_THAT(contents(folder_ / ("err." + name)), ContainsRegex(line)) << rank;
+    EXPECT_THAT(text_of(folder_ / ("err." + name)), ContainsRegex(line)) << rank;
     std::printf("rank %d ended after %.1f s with %s", rank, elapsed.count(),
-                contents(folder_ / ("status." + name)).c_str());
+                text_of(folder_ / ("status." + name)).c_str());
   }
 
   void expect_ends_on_first(const std::string& lost = "second") {

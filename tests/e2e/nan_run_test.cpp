@@ -6,19 +6,19 @@
 namespace titan::testing {
 namespace {
 
-struct Layout {
+struct NanLayout {
   const char* name;
   int ranks;
   int spoiled_rank;
   Words words;
 };
 
-void PrintTo(const Layout& layout, std::ostream* out) { *out << layout.name; }
+void PrintTo(const NanLayout& layout, std::ostream* out) { *out << layout.name; }
 
-class NanRun : public ::testing::TestWithParam<Layout> {
+class NanRun : public ::testing::TestWithParam<NanLayout> {
  protected:
   CommandResult run_spoiled(const std::string& module_and_place, const Words& debug) {
-    const Layout& layout = GetParam();
+    const NanLayout& layout = GetParam();
     const Words words = train_words(
         resumable(fresh_folder("config")) +
         Words{"--experimental.custom_import", std::string(TITAN_BINARY_DIR) + "/lib/libspoiler.so",
@@ -70,14 +70,14 @@ TEST_P(NanRun, TracesANonFiniteGradientToItsRankAndModule) {
 
 INSTANTIATE_TEST_SUITE_P(
     Layouts, NanRun,
-    ::testing::Values(Layout{"OneRank", 1, 0, {}},
-                      Layout{"FsdpWithCheckpoints", 2, 1, {"--activation_checkpoint.mode", "full"}},
-                      Layout{"Tensor", 2, 1, {"--parallelism.tensor_parallel_degree", "2"}},
-                      Layout{"Pipeline",
-                             2,
-                             1,
-                             {"--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size",
-                              "4"}}),
+    ::testing::Values(NanLayout{"OneRank", 1, 0, {}},
+                      NanLayout{"FsdpWithCheckpoints", 2, 1, {"--activation_checkpoint.mode", "full"}},
+                      NanLayout{"Tensor", 2, 1, {"--parallelism.tensor_parallel_degree", "2"}},
+                      NanLayout{"Pipeline",
+                                2,
+                                1,
+                                {"--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size",
+                                 "4"}}),
     [](const auto& info) { return info.param.name; });
 
 // Both stages see it in their forward, and the loss belongs to the second.

@@ -14,12 +14,6 @@
 namespace titan::testing {
 namespace {
 
-std::string text_of(const fs::path& file) {
-  std::ostringstream text;
-  text << std::ifstream(file).rdbuf();
-  return text.str();
-}
-
 // By rank, for the newest process.
 std::map<int, Lines> structured_logs(const fs::path& run) {
   std::map<int, Lines> logs;

@@ -7,9 +7,6 @@ namespace {
 
 const Words kInBf16 = {"--optimizer.state_dtype", "bfloat16"};
 const Words kRounded = kInBf16 + Words{"--optimizer.stochastic_rounding"};
-const Words kTensor2 = {"--training.local_batch_size", "4", "--parallelism.tensor_parallel_degree", "2"};
-const Words kReplicate2 = {"--parallelism.data_parallel_replicate_degree", "2",
-                           "--parallelism.data_parallel_shard_degree", "2"};
 
 double farthest(const Curve& a, const Curve& b) {
   double most = 0;

@@ -47,13 +47,13 @@ TEST_P(Parity, OneRankMatchesTorchTitan) {
 INSTANTIATE_TEST_SUITE_P(Fixtures, Parity, ::testing::Values("mini", "mini8"),
                          [](const auto& info) { return std::string(info.param); });
 
-struct Layout {
+struct ParityLayout {
   const char* name;
   Words words;
   const char* fixture = "mini";
 };
 
-void PrintTo(const Layout& layout, std::ostream* out) { *out << layout.name; }
+void PrintTo(const ParityLayout& layout, std::ostream* out) { *out << layout.name; }
 
 Words pipeline(const std::string& ranks, const std::string& schedule) {
   return {"--nproc",
@@ -70,7 +70,7 @@ const Words kTwoByTwo = {
 const Words kPipelineAndData = {
     "--nproc", "4", "--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "2"};
 
-class Layouts : public ::testing::TestWithParam<Layout> {};
+class Layouts : public ::testing::TestWithParam<ParityLayout> {};
 
 TEST_P(Layouts, MatchOneRank) {
   const std::string fixture = GetParam().fixture;
@@ -82,58 +82,59 @@ TEST_P(Layouts, MatchOneRank) {
 
 INSTANTIATE_TEST_SUITE_P(
     All, Layouts,
-    ::testing::Values(Layout{"Fsdp2", {"--nproc", "2", "--training.local_batch_size", "2"}},
-                      // Four rows over three ranks: two of them have a padding row.
-                      Layout{"Fsdp3", {"--nproc", "3", "--training.local_batch_size", "2"}},
-                      Layout{"Fsdp4", {"--nproc", "4", "--training.local_batch_size", "1"}},
-                      Layout{"Fsdp2ReshardNever",
-                             {"--nproc", "2", "--training.local_batch_size", "2",
-                              "--parallelism.fsdp_reshard_after_forward", "never"}},
-                      Layout{"Fsdp4ReshardTo2",
-                             {"--nproc", "4", "--training.local_batch_size", "1",
-                              "--parallelism.fsdp_reshard_after_forward", "2"}},
-                      Layout{"Hsdp2x2",
-                             {"--nproc", "4", "--training.local_batch_size", "1",
-                              "--parallelism.data_parallel_replicate_degree", "2"}},
-                      Layout{"Ddp2",
-                             {"--nproc", "2", "--training.local_batch_size", "2",
-                              "--parallelism.data_parallel_replicate_degree", "2",
-                              "--parallelism.data_parallel_shard_degree", "1"}},
-                      Layout{"Accumulation4", {"--training.local_batch_size", "1"}},
-                      Layout{"Fsdp2Accumulation2", {"--nproc", "2", "--training.local_batch_size", "1"}},
-                      Layout{"Fsdp2AccumulationReducedOnce",
-                             {"--nproc", "2", "--training.local_batch_size", "1",
-                              "--parallelism.no_fsdp_reduce_every_micro_batch"}},
-                      Layout{"Tp2", {"--nproc", "2", "--parallelism.tensor_parallel_degree", "2"}},
-                      Layout{"Tp2WithoutSequenceParallel",
-                             {"--nproc", "2", "--parallelism.tensor_parallel_degree", "2",
-                              "--parallelism.no_enable_sequence_parallel"}},
-                      Layout{"Tp2WithoutLossParallel",
-                             {"--nproc", "2", "--parallelism.tensor_parallel_degree", "2",
-                              "--parallelism.disable_loss_parallel"}},
-                      Layout{"Tp2Async",
-                             {"--nproc", "2", "--parallelism.tensor_parallel_degree", "2",
-                              "--parallelism.enable_async_tensor_parallel"}},
-                      Layout{"Tp2Recomputed",
-                             {"--nproc", "2", "--parallelism.tensor_parallel_degree", "2",
-                              "--activation_checkpoint.mode", "full"},
-                             "mini8"},
-                      Layout{"Tp2AsyncRecomputedByOp",
-                             {"--nproc", "2", "--parallelism.tensor_parallel_degree", "2",
-                              "--parallelism.enable_async_tensor_parallel", "--activation_checkpoint.mode",
-                              "selective", "--activation_checkpoint.selective_ac_option", "op"}},
-                      Layout{"Cp2Tp2",
-                             {"--nproc", "4", "--parallelism.context_parallel_degree", "2",
-                              "--parallelism.tensor_parallel_degree", "2"}},
-                      Layout{"Tp2Fsdp2", kTwoByTwo},
-                      Layout{"Tp2Fsdp2Accumulation2", kTwoByTwo + Words{"--training.local_batch_size", "1"}},
-                      Layout{"Pp2", pipeline("2", "1F1B")}, Layout{"Pp2Deep", pipeline("2", "1F1B"), "mini8"},
-                      Layout{"Pp2AccumulationOfGpipe",
-                             pipeline("2", "GPipe") + Words{"--training.local_batch_size", "2"}},
-                      Layout{"Pp4", pipeline("4", "1F1B"), "mini8"},
-                      Layout{"Pp4TwoStagesEach", pipeline("4", "Interleaved1F1B"), "mini8"},
-                      Layout{"Pp4ZeroBubble", pipeline("4", "ZBVZeroBubble"), "mini8"},
-                      Layout{"Pp2Fsdp2", kPipelineAndData}),
+    ::testing::Values(
+        ParityLayout{"Fsdp2", {"--nproc", "2", "--training.local_batch_size", "2"}},
+        // Four rows over three ranks: two of them have a padding row.
+        ParityLayout{"Fsdp3", {"--nproc", "3", "--training.local_batch_size", "2"}},
+        ParityLayout{"Fsdp4", {"--nproc", "4", "--training.local_batch_size", "1"}},
+        ParityLayout{"Fsdp2ReshardNever",
+                     {"--nproc", "2", "--training.local_batch_size", "2",
+                      "--parallelism.fsdp_reshard_after_forward", "never"}},
+        ParityLayout{"Fsdp4ReshardTo2",
+                     {"--nproc", "4", "--training.local_batch_size", "1",
+                      "--parallelism.fsdp_reshard_after_forward", "2"}},
+        ParityLayout{"Hsdp2x2",
+                     {"--nproc", "4", "--training.local_batch_size", "1",
+                      "--parallelism.data_parallel_replicate_degree", "2"}},
+        ParityLayout{"Ddp2",
+                     {"--nproc", "2", "--training.local_batch_size", "2",
+                      "--parallelism.data_parallel_replicate_degree", "2",
+                      "--parallelism.data_parallel_shard_degree", "1"}},
+        ParityLayout{"Accumulation4", {"--training.local_batch_size", "1"}},
+        ParityLayout{"Fsdp2Accumulation2", {"--nproc", "2", "--training.local_batch_size", "1"}},
+        ParityLayout{"Fsdp2AccumulationReducedOnce",
+                     {"--nproc", "2", "--training.local_batch_size", "1",
+                      "--parallelism.no_fsdp_reduce_every_micro_batch"}},
+        ParityLayout{"Tp2", {"--nproc", "2", "--parallelism.tensor_parallel_degree", "2"}},
+        ParityLayout{"Tp2WithoutSequenceParallel",
+                     {"--nproc", "2", "--parallelism.tensor_parallel_degree", "2",
+                      "--parallelism.no_enable_sequence_parallel"}},
+        ParityLayout{"Tp2WithoutLossParallel",
+                     {"--nproc", "2", "--parallelism.tensor_parallel_degree", "2",
+                      "--parallelism.disable_loss_parallel"}},
+        ParityLayout{"Tp2Async",
+                     {"--nproc", "2", "--parallelism.tensor_parallel_degree", "2",
+                      "--parallelism.enable_async_tensor_parallel"}},
+        ParityLayout{"Tp2Recomputed",
+                     {"--nproc", "2", "--parallelism.tensor_parallel_degree", "2",
+                      "--activation_checkpoint.mode", "full"},
+                     "mini8"},
+        ParityLayout{"Tp2AsyncRecomputedByOp",
+                     {"--nproc", "2", "--parallelism.tensor_parallel_degree", "2",
+                      "--parallelism.enable_async_tensor_parallel", "--activation_checkpoint.mode",
+                      "selective", "--activation_checkpoint.selective_ac_option", "op"}},
+        ParityLayout{"Cp2Tp2",
+                     {"--nproc", "4", "--parallelism.context_parallel_degree", "2",
+                      "--parallelism.tensor_parallel_degree", "2"}},
+        ParityLayout{"Tp2Fsdp2", kTwoByTwo},
+        ParityLayout{"Tp2Fsdp2Accumulation2", kTwoByTwo + Words{"--training.local_batch_size", "1"}},
+        ParityLayout{"Pp2", pipeline("2", "1F1B")}, ParityLayout{"Pp2Deep", pipeline("2", "1F1B"), "mini8"},
+        ParityLayout{"Pp2AccumulationOfGpipe",
+                     pipeline("2", "GPipe") + Words{"--training.local_batch_size", "2"}},
+        ParityLayout{"Pp4", pipeline("4", "1F1B"), "mini8"},
+        ParityLayout{"Pp4TwoStagesEach", pipeline("4", "Interleaved1F1B"), "mini8"},
+        ParityLayout{"Pp4ZeroBubble", pipeline("4", "ZBVZeroBubble"), "mini8"},
+        ParityLayout{"Pp2Fsdp2", kPipelineAndData}),
     [](const auto& info) { return std::string(info.param.name); });
 
 // ---- heads that can't be split
@@ -186,7 +187,7 @@ double relative_error(const std::vector<float>& got, const std::vector<float>& e
   return std::sqrt(difference / norm);
 }
 
-class ModelFile : public ::testing::TestWithParam<Layout> {};
+class ModelFile : public ::testing::TestWithParam<ParityLayout> {};
 
 TEST_P(ModelFile, OfManyRanksEqualsThatOfOneRank) {
   const auto one = fresh_folder("one"), spread = fresh_folder("spread");
@@ -206,17 +207,18 @@ TEST_P(ModelFile, OfManyRanksEqualsThatOfOneRank) {
   const Words again = replay("mini") + Words{"--checkpoint.initial_load_path", (spread / file).string(),
                                              "--training.steps", "2"};
   const auto wanted = train(fresh_folder("again"), again);
-  for (const Layout& layout : {Layout{"tp 2", {"--nproc", "2", "--parallelism.tensor_parallel_degree", "2"}},
-                               Layout{"fsdp 2", {"--nproc", "2", "--training.local_batch_size", "2"}},
-                               Layout{"both", kTwoByTwo}, Layout{"pp 2", pipeline("2", "1F1B")}}) {
+  for (const ParityLayout& layout :
+       {ParityLayout{"tp 2", {"--nproc", "2", "--parallelism.tensor_parallel_degree", "2"}},
+        ParityLayout{"fsdp 2", {"--nproc", "2", "--training.local_batch_size", "2"}},
+        ParityLayout{"both", kTwoByTwo}, ParityLayout{"pp 2", pipeline("2", "1F1B")}}) {
     SCOPED_TRACE(layout.name);
     expect_near(train(fresh_folder(layout.name), again + layout.words), wanted, 5e-6);
   }
 }
 
 INSTANTIATE_TEST_SUITE_P(All, ModelFile,
-                         ::testing::Values(Layout{"TensorAndData", kTwoByTwo},
-                                           Layout{"PipelineAndData", kPipelineAndData}),
+                         ::testing::Values(ParityLayout{"TensorAndData", kTwoByTwo},
+                                           ParityLayout{"PipelineAndData", kPipelineAndData}),
                          [](const auto& info) { return std::string(info.param.name); });
 
 }  // namespace

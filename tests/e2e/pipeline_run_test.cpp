@@ -14,12 +14,12 @@
 namespace titan::testing {
 namespace {
 
-struct Layout {
+struct PipelineLayout {
   const char* name;
   int batch_ranks;  // that read different rows
   Words words;
 };
-void PrintTo(const Layout& layout, std::ostream* out) { *out << layout.name; }
+void PrintTo(const PipelineLayout& layout, std::ostream* out) { *out << layout.name; }
 
 Words pp(const std::string& ranks, const std::string& degree, const std::string& schedule,
          const Words& more = {}) {
@@ -32,19 +32,19 @@ Words pp(const std::string& ranks, const std::string& degree, const std::string&
          more;
 }
 
-Words rows_of(const Layout& layout) {
+Words pipeline_rows(const PipelineLayout& layout) {
   const std::string rows = std::to_string(4 / layout.batch_ranks);
   return {"--training.local_batch_size",   rows,
           "--validation.local_batch_size", rows,
           "--training.global_batch_size",  std::to_string(4 * layout.batch_ranks)};
 }
 
-class PipelineRun : public ::testing::TestWithParam<Layout> {};
+class PipelineRun : public ::testing::TestWithParam<PipelineLayout> {};
 
 // Four layers, so that two stages per rank have something to do.
 TEST_P(PipelineRun, LogsTheSameNumbersAsWithoutPipelining) {
-  const Layout& layout = GetParam();
-  const Words base = small_run(fresh_folder("config")) + rows_of(layout) +
+  const PipelineLayout& layout = GetParam();
+  const Words base = small_run(fresh_folder("config")) + pipeline_rows(layout) +
                      Words{"--model.args.n_layers", "4", "--loss.name", "label_smoothing"};
   const auto folder = fresh_folder("spread"), plain = fresh_folder("plain");
   train(plain, base + Words{"--nproc", std::to_string(layout.batch_ranks)});
@@ -56,30 +56,32 @@ TEST_P(PipelineRun, LogsTheSameNumbersAsWithoutPipelining) {
 INSTANTIATE_TEST_SUITE_P(
     Layouts, PipelineRun,
     ::testing::Values(
-        Layout{"Pp2", 1, pp("2", "2", "1F1B")}, Layout{"Pp2Gpipe", 1, pp("2", "2", "gpipe")},
-        Layout{"Pp2Interleaved", 1, pp("2", "2", "Interleaved1F1B")},
-        Layout{"Pp2ZeroBubbleV", 1, pp("2", "2", "ZBVZeroBubble")},
-        Layout{"Pp2TwoRowsAtOnce", 1,
-               pp("2", "2", "1F1B", {"--parallelism.pipeline_parallel_microbatch_size", "2"})},
-        Layout{"Pp2FromAFile", 1,
-               pp("2", "2", "PipelineScheduleSingle",
-                  {"--parallelism.pipeline_parallel_schedule_csv",
-                   source_file("docs/examples/schedules/zero_bubble.csv")})},
-        Layout{"Pp3", 1, pp("3", "3", "1F1B")}, Layout{"Pp2Fsdp2", 2, pp("4", "2", "1F1B")},
-        Layout{"Pp2Replicate2", 2,
-               pp("4", "2", "1F1B",
-                  {"--parallelism.data_parallel_replicate_degree", "2",
-                   "--parallelism.data_parallel_shard_degree", "1"})},
-        Layout{"Pp2Tp2Checkpointed", 1,
-               pp("4", "2", "1F1B",
-                  {"--parallelism.tensor_parallel_degree", "2", "--activation_checkpoint.mode", "full"})},
-        Layout{"Pp2Cp2", 1, pp("4", "2", "Interleaved1F1B", {"--parallelism.context_parallel_degree", "2"})}),
+        PipelineLayout{"Pp2", 1, pp("2", "2", "1F1B")}, PipelineLayout{"Pp2Gpipe", 1, pp("2", "2", "gpipe")},
+        PipelineLayout{"Pp2Interleaved", 1, pp("2", "2", "Interleaved1F1B")},
+        PipelineLayout{"Pp2ZeroBubbleV", 1, pp("2", "2", "ZBVZeroBubble")},
+        PipelineLayout{"Pp2TwoRowsAtOnce", 1,
+                       pp("2", "2", "1F1B", {"--parallelism.pipeline_parallel_microbatch_size", "2"})},
+        PipelineLayout{"Pp2FromAFile", 1,
+                       pp("2", "2", "PipelineScheduleSingle",
+                          {"--parallelism.pipeline_parallel_schedule_csv",
+                           source_file("docs/examples/schedules/zero_bubble.csv")})},
+        PipelineLayout{"Pp3", 1, pp("3", "3", "1F1B")}, PipelineLayout{"Pp2Fsdp2", 2, pp("4", "2", "1F1B")},
+        PipelineLayout{"Pp2Replicate2", 2,
+                       pp("4", "2", "1F1B",
+                          {"--parallelism.data_parallel_replicate_degree", "2",
+                           "--parallelism.data_parallel_shard_degree", "1"})},
+        PipelineLayout{
+            "Pp2Tp2Checkpointed", 1,
+            pp("4", "2", "1F1B",
+               {"--parallelism.tensor_parallel_degree", "2", "--activation_checkpoint.mode", "full"})},
+        PipelineLayout{"Pp2Cp2", 1,
+                       pp("4", "2", "Interleaved1F1B", {"--parallelism.context_parallel_degree", "2"})}),
     [](const auto& info) { return std::string(info.param.name); });
 
 // The schedules that the layouts above leave out, compared with one run without a pipeline. A balanced split
 // places the four layers differently from the default split, which gives the last stage none.
 TEST(PipelineSchedulesRun, LogTheSameNumbersAsWithoutPipelining) {
-  const Words base = small_run(fresh_folder("config")) + rows_of({"", 1, {}}) +
+  const Words base = small_run(fresh_folder("config")) + pipeline_rows({"", 1, {}}) +
                      Words{"--model.args.n_layers", "4", "--loss.name", "z_loss"};
   const auto plain = fresh_folder("plain");
   train(plain, base);
@@ -167,16 +169,16 @@ Command start_rank(int rank, int size, const std::string& port, const Words& wor
   return Command(train_words(words), variables);
 }
 
-struct Killed {
+struct KilledRank {
   int pp;  // out of 4 ranks; with 2, two ranks share a stage's parameters
   int rank;
   int norm = 6;  // norm of the step before which the rank waits; 0: its first forward
 };
-void PrintTo(const Killed& killed, std::ostream* out) {
+void PrintTo(const KilledRank& killed, std::ostream* out) {
   *out << "rank " << killed.rank << ", pp " << killed.pp << ", norm " << killed.norm;
 }
 
-class LostRank : public ::testing::TestWithParam<Killed> {};
+class LostRank : public ::testing::TestWithParam<KilledRank> {};
 
 // Without a launcher to end them, all ranks notice the loss themselves: also ranks with live neighbors, also
 // if the lost rank served the store that ranks report to, and also if only the rank that serves it notices
@@ -238,8 +240,9 @@ TEST_P(LostRank, IsNamedByAllRanksWithTheirCurrentAction) {
 }
 
 INSTANTIATE_TEST_SUITE_P(PipelineFaults, LostRank,
-                         ::testing::Values(Killed{4, 0}, Killed{4, 1}, Killed{4, 2}, Killed{4, 3},
-                                           Killed{2, 1}, Killed{2, 1, 0}, Killed{2, 2, 0}),
+                         ::testing::Values(KilledRank{4, 0}, KilledRank{4, 1}, KilledRank{4, 2},
+                                           KilledRank{4, 3}, KilledRank{2, 1}, KilledRank{2, 1, 0},
+                                           KilledRank{2, 2, 0}),
                          [](const auto& info) {
                            return "Rank" + std::to_string(info.param.rank) +
                                   (info.param.pp == 4 ? "" : "OfPp" + std::to_string(info.param.pp)) +

@@ -8,6 +8,16 @@
 
 namespace titan::testing {
 
+// Layouts of two and four ranks.
+inline const Words kTensor2 = {"--training.local_batch_size", "4", "--parallelism.tensor_parallel_degree",
+                               "2"};
+inline const Words kContext2 = {"--training.local_batch_size", "4", "--parallelism.context_parallel_degree",
+                                "2"};
+inline const Words kPipeline2 = {"--training.local_batch_size", "4", "--parallelism.pipeline_parallel_degree",
+                                 "2"};
+inline const Words kReplicate2 = {"--parallelism.data_parallel_replicate_degree", "2",
+                                  "--parallelism.data_parallel_shard_degree", "2"};
+
 /// Writes the run's own text, because a run resumes only with the data that it began with.
 inline std::string write_text(const std::filesystem::path& folder) {
   const std::vector<std::string> words = {"a",   "run",  "that", "goes", "on",  "is",

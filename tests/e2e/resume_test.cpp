@@ -7,11 +7,11 @@ namespace {
 
 constexpr double kRounding = 1e-5;
 
-struct Layout {
+struct ResumeLayout {
   const char* name;
   Words words;
 };
-void PrintTo(const Layout& layout, std::ostream* out) { *out << layout.name; }
+void PrintTo(const ResumeLayout& layout, std::ostream* out) { *out << layout.name; }
 
 Words pipeline(int degree) {
   return {"--training.local_batch_size", "4", "--parallelism.pipeline_parallel_degree",
@@ -20,12 +20,8 @@ Words pipeline(int degree) {
 Words v_schedule(const std::string& name) {
   return pipeline(2) + Words{"--parallelism.pipeline_parallel_schedule", name};
 }
-const Words kTensor2 = {"--training.local_batch_size", "4", "--parallelism.tensor_parallel_degree", "2"};
-const Words kContext2 = {"--training.local_batch_size", "4", "--parallelism.context_parallel_degree", "2"};
-const Words kReplicate2 = {"--parallelism.data_parallel_replicate_degree", "2",
-                           "--parallelism.data_parallel_shard_degree", "2"};
 
-class SameRanks : public ::testing::TestWithParam<Layout> {};
+class SameRanks : public ::testing::TestWithParam<ResumeLayout> {};
 
 // Interrupts the run two and three times, to catch faults that show only after a second resume.
 TEST_P(SameRanks, ResumeBitEqual) {
@@ -47,10 +43,11 @@ TEST_P(SameRanks, ResumeBitEqual) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Resume, SameRanks,
-                         ::testing::Values(Layout{"OneRank", {}}, Layout{"Fsdp2", ranks(2)},
-                                           Layout{"Uneven3", ranks(3)}, Layout{"Tp2", ranks(2, kTensor2)},
-                                           Layout{"Pp2", ranks(2, pipeline(2))},
-                                           Layout{"Hsdp4", ranks(4, kReplicate2)}),
+                         ::testing::Values(ResumeLayout{"OneRank", {}}, ResumeLayout{"Fsdp2", ranks(2)},
+                                           ResumeLayout{"Uneven3", ranks(3)},
+                                           ResumeLayout{"Tp2", ranks(2, kTensor2)},
+                                           ResumeLayout{"Pp2", ranks(2, pipeline(2))},
+                                           ResumeLayout{"Hsdp4", ranks(4, kReplicate2)}),
                          [](const auto& info) { return std::string(info.param.name); });
 
 struct Chain {

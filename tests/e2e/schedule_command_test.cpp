@@ -16,12 +16,6 @@ CommandResult schedule(const Words& words) {
   return run(Words{titan_program(), "schedule"} + words + (draws ? Words{} : Words{"--no-svg"}));
 }
 
-std::string text_of(const std::filesystem::path& path) {
-  std::ostringstream text;
-  text << std::ifstream(path).rdbuf();
-  return text.str();
-}
-
 TEST(ScheduleCommand, PrintsTimelineAndFigures) {
   const CommandResult result = schedule({"--pp", "4", "--microbatches", "8", "--schedule", "zbvzerobubble"});
   EXPECT_EQ(result.status, 0) << result.err;

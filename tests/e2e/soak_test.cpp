@@ -19,7 +19,7 @@
 namespace titan::testing {
 namespace {
 
-constexpr int kRanks = 2;
+constexpr int kSoakRanks = 2;
 constexpr int64_t kMebi = 1 << 20;
 constexpr int64_t kManySteps = 10'000;
 // Bytes written for each step.
@@ -194,14 +194,14 @@ TEST(Soak, ResourceUseStaysConstant) {
   const auto setting = [](const std::string& name, int64_t value) {
     return "--" + name + "=" + std::to_string(value);
   };
-  Command training(train_words(Words{"--nproc", std::to_string(kRanks)} + small_run(folder) +
+  Command training(train_words(Words{"--nproc", std::to_string(kSoakRanks)} + small_run(folder) +
                                Words{"--checkpoint.enable", "--checkpoint.async_mode=async",
                                      "--checkpoint.keep_latest_k=2", setting("checkpoint.interval", interval),
                                      setting("validation.freq", interval), setting("training.steps", steps),
                                      "--metrics.structured_logs.max_mib=1", "--metrics.enable_tensorboard",
                                      "--job.dump_folder", run.string()}),
                    {{"OMP_NUM_THREADS", "1"}});
-  ASSERT_TRUE(wait_until([&] { return last_step(run) > 0 && pids_of(run).size() == kRanks; }));
+  ASSERT_TRUE(wait_until([&] { return last_step(run) > 0 && pids_of(run).size() == kSoakRanks; }));
   std::vector<int> pids = pids_of(run);
   pids.push_back(training.pid());  // the launcher
   Watcher watcher(run, pids);
@@ -210,7 +210,7 @@ TEST(Soak, ResourceUseStaysConstant) {
   ASSERT_EQ(result.status, 0) << result.err;
   ASSERT_EQ(last_step(run), steps);
 
-  ASSERT_EQ(held.size(), static_cast<size_t>(kRanks + 1));
+  ASSERT_EQ(held.size(), static_cast<size_t>(kSoakRanks + 1));
   for (const auto& [pid, samples] : held) {
     const Stretch early(samples, steps * 3 / 10, steps * 6 / 10), late(samples, steps * 7 / 10, steps - 1);
     ASSERT_GE(early.num_samples, 3);
@@ -223,8 +223,8 @@ TEST(Soak, ResourceUseStaysConstant) {
   EXPECT_LE(bytes_below(run / "tb"), kMostEvents * steps);
   EXPECT_LE(static_cast<int64_t>(result.out.size() + result.err.size()), kMostPrinted * steps);
   // Each rank's log was rotated and keeps to its limit.
-  EXPECT_EQ(count_entries(run / "structured_logs"), 2 * kRanks);
-  EXPECT_LE(bytes_below(run / "structured_logs"), kRanks * kMebi * 3 / 2);
+  EXPECT_EQ(count_entries(run / "structured_logs"), 2 * kSoakRanks);
+  EXPECT_LE(bytes_below(run / "structured_logs"), kSoakRanks * kMebi * 3 / 2);
   EXPECT_LE(count_entries(run / "checkpoint"), 4);  // two steps, the lock, what is being removed
   EXPECT_EQ(whole_rows(run).size(), static_cast<size_t>(steps));
 }

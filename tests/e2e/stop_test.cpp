@@ -18,7 +18,7 @@
 namespace titan::testing {
 namespace {
 
-constexpr int kNumRanks = 2;
+constexpr int kStopRanks = 2;
 constexpr std::array kSignals = {SIGTERM, SIGUSR1, SIGINT};
 constexpr double kGraceS = 30;
 
@@ -26,8 +26,6 @@ int num_trials() {
   const char* trials = std::getenv("TITAN_TEST_SIGNALS");
   return trials ? std::atoi(trials) : 2;
 }
-
-void sleep_s(double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); }
 
 // Whether the process handles signals. Until it does, a signal has its default effect.
 bool notes_signals(int pid) {
@@ -67,9 +65,9 @@ class Stop : public ::testing::Test {
   }
 
   void start_again(const Words& words) {
-    job_.emplace(train_words(words + ranks(kNumRanks) + Words{"--job.dump_folder", run_.string()}),
+    job_.emplace(train_words(words + ranks(kStopRanks) + Words{"--job.dump_folder", run_.string()}),
                  variables_);
-    ASSERT_TRUE(wait_until([&] { return ranks_of(*job_).size() == kNumRanks; }));
+    ASSERT_TRUE(wait_until([&] { return ranks_of(*job_).size() == kStopRanks; }));
     ranks_ = ranks_of(*job_);
     for (const int pid : ranks_) ASSERT_TRUE(wait_until([&] { return notes_signals(pid); }));
   }
@@ -104,7 +102,7 @@ class Stop : public ::testing::Test {
       start(words);
       if (HasFailure()) return;
       at();
-      expect_stop((trial + 1) % kNumRanks, kSignals[static_cast<size_t>(trial) % kSignals.size()]);
+      expect_stop((trial + 1) % kStopRanks, kSignals[static_cast<size_t>(trial) % kSignals.size()]);
       expect();
     }
   }
@@ -190,7 +188,7 @@ TEST_F(Stop, DuringTheLastValidation) {
   EXPECT_THAT(result_.err, HasSubstr("after step 1, whose state is saved"));
   expect_saved_once();
   EXPECT_TRUE(fs::exists(step_folder(run_, 1) / "model.safetensors"));
-  EXPECT_THAT(train_log(run_, words + ranks(kNumRanks)), HasSubstr("this run is complete"));
+  EXPECT_THAT(train_log(run_, words + ranks(kStopRanks)), HasSubstr("this run is complete"));
 }
 
 // To the rank that waits for data, and to the one that waits for that rank.
@@ -230,7 +228,7 @@ TEST_F(Stop, WhileSavingACheckpoint) {
     ASSERT_TRUE(wait_until([&] { return last_logged() >= 1; }));
     set(holds[beside]);
     ASSERT_TRUE(wait_until([&] { return is_set(waits[beside]); }));
-    expect_stop(static_cast<int>(trial + trial / 6) % kNumRanks, kSignals[trial % kSignals.size()], [&] {
+    expect_stop(static_cast<int>(trial + trial / 6) % kStopRanks, kSignals[trial % kSignals.size()], [&] {
       sleep_s(0.3);
       unset(holds[beside]);
     });
@@ -338,13 +336,13 @@ TEST_F(Stop, WhileLoadingACheckpoint) {
 TEST_F(Stop, ResumesAsIfItHadNotBeenStopped) {
   const Words words = resumable(config_) + Words{"--training.steps", "40"};
   const fs::path straight = fresh_folder("straight");
-  train_log(straight, words + ranks(kNumRanks));
+  train_log(straight, words + ranks(kStopRanks));
   start(words);
   ASSERT_TRUE(wait_until([&] { return last_logged() >= 6; }));
   expect_stop(1, SIGTERM);
   const int stopped_at = last_logged();
   EXPECT_LT(stopped_at, 40) << "the run ended before the signal came";
-  train_log(run_, words + ranks(kNumRanks));
+  train_log(run_, words + ranks(kStopRanks));
   EXPECT_EQ(curve_of(run_), curve_of(straight));
 }
 
@@ -399,7 +397,7 @@ TEST_F(Stop, CtrlZPausesTheWholeJob) {
   const int steps = tests_on_gpu() ? 60 : 400;
   std::string line;
   for (const std::string& word :
-       train_words(small_run(config_) + ranks(kNumRanks) +
+       train_words(small_run(config_) + ranks(kStopRanks) +
                    Words{str("--training.steps=", steps), "--comm.train_timeout_seconds=2",
                          "--job.dump_folder", run_.string()}))
     line += "'" + word + "' ";
@@ -408,7 +406,7 @@ TEST_F(Stop, CtrlZPausesTheWholeJob) {
   const std::vector<int> shells_children = children_of(shell.pid());
   ASSERT_EQ(shells_children.size(), 1u);
   std::vector<int> all = children_of(shells_children[0]);
-  ASSERT_EQ(all.size(), static_cast<size_t>(kNumRanks));
+  ASSERT_EQ(all.size(), static_cast<size_t>(kStopRanks));
   all.push_back(shells_children[0]);
   const auto all_are = [&](bool stopped) {
     return wait_until(

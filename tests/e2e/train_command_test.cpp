@@ -28,12 +28,6 @@ Words model(const std::string& steps) {
           "1"};
 }
 
-std::string text_of(const std::filesystem::path& path) {
-  std::ostringstream text;
-  text << std::ifstream(path).rdbuf();
-  return text.str();
-}
-
 TEST(TrainCommand, HelpListsEverySetting) {
   CommandResult result = try_train({"--help"});
   EXPECT_EQ(result.status, 0);
