@@ -176,7 +176,7 @@ def saved_by_layers(role):
     may have freed some."""
     modules = r"layers\.(?!.* backward)|rotary$|tok_embeddings$|action \d+RECV_F"
     at_peak = sum(each["bytes"] for each in role["at_peak_by_module"] if re.match(modules, each["module"]))
-    return max(at_peak, *(bytes_of_module(role, index, lambda module: re.match(modules, module)) for index in range(len(role["over_time"]))))
+    return max([at_peak] + [bytes_of_module(role, index, lambda module: re.match(modules, module)) for index in range(len(role["over_time"]))])
 
 
 def planned_memory(plan, entry):
@@ -248,14 +248,14 @@ def to_be_above(plan, published):
                "other kernels": (time["compute"] - time["products"] - time["attention"]) / step}
 
     def faster(missing):
-        words = [f"{name} {100 * (1 / (1 - missing / share) - 1):.0f} %" for name, share in kernels.items() if share > missing]
+        words = [f"{name} {100 * (1 / (1 - missing / share) - 1):.0f} %" for name, share in kernels.items() if share > 2 * missing]  # at most twice as fast
         return " or ".join(words + [f"all of them {100 * (1 / (1 - missing / sum(kernels.values())) - 1):.1f} %"]) + " faster"
 
     left = missing - sum(waits.values())
     shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in (waits | kernels).items() if share >= 0.005)
     text = f"{100 * missing:.1f} % of the step must go; of it are {shares}. So {faster(missing)}"
     if sum(waits.values()) >= 0.005:
-        text += ", or without waits " + (faster(left) if left > 0 else f"{-100 * left:.0f} % more than needed would go")
+        text += ", or without waits " + (faster(left) if left > 0 else "alone")
     return text
 
 

@@ -269,8 +269,9 @@ PlanArguments parse_plan_arguments(const Arguments& words) {
   parser.value("--calibrate", arguments.calibrate, "FILE",
                "instead of a plan: measure this machine's GPU or CPU, for --world ranks on it, and write its "
                "device file; links between GPUs and hosts are those of --device");
-  std::filesystem::path links;
-  parser.value("--measure-links", links, "FILE", "measure as one rank of a calibration, and write FILE")
+  parser
+      .value("--measure-links", arguments.links, "FILE",
+             "measure as one rank of a calibration, and write FILE")
       ->group("");  // --calibrate's own
   parser.app.allow_extras();
   check_short_options(parser, words);
@@ -284,11 +285,7 @@ PlanArguments parse_plan_arguments(const Arguments& words) {
                           !arguments.output.empty() ||
                           arguments.search_seconds != PlanArguments().search_seconds;
   const bool shows_one_job = !(arguments.timeline.empty() && arguments.svg.empty());
-  if (!links.empty()) {
-    arguments.calibrate = links;
-    arguments.world_size = 0;
-    return arguments;
-  }
+  if (!arguments.links.empty()) return arguments;
   if (!arguments.calibrate.empty()) {
     if (!job.config.empty() || !job.overrides.empty() || arguments.search || arguments.json || has_limits ||
         shows_one_job || arguments.for_run > 0 || arguments.kernels != PlanArguments().kernels)

@@ -352,8 +352,7 @@ std::string outside_text(const train::PlannedRole& role) {
       str("of it, about ", gib_text(outside.nccl_bytes), " GiB are buffers of NCCL's ", outside.communicators,
           outside.communicators == 1 ? " communicator" : " communicators", " (an estimate)");
   if (outside.symmetric_bytes > 0)
-    text += str(", and ", gib_text(outside.symmetric_bytes),
-                " GiB symmetric memory of asynchronous tensor parallelism");
+    text += str(", and ", gib_text(outside.symmetric_bytes), " GiB symmetric memory");
   return text + "\n";
 }
 
@@ -459,7 +458,7 @@ plan::ClusterSpec::Host links_of_ranks(int num_ranks, const std::filesystem::pat
   const int code = launch_local({.num_ranks = num_ranks,
                                  .command = {"/proc/self/exe", "plan", "--measure-links", file.string()},
                                  .log_rank = "none"});
-  TITAN_CHECK(code == 0, "the ranks that measure their links failed with exit code ", code);
+  if (code != 0) throw Error(str("the ranks that measure their links ended with exit code ", code));
   const json found = json::parse(read_file(file));
   std::filesystem::remove(file);
   return {.devices = num_ranks, .gb_per_s = found.at("gb_per_s"), .latency_us = found.at("latency_us")};
@@ -489,8 +488,8 @@ int plan_command(const Arguments& words) {
   log::Settings settings = log::settings();
   settings.level = log::Level::Warning;
   log::configure(settings);
-  if (!arguments.calibrate.empty() && arguments.world_size == 0) {  // --measure-links
-    measure_links_command(arguments.calibrate);
+  if (!arguments.links.empty()) {
+    measure_links_command(arguments.links);
     return 0;
   }
   if (arguments.search) return search_command(arguments);

@@ -58,6 +58,8 @@ struct PlanArguments {
   bool search_float8 = true, least_memory = false;
   std::filesystem::path output;     ///< for the config of the best layout
   std::filesystem::path calibrate;  ///< for what this machine's own device reaches; nothing is planned
+  std::filesystem::path
+      links;  ///< measured by this process as one of a calibration's ranks; nothing else is read
 };
 /// As parse_train_arguments.
 PlanArguments parse_plan_arguments(const Arguments& words);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <exception>
 #include <functional>
 #include <map>
 #include <memory>
@@ -33,6 +34,7 @@
 #include "cuda_plugin/symmetric_memory.h"
 #include "dist/device_backend.h"
 #include "titan/core/error.h"
+#include "titan/core/log.h"
 
 namespace titan::dist {
 namespace {
@@ -135,8 +137,13 @@ class CudaGraph final : public DeviceGraph {
     try {
       graph_.capture_end();
     } catch (...) {
-      graph_.abandon();
-      throw;
+      const std::exception_ptr failure = std::current_exception();
+      try {
+        graph_.abandon();
+      } catch (const std::exception& error) {
+        log::warning(str("after a failed recording: ", reason_of(error)));  // the failure itself says more
+      }
+      std::rethrow_exception(failure);
     }
   }
   void launch() override { graph_.replay(); }

@@ -135,7 +135,8 @@ class CudaSymmetricMemory final : public SymmetricMemory {
     } catch (const c10::Error& error) {
       throw Error(str("rank ", rank_, " couldn't share ", bytes, " bytes of its GPU's memory with the ",
                       size_ - 1, " other ranks of its group: ", reason_of(error),
-                      " (without asynchronous tensor parallelism nothing is shared)"));
+                      " (parallelism.enable_async_tensor_parallel and context_parallel_rotate_method = "
+                      "\"symmetric_memory\" share memory)"));
     }
   }
 
@@ -176,6 +177,8 @@ class CudaSymmetricMemory final : public SymmetricMemory {
   }
 
   void grow(int64_t bytes) {
+    const Stream& queue = queue_after_computation();  // a graph's exchanges are the computation's
+    if (piece_.defined()) note_replaced_memory();
     // LibTorch takes memory on the current stream and fills it by copies of the default one, which waits for no
     // other.
     const c10::cuda::CUDAStreamGuard on_default_stream(c10::cuda::getDefaultCUDAStream(device_.index()));
@@ -189,7 +192,7 @@ class CudaSymmetricMemory final : public SymmetricMemory {
                 "the rendezvous of symmetric memory returned without its peers");
     // The last exchange ended with a barrier, after which no rank uses the old pieces. So once this queue has
     // finished, the peers have finished with this rank's piece.
-    queue_.synchronize();
+    queue.synchronize();
     piece_ = std::move(piece);
     peers_ = std::move(peers);
   }

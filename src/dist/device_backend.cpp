@@ -5,6 +5,7 @@
 
 #include <dlfcn.h>
 #include <unistd.h>
+#include <atomic>
 #include <cstdlib>
 #include <mutex>
 #include <utility>
@@ -67,6 +68,12 @@ bool gpu_visible() {
   // Some containers have only one of the two.
   return has_entries("/proc/driver/nvidia/gpus") || access("/dev/nvidia0", F_OK) == 0;
 }
+
+namespace {
+std::atomic<int64_t> num_replaced = 0;
+}
+void note_replaced_memory() { ++num_replaced; }
+int64_t num_replaced_memories() { return num_replaced; }
 
 DeviceBackend* open_cuda_plugin() {
   static std::mutex mutex;

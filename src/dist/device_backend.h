@@ -61,6 +61,11 @@ class SymmetricMemory {
   virtual void wait(Moment moment) = 0;
 };
 
+/// Memory that is kept from step to step was replaced by a larger piece: recorded work must not use the old one any more.
+void note_replaced_memory();
+/// How often that happened in this process.
+int64_t num_replaced_memories();
+
 /// [Note: registered memory]
 /// Device memory that NCCL reads and writes directly, because it is registered with the communicators of groups. A call's
 /// buffers have to be registered by all members or by none, and at the same offsets: so each tensor is an allocation of

@@ -54,7 +54,7 @@ JobPlan plan_job(const JobConfig& config, int world_size, const plan::ClusterSpe
   for (const Role& role : roles_of(config, world_size)) {
     PlannedRank rank = rehearse(config, world_size, role, device);
     plan::Summary summary = plan::summarize(*rank.trace);
-    const plan::OutsideMemory outside = plan::outside_memory(*rank.trace, cluster, rank.num_symmetric_pieces);
+    const plan::OutsideMemory outside = plan::outside_memory(*rank.trace, cluster, rank.symmetric_owners);
     plan.roles.push_back({std::move(rank), std::move(summary), outside});
   }
   // The last rank is one of its own only if it does something else than the first of its pipeline rank.

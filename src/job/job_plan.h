@@ -33,8 +33,7 @@ struct JobPlan {
   // ---- memory
 
   const PlannedRole& largest() const;  ///< the role that needs the most memory
-  /// The allocator's peak.
-  int64_t peak_bytes() const;  ///< the allocator's largest, of all roles
+  int64_t peak_bytes() const;          ///< the allocator's largest, of all roles
   int64_t needed_bytes() const { return largest().needed_bytes(); }
   bool fits() const { return needed_bytes() <= cluster.device.usable_bytes(); }
 

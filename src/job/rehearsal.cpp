@@ -111,9 +111,13 @@ int64_t bytes_of_gradients(const Rehearsal& rehearsal) {
   return bytes;
 }
 
-bool has_symmetric_memory(const ParallelismSettings& settings) {
-  return settings.enable_async_tensor_parallel && settings.tensor_parallel_degree > 1 &&
-         overlap_transport(settings) != OverlapTransport::SendReceive;
+plan::SymmetricOwners symmetric_owners(const ParallelismSettings& settings, size_t num_models) {
+  const int owners = static_cast<int>(num_models);
+  const bool is_tensor_shared = settings.enable_async_tensor_parallel &&
+                                settings.tensor_parallel_degree > 1 &&
+                                overlap_transport(settings) != OverlapTransport::SendReceive;
+  return {.tp = is_tensor_shared ? owners : 0,
+          .cp = settings.context.rotate_method == "symmetric_memory" ? owners : 0};
 }
 
 }  // namespace
@@ -135,8 +139,7 @@ PlannedRank rehearse(const JobConfig& config, int world_size, const Role& role, 
     }
     set_categories(rehearsal, device.trace());
     planned.shard_gradient_bytes = bytes_of_gradients(rehearsal);
-    if (has_symmetric_memory(config.parallelism))
-      planned.num_symmetric_pieces = static_cast<int>(rehearsal.built().models.size());
+    planned.symmetric_owners = symmetric_owners(config.parallelism, rehearsal.built().models.size());
     planned.tokens_of_step = static_cast<double>(rehearsal.tokens());
     for (const dist::NamedStream& named : dist::named_streams())
       planned.streams.emplace_back(number_of(named.stream), named.name);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "job/build.h"
+#include "plan/outside_memory.h"
 #include "plan/planned_gpu.h"
 #include "titan/optim/optimizer.h"
 
@@ -53,9 +54,9 @@ struct PlannedRank {
   int64_t peak_allocated_bytes = 0;  ///< in tensors
   int64_t peak_reserved_bytes = 0;   ///< taken from the device
   int64_t shard_gradient_bytes =
-      0;                         ///< the gradients that live on after a step, without buffers of reductions
-  int num_symmetric_pieces = 0;  ///< see outside_memory.h
-  double tokens_of_step = 0;     ///< all ranks'
+      0;  ///< the gradients that live on after a step, without buffers of reductions
+  plan::SymmetricOwners symmetric_owners = {};
+  double tokens_of_step = 0;  ///< all ranks'
   std::shared_ptr<const plan::Trace> trace;
   std::vector<std::pair<int64_t, std::string>> streams;  ///< those with names
 };

@@ -4,6 +4,8 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/accumulate.h>
 
+#include "dist/device_backend.h"
+
 namespace titan {
 
 /// Memory reused by every layer and step. It grows to the largest request.
@@ -18,6 +20,7 @@ class Scratch {
     const auto bytes = c10::multiply_integers(sizes) * static_cast<int64_t>(options.dtype().itemsize());
     if (!memory_.defined() || memory_.numel() < bytes || memory_.device() != options.device()) {
       // The old memory is freed before the new one is allocated.
+      if (memory_.defined()) dist::note_replaced_memory();
       last_.reset();
       memory_.reset();
       memory_ = at::empty({bytes}, options.dtype(at::kByte));

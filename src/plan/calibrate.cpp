@@ -204,6 +204,7 @@ ClusterSpec calibrate(const ClusterSpec& base, int num_ranks,
 }
 
 ClusterSpec::Host measure_links(const dist::World& world) {
+  TITAN_CHECK(world.size() > 1, "one rank has no links");
   const auto everyone = world.everyone();
   const auto seconds_of_gather = [&](int64_t bytes, int calls) {
     const at::Tensor part = at::zeros({bytes}, at::kByte), all = at::zeros({world.size() * bytes}, at::kByte);

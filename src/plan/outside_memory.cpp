@@ -23,25 +23,31 @@ struct Use {
   bool has_collectives = false;
   std::set<int> senders;
   int64_t largest_send = 0;  ///< through symmetric memory
+  int64_t num_pieces = 0, sends_of_piece = 0;
 };
 
 }  // namespace
 
-OutsideMemory outside_memory(const Trace& trace, const ClusterSpec& cluster, int num_pieces) {
+OutsideMemory outside_memory(const Trace& trace, const ClusterSpec& cluster, SymmetricOwners owners) {
   OutsideMemory memory;
   if (cluster.device.is_cpu) return memory;
   std::map<int, Use> uses;
   for (const Collective& call : trace.collectives()) {
     if (call.group_size < 2) continue;
-    const bool is_shared = num_pieces > 0 && call.peer >= 0 && trace.name(call.group) == "tp" &&
-                           is_in_one_host(trace.members(call.communicator), cluster.host.devices);
+    const std::string& label = trace.name(call.label);
+    const bool is_tensor = label.starts_with("tp::");
+    const int num_pieces = is_tensor ? owners.tp : label.starts_with("context_parallel::") ? owners.cp : 0;
     Use& use = uses[call.communicator];
-    if (is_shared)
+    if (num_pieces > 0 && call.peer >= 0 &&
+        is_in_one_host(trace.members(call.communicator), cluster.host.devices)) {
       use.largest_send = std::max(use.largest_send, call.bytes);
-    else if (call.peer < 0)
+      use.num_pieces = num_pieces;
+      use.sends_of_piece = is_tensor ? call.group_size : 1;
+    } else if (call.peer < 0) {
       use.has_collectives = true;
-    else if (trace.name(call.op) == "receive")
+    } else if (trace.name(call.op) == "receive") {
       use.senders.insert(call.peer);
+    }
   }
   for (const auto& [communicator, use] : uses) {
     const auto size = static_cast<int64_t>(trace.members(communicator).size());
@@ -49,8 +55,8 @@ OutsideMemory outside_memory(const Trace& trace, const ClusterSpec& cluster, int
                                 kMessageChannels * static_cast<int64_t>(use.senders.size());
     if (use.has_collectives || !use.senders.empty()) ++memory.communicators;
     memory.nccl_bytes += connections * kBytesOfConnection;
-    const int64_t piece = use.largest_send * size;
-    memory.symmetric_bytes += num_pieces * ((piece + kGranularity - 1) / kGranularity * kGranularity);
+    const int64_t piece = use.largest_send * use.sends_of_piece;
+    memory.symmetric_bytes += use.num_pieces * ((piece + kGranularity - 1) / kGranularity * kGranularity);
   }
   return memory;
 }

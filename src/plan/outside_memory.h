@@ -9,8 +9,9 @@
 // with two neighbors on each: a ring's and a tree's (one if it has two ranks). A rank that sends to this one has kMessageChannels channels. Communicators
 // of which nothing is called on the device don't exist, as PyTorch makes them at the first call. Those of NVLink's switches aren't counted.
 //
-// Symmetric memory. Asynchronous tensor parallelism has a piece that holds a summand of each rank of its group; a plan has sends and receives in
-// place of it (exchanges.cpp), whose largest one is such a summand.
+// Symmetric memory, in place of which a plan has sends and receives. Asynchronous tensor parallelism has a piece that holds a summand of each rank of
+// its group (exchanges.cpp); a ring that copies has one piece for keys and values and one for their gradients (distributed_attention.cpp). The largest
+// message is such a summand, or such a piece.
 
 #include <cstdint>
 
@@ -32,8 +33,12 @@ struct OutsideMemory {
   int64_t bytes() const { return nccl_bytes + symmetric_bytes; }
 };
 
-/// `num_pieces`: of symmetric memory, one for each stage of the model, through which exchanges of the groups called "tp" go where a group is in one
-/// host; 0: none, they go through NCCL.
-OutsideMemory outside_memory(const Trace& trace, const ClusterSpec& cluster, int num_pieces);
+/// How many owners of symmetric memory a group has: one for each stage of the model. 0: the exchanges of such groups go through NCCL.
+struct SymmetricOwners {
+  int tp = 0, cp = 0;
+};
+
+/// Exchanges go through symmetric memory where a group is in one host.
+OutsideMemory outside_memory(const Trace& trace, const ClusterSpec& cluster, SymmetricOwners owners);
 
 }  // namespace titan::plan

@@ -9,6 +9,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
+#include "dist/device_backend.h"
 #include "dist/work_graph.h"
 #include "parallel/fsdp/fsdp_state.h"
 #include "titan/core/error.h"
@@ -43,6 +44,10 @@ struct StepGraphs::Recorded {
     });
   }
 
+  /// Whether all memory is there that the steps before had made and the graph uses.
+  bool has_its_memory() const { return num_replaced == dist::num_replaced_memories(); }
+
+  int64_t num_replaced = 0;                                  // when it was recorded
   std::vector<data::Batch> batches;                          // on the device: what the graph reads
   std::vector<std::pair<at::Tensor, at::Tensor>> gradients;  // parameter, its gradient
   ClippedStep clipped;
@@ -62,11 +67,12 @@ ClippedStep StepGraphs::run(int64_t step, const StepInput& input) {
     TITAN_CHECK(!batch.document_end,
                 "a step with attention within documents can't be recorded as a CUDA graph, because documents "
                 "differ from step to step");
-  if (recorded_ && !recorded_->fits(input.batches)) {
-    log::info_rank0(
-        str("step ", step,
-            " has batches of other sizes than the CUDA graph: it runs as usual, and the next step is "
-            "recorded"));
+  const bool fits = !recorded_ || recorded_->fits(input.batches);
+  if (!fits || (recorded_ && !recorded_->has_its_memory())) {
+    log::info_rank0(str("step ", step,
+                        fits ? " can't launch the CUDA graph, whose buffers have grown"
+                             : " has batches of other sizes than the CUDA graph",
+                        ": it runs as usual, and the next step is recorded"));
     recorded_.reset();
     reshard();
     num_usual_steps_ = kUsualSteps - 1;
@@ -103,6 +109,7 @@ std::unique_ptr<StepGraphs::Recorded> StepGraphs::record(int64_t step, const Ste
       recorded->clipped = numbers_.clip(loss);
     });
   });
+  recorded->num_replaced = dist::num_replaced_memories();
   for (const Parameter& parameter : parts_.parameters)
     if (parameter.data.local.grad().defined())
       recorded->gradients.emplace_back(parameter.data.local, parameter.data.local.grad());

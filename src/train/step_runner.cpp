@@ -1,5 +1,6 @@
 #include "train/step_runner.h"
 
+#include <cmath>
 #include <limits>
 #include <vector>
 
@@ -44,16 +45,19 @@ StepSums sum_over_ranks(const std::vector<double>& losses, const TokenCounts& to
   const auto global = static_cast<double>(tokens.global);
   StepSums sums;
   std::vector<double> of_rows(ranks.size()), counts(ranks.size());
+  std::vector<bool> are_rows(ranks.size());
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
     sums.tokens_seen += ranks[rank].seen;
     if (ranks[rank].rows < 0) continue;
     const auto rows = static_cast<size_t>(ranks[rank].rows);
     sums.loss += losses.at(rank);
+    are_rows.at(rows) = true;
     of_rows.at(rows) += losses.at(rank);
     counts.at(rows) = static_cast<double>(ranks[rank].valid);
   }
   sums.max_loss = global == 0 ? sums.loss : -std::numeric_limits<double>::infinity();
   for (size_t rows = 0; rows < counts.size() && global > 0; ++rows) {
+    if (!are_rows[rows] || std::isnan(sums.max_loss)) continue;
     const double mean = counts[rows] > 0 ? of_rows[rows] * global / counts[rows] : 0;
     if (!(mean <= sums.max_loss)) sums.max_loss = mean;  // also NaN
   }

@@ -226,7 +226,7 @@ TEST(Overlap, AStreamIsTimedWithoutWaitingForIt) {
   // The clock's marks are between these events. They are adjacent in the queue, but a busy machine may pause there.
   constexpr double precision = 1e-5;  // CUDA's times are milliseconds in fp32
   EXPECT_LE(steps[0].waited_s, arrived.seconds_since(left) + precision);
-  EXPECT_GT(steps[0].waited_s, 0.5 * arrived.seconds_since(left));
+  EXPECT_GT(steps[0].waited_s, 0);
   EXPECT_GE(steps[0].span_s, arrived.seconds_since(begun) - precision);
   EXPECT_GT(left.seconds_since(begun), 0);
 }

@@ -214,6 +214,13 @@ TEST(SumOverRanks, CountsEachLossAndTokenOnce) {
     const double highest = static_cast<double>(num_rows) / (10 + num_rows - 1);
     EXPECT_DOUBLE_EQ(sums.max_loss, highest * static_cast<double>(tokens.global)) << name_of(dims);
     EXPECT_EQ(sum_over_ranks(losses, {.ranks = tokens.ranks}).max_loss, sums.loss) << name_of(dims);
+    // The highest of losses below 0, and a NaN of the first rows, are found, however many ranks share rows.
+    std::vector<double> others = losses;
+    for (double& loss : others) loss = -loss;
+    EXPECT_LT(sum_over_ranks(others, tokens).max_loss, 0) << name_of(dims);
+    for (size_t rank = 0; rank < others.size(); ++rank)
+      if (tokens.ranks[rank].rows == 0) others[rank] = std::nan("");
+    EXPECT_TRUE(std::isnan(sum_over_ranks(others, tokens).max_loss)) << name_of(dims);
   }
 }
 

@@ -450,8 +450,8 @@ TEST(PlanCommand, CopiesToTheHostTakeAsLongAsTheBusSays) {
 TEST(PlanCommand, CountsWhatIsOutsideTheAllocator) {
   const Words words = {"--model.args.n_layers=2", "--parallelism.tensor_parallel_degree=8",
                        "--parallelism.enable_async_tensor_parallel"};
-  const auto planned = [&](const std::string& transport) {
-    return plan_json("llama3_8b", 16,
+  const auto planned = [&](const std::string& transport, int world = 16) {
+    return plan_json("llama3_8b", world,
                      words + Words{"--parallelism.async_tensor_parallel_transport=" + transport});
   };
   const json symmetric = planned("symmetric_memory");
@@ -459,7 +459,11 @@ TEST(PlanCommand, CountsWhatIsOutsideTheAllocator) {
   EXPECT_GE(found.at("communicators"), 1);
   EXPECT_GT(found.at("nccl_bytes"), 100 << 20);
   // A summand of each of 8 ranks: the whole sequence's hidden states in bf16.
-  EXPECT_EQ(found.at("symmetric_memory_bytes"), int64_t{8192} * 4096 * 2);
+  const int64_t shared = int64_t{8192} * 4096 * 2;
+  EXPECT_EQ(found.at("symmetric_memory_bytes"), shared);
+  // Without FSDP.
+  EXPECT_EQ(planned("symmetric_memory", 8).at("memory").at("by_role")[0].at("symmetric_memory_bytes"),
+            shared);
   const json by_messages = planned("send_receive");
   const json& sent = by_messages.at("memory").at("by_role")[0];
   EXPECT_EQ(sent.at("symmetric_memory_bytes"), 0);
@@ -471,7 +475,21 @@ TEST(PlanCommand, CountsWhatIsOutsideTheAllocator) {
   EXPECT_EQ(automatic.at("memory").at("by_role")[0].at("peak_allocated_bytes"),
             found.at("peak_allocated_bytes"));
   EXPECT_LT(automatic.at("step")[0].at("launches"), symmetric.at("step")[0].at("launches"));
-  EXPECT_THAT(plan("llama3_8b", 16, words).out, HasSubstr("symmetric memory of asynchronous"));
+  EXPECT_THAT(plan("llama3_8b", 16, words).out, HasSubstr(" GiB symmetric memory\n"));
+}
+
+TEST(PlanCommand, CountsWhatRingsThatCopyShare) {
+  const Words words = {"--model.args.n_layers=2", "--parallelism.context_parallel_degree=4"};
+  const auto outside = [&](const std::string& method) {
+    return plan_json("llama3_8b", 4, words + Words{"--parallelism.context_parallel_rotate_method=" + method})
+        .at("memory")
+        .at("by_role")[0];
+  };
+  const json copies = outside("symmetric_memory"), messages = outside("alltoall");
+  // Of a quarter of 8,192 tokens: keys and values in bf16, and their gradients in fp32.
+  EXPECT_EQ(copies.at("symmetric_memory_bytes"), int64_t{8192} / 4 * 2 * 1024 * (2 + 4));
+  EXPECT_EQ(messages.at("symmetric_memory_bytes"), 0);
+  EXPECT_LT(copies.at("nccl_bytes"), messages.at("nccl_bytes"));
 }
 
 TEST(PlanCommand, NamesTheKeyOfAWrongDeviceFile) {

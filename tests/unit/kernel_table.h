@@ -32,8 +32,11 @@ class KernelTable {
       if (kernel.starts_with(" `") && kernel.ends_with("_kernel` "))
         documented[kernel.substr(2, kernel.size() - 4)] = std::atof(multiple.c_str());
     }
-    for (const auto& [kernel, multiple] : multiples_)
-      EXPECT_NEAR(documented[kernel], multiple, 0.005001) << kernel << " in docs/gpu_performance.md";
+    for (const auto& [kernel, multiple] : multiples_) {
+      const auto row = documented.find(kernel);
+      ASSERT_NE(row, documented.end()) << "no row of " << kernel << " in docs/gpu_performance.md";
+      EXPECT_NEAR(row->second, multiple, 0.005001) << kernel << " in docs/gpu_performance.md";
+    }
   }
 
  private:

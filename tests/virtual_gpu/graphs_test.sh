@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # graphs_test.sh TITAN FOLDER NAME [ARGUMENT...]: eight steps that launch a recorded graph (compile.enable) have the losses, gradient norms and
-# final weights of eight that don't, to the bit, on two virtual GPUs or as many as --nproc says. The test named resumed stops after four steps and
+# final weights of eight that don't, to the bit, on two virtual GPUs or as many as --nproc says. A test whose name ends in resumed stops after four steps and
 # resumes. All of a step is recorded, except in the test named host_lr: the optimizer's part, whose learning rate comes from the host. A race ends the
 # program, and so does a recorded copy that reads the host's memory.
 set -euo pipefail
@@ -12,7 +12,7 @@ rm -rf "$folder"
 mkdir -p "$folder"
 cd "$source_folder"  # paths in the config are relative to the working directory
 steps=8
-[ "$(basename "$folder")" != resumed ] || steps="4 8"
+[[ $folder != *resumed ]] || steps="4 8"
 for compile in false true; do
   for until in $steps; do
     scripts/virtual_gpus.sh 4 -- "$titan" train configs/llama3_debug.toml --nproc=2 --training.steps=$until --lr_scheduler.total_steps=8 --training.seq_len=64 \
