@@ -1,7 +1,10 @@
-// Compares FSDP with buffers that are registered with NCCL with the plain engine. On virtual GPUs, whose NCCL checks its rules for
-// registered memory, also counts the calls that pass it.
+// Compares FSDP with buffers that are registered with NCCL with the plain engine, also under tensor parallelism and in Float8. On
+// virtual GPUs, whose NCCL checks its rules for registered memory, also counts the calls that pass it.
 
 #include <array>
+#include <cstring>
+#include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -13,6 +16,8 @@
 
 #include "dist/device_backend.h"
 #include "dist/work_graph.h"
+#include "distributed/float8_stack.h"
+#include "distributed/llama_case.h"
 #include "distributed/toy_case.h"
 #include "parallel/fsdp/comm_context.h"
 #include "titan/parallel/fsdp.h"
@@ -38,6 +43,78 @@ std::array<uint64_t, 3> count_calls() {
   for (const char* name : {"ncclAllGather", "ncclReduceScatter", "ncclAllReduce"})
     for (size_t i = 0; count && i < counts.size(); ++i) counts[i] += count(name, static_cast<int>(i));
   return counts;
+}
+
+/// Calls of NCCL's collectives since the flight recorder's `first` that aren't FSDP's: activations, losses, Float8's scales.
+uint64_t calls_of_others(uint64_t first) {
+  uint64_t count = 0;
+  dist::CallRecord call;
+  for (uint64_t number = first; number < testing::world().recorder().num_calls(); ++number) {
+    if (!testing::world().recorder().read(number, call)) continue;
+    const bool is_fsdps =
+        (std::strncmp(call.phase, "fsdp::", 6) == 0 && std::strcmp(call.phase, "fsdp::float8_scales") != 0) ||
+        std::strcmp(call.phase, "tp::gradient") == 0;
+    if (!is_fsdps) ++count;
+  }
+  return count;
+}
+
+/// A model, and its forward and backward, which return the loss.
+struct Trained {
+  nn::AnyRef model;
+  std::function<at::Tensor()> step;
+};
+
+void descend(const nn::AnyRef& model) {
+  at::NoGradGuard no_grad;
+  for (const Parameter& parameter : parameters(model)) {
+    const at::Tensor& shard = parameter.data.local;
+    if (shard.grad().defined()) shard.add_(shard.grad().sign(), /*alpha=*/-1e-3);
+  }
+}
+
+/// Trains the model that `make` makes, with and without registered buffers. Weights change by a step's signs, so that each step gathers.
+void expect_equal_steps(const std::function<Trained(bool is_registered)>& make) {
+  const bool is_virtual = virtual_function<void>("virtual_gpu_registered_calls");
+  const Trained plain = make(false), registered = make(true);
+  int64_t allocations = 0;
+  for (int step = 0; step < 4; ++step) {
+    SCOPED_TRACE(titan::str("step ", step));
+    const auto first = count_calls();
+    forget_gradients(plain.model);
+    const at::Tensor wanted_loss = plain.step();
+    if (is_virtual) virtual_function<void()>("virtual_gpu_start_counting")();
+    const auto before = count_calls();
+    const uint64_t first_call = testing::world().recorder().num_calls();
+    forget_gradients(registered.model);
+    const at::Tensor loss = registered.step();
+    const auto after = count_calls();
+    if (is_virtual) {
+      const uint64_t others = calls_of_others(first_call);
+      EXPECT_EQ(after[0] - before[0], others) << "calls of FSDP without registered memory";
+      if (step > 0)  // the first one also connects the groups
+        EXPECT_EQ(after[2] - before[2], before[0] - first[0] - others) << "all calls of FSDP";
+    }
+    EXPECT_EQ(after[1], before[1]) << "calls of which only one buffer is registered";
+    const int64_t now = fsdp_stats(registered.model).communication_buffer_allocations;
+    if (step >= 2) {
+      EXPECT_EQ(now, allocations);
+      if (is_virtual)
+        EXPECT_EQ(virtual_function<uint64_t(const char*, const char*, const char*)>("virtual_gpu_count")(
+                      "calls", nullptr, nullptr),
+                  0)
+            << "allocations of the device's memory, and registrations";
+    }
+    allocations = now;
+    EXPECT_TRUE(at::equal(loss, wanted_loss)) << loss << " " << wanted_loss;
+    const auto expected = parameters(plain.model), got = parameters(registered.model);
+    for (size_t i = 0; i < got.size(); ++i) {
+      const at::Tensor &grad = got[i].data.local.grad(), &wanted = expected[i].data.local.grad();
+      ASSERT_EQ(grad.defined(), wanted.defined()) << got[i].name;
+      if (grad.defined()) EXPECT_TRUE(at::equal(grad, wanted)) << got[i].name;
+    }
+    for (const Trained* trained : {&plain, &registered}) descend(trained->model);
+  }
 }
 
 struct Case {
@@ -71,35 +148,99 @@ TEST(FsdpRegistered, EqualsThePlainEngineAndPassesOnlyRegisteredMemory) {
   const at::Tensor rows = my_rows(input_rows(12, options.dim, at::kFloat), rank, size);
   for (const Case& c : cases()) {
     SCOPED_TRACE(name_of(c));
-    FsdpOptions fsdp{.mesh = mesh_of(c.layout),
-                     .param_dtype = c.param,
-                     .reduce_dtype = c.reduce,
-                     .reshard_after_forward = c.policy};
-    Toy plain = sharded_toy(options, at::kFloat, fsdp);
-    fsdp.register_buffers = true;
-    Toy registered = sharded_toy(options, at::kFloat, fsdp);
-    int64_t allocations = 0;
-    for (int step = 0; step < 4; ++step) {
-      forget_gradients(plain);
-      run_micro_batches(plain, rows, 2);
-      const auto before = count_calls();
-      forget_gradients(registered);
-      run_micro_batches(registered, rows, 2);
-      const auto after = count_calls();
-      EXPECT_EQ(after[0], before[0]) << "calls without registered memory";
-      EXPECT_EQ(after[1], before[1]) << "calls of which only one buffer is registered";
-      if (virtual_function<void>("virtual_gpu_registered_calls") && size > 1) EXPECT_GT(after[2], before[2]);
-      const auto expected = parameters(plain), got = parameters(registered);
-      for (size_t i = 0; i < got.size(); ++i) {
-        const at::Tensor &grad = got[i].data.local.grad(), &wanted = expected[i].data.local.grad();
-        ASSERT_EQ(grad.defined(), wanted.defined()) << got[i].name;
-        if (grad.defined()) EXPECT_TRUE(at::equal(grad, wanted)) << got[i].name << " in step " << step;
-      }
-      EXPECT_TRUE(at::equal(loss_of(registered(rows)), loss_of(plain(rows)))) << "step " << step;
-      const int64_t now = fsdp_stats(registered).communication_buffer_allocations;
-      if (step >= 2) EXPECT_EQ(now, allocations) << "step " << step;
-      allocations = now;
-    }
+    expect_equal_steps([&](bool is_registered) -> Trained {
+      Toy toy = sharded_toy(options, at::kFloat,
+                            {.mesh = mesh_of(c.layout),
+                             .param_dtype = c.param,
+                             .reduce_dtype = c.reduce,
+                             .reshard_after_forward = c.policy,
+                             .register_buffers = is_registered});
+      return {toy, [toy, rows]() mutable {
+                run_micro_batches(toy, rows, 2);
+                return loss_of(toy(rows));
+              }};
+    });
+  }
+}
+
+// The ranks' parts of the vocabulary differ in length, so what comes after them in a buffer is at different offsets: the gradients
+// of norms, which tensor-parallel ranks sum, must not.
+TEST(FsdpRegistered, EqualsThePlainEngineUnderTensorParallelism) {
+  if (!has_nccl() || testing::world().size() % 2 != 0)
+    GTEST_SKIP() << "needs NCCL and an even number of ranks";
+  LlamaCase llama = mini_llama();
+  llama.args["vocab_size"] = int64_t{251};
+  llama.rows = 4;
+  llama.seq_len = 16;
+  const Batch batch = random_batch(llama, 5);
+  struct Spread {
+    train::ParallelDims dims;
+    TensorParallelOptions tensor = {};
+    at::ScalarType reduce = at::kFloat;
+  };
+  const bool fours = testing::world().size() == 4;
+  const int replicas = fours ? 2 : 1;
+  std::vector<Spread> all{
+      {.dims = {.dp_shard = replicas, .tp = 2}},
+      {.dims = {.dp_shard = replicas, .tp = 2}, .tensor = {.overlap = true}, .reduce = at::kBFloat16}};
+  if (fours) all.push_back({.dims = {.dp_replicate = 2, .tp = 2}, .reduce = at::kBFloat16});
+  for (const Spread& spread : all) {
+    SCOPED_TRACE(titan::str("replicate ", spread.dims.dp_replicate, ", shard ", spread.dims.dp_shard,
+                            spread.tensor.overlap ? ", overlapped" : "", ", reduce ", spread.reduce));
+    expect_equal_steps([&](bool is_registered) -> Trained {
+      const train::Meshes meshes = train::build_meshes(testing::world(), spread.dims);
+      const std::shared_ptr<train::TrainableModel> model = build_llama(llama, at::kFloat);
+      llama_spec().parallelize(*model, {.meshes = meshes,
+                                        .fsdp = {.mesh = meshes.fsdp,
+                                                 .param_dtype = at::kBFloat16,
+                                                 .reduce_dtype = spread.reduce,
+                                                 .register_buffers = is_registered},
+                                        .tensor = spread.tensor});
+      materialize(model->root(), 3);
+      return {model->root(), [model, mine = batch.rows(meshes.dp_rank(), meshes.dp_degree())] {
+                const at::Tensor loss = loss_of(*model, mine, 50);
+                loss.backward();
+                return loss.detach();
+              }};
+    });
+  }
+}
+
+TEST(FsdpRegistered, EqualsThePlainEngineInFloat8) {
+  if (!has_nccl() || testing::world().size() % 2 != 0)
+    GTEST_SKIP() << "needs NCCL and an even number of ranks";
+  const int size = testing::world().size();
+  std::vector<stack::Case> all;
+  const auto add = [&](const std::string& recipe, const stack::StackLayout& layout,
+                       const float8::GatherOptions& gather, const ReshardAfterForward& policy = {}) {
+    all.push_back({.recipe = recipe,
+                   .layout = layout,
+                   .gather = gather,
+                   .fsdp = {.param_dtype = at::kBFloat16, .reshard_after_forward = policy},
+                   .mixed = true});
+  };
+  add("tensorwise", {.shard = size}, {.in_float8 = true});
+  add("rowwise", {.shard = size}, {});
+  add("tensorwise", {.shard = size / 2, .tp = 2, .plan = stack::sequence_plan()}, {.in_float8 = true});
+  if (size == 4) {
+    add("tensorwise", {.shard = size}, {.in_float8 = true, .scales_at_once = true},
+        ReshardAfterForward::to_size(2));
+    add("rowwise", {.shard = 2, .tp = 2, .plan = stack::sequence_plan()}, {});
+    add("tensorwise", {.replicate = 2, .tp = 2, .plan = stack::sequence_plan()}, {.in_float8 = true});
+  }
+  for (stack::Case& c : all) {
+    SCOPED_TRACE(stack::name_of(c));
+    expect_equal_steps([&](bool is_registered) -> Trained {
+      c.fsdp.register_buffers = is_registered;
+      const stack::Stack model = stack::make(c).model;
+      const auto part = static_cast<size_t>(testing::world().rank() / c.layout.tp);
+      return {model, [model, x = stack::global_batch().chunk(c.layout.replicate * c.layout.shard)[part].to(
+                                 at::kBFloat16)] {
+                const at::Tensor loss = stack::loss_of(model, x);
+                loss.backward();
+                return loss.detach();
+              }};
+    });
   }
 }
 

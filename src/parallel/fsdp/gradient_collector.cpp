@@ -405,8 +405,10 @@ void GradientCollector::after_scatter() {
 void GradientCollector::sum_summands() {
   phase_ = Phase::Idle;
   if (!config_.summand_group) return accumulate(reduced_);
-  const int64_t begin = layout_.slots()[config_.num_whole].offset;
-  const at::Tensor summands = reduced_.narrow(0, begin, layout_.trainable_numel() - begin);
+  const int64_t end = config_.num_summands < layout_.num_trainable()
+                          ? layout_.slots()[config_.num_summands].offset
+                          : layout_.trainable_numel();
+  const at::Tensor summands = reduced_.narrow(0, 0, end);
   work_ = config_.summand_group->all_reduce(summands, dist::ReduceOp::Sum, {"tp::gradient", module_});
   phase_ = Phase::SummingSummands;
 }

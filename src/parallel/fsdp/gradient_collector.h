@@ -69,7 +69,7 @@ class GradientCollector {
     std::shared_ptr<dist::Group> shard_group;      ///< null: one rank
     std::shared_ptr<dist::Group> replicate_group;  ///< null: one rank
     std::shared_ptr<dist::Group> summand_group;    ///< null: no gradient is a summand
-    size_t num_whole = 0;  ///< number of trainable slots before those whose gradients are summands
+    size_t num_summands = 0;  ///< number of slots, the first ones, whose gradients are summands
   };
 
   /// `layout` and `shards` outlive the collector.

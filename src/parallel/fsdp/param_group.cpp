@@ -74,25 +74,27 @@ std::vector<std::vector<int64_t>> shapes_of(const std::vector<ManagedParam>& par
   return shapes;
 }
 
-// Slots are ordered: whole gradients, then summands over a tensor-parallel axis, then no gradients.
+// Slots are ordered: summands over a tensor-parallel axis, then whole gradients, then no gradients. The axis's ranks have
+// equal summands, but their parts of other parameters may differ in size, and registered memory asks for a call's buffers at
+// equal offsets.
 struct SlotCounts {
-  size_t whole = 0;
+  size_t summands = 0;
   size_t trainable = 0;
 };
 
 SlotCounts sort_slots(std::vector<ManagedParam>& params) {
   const auto frozen = std::stable_partition(params.begin(), params.end(),
                                             [](const ManagedParam& p) { return p.compute.requires_grad(); });
-  const auto summands =
-      std::stable_partition(params.begin(), frozen, [](const ManagedParam& p) { return !p.summand_axis; });
-  return {static_cast<size_t>(summands - params.begin()), static_cast<size_t>(frozen - params.begin())};
+  const auto whole = std::stable_partition(params.begin(), frozen,
+                                           [](const ManagedParam& p) { return p.summand_axis.has_value(); });
+  return {static_cast<size_t>(whole - params.begin()), static_cast<size_t>(frozen - params.begin())};
 }
 
 std::shared_ptr<dist::Group> summand_group(const std::vector<ManagedParam>& params,
                                            const SlotCounts& counts) {
-  if (counts.whole == counts.trainable) return nullptr;
-  const ManagedParam& first = params[counts.whole];
-  for (size_t i = counts.whole; i < counts.trainable; ++i)
+  if (counts.summands == 0) return nullptr;
+  const ManagedParam& first = params[0];
+  for (size_t i = 0; i < counts.summands; ++i)
     TITAN_CHECK(*params[i].summand_axis == *first.summand_axis, "fully_shard: parameters '", first.fqn,
                 "' and '", params[i].fqn, "' of one group were parallelized over different axes");
   const DeviceMesh& axis = *first.summand_axis;
@@ -262,7 +264,7 @@ ParamGroup::ParamGroup(std::vector<ManagedParam> params, const FsdpOptions& opti
                         .shard_group = groups.reduce,
                         .replicate_group = groups.replicate,
                         .summand_group = summand_group(params_, counts),
-                        .num_whole = counts.whole});
+                        .num_summands = counts.summands});
   backward_reads_parameters_ = std::any_of(params_.begin(), params_.end(), [](const ManagedParam& param) {
     return std::any_of(param.uses.begin(), param.uses.end(), [](const ManagedParam::Use& use) {
       return !use.host || use.host->backward_reads_parameters();
