@@ -12,6 +12,7 @@
 #include <c10/core/StorageImpl.h>
 
 #include "float8/cast.h"
+#include "ops/parts_estimate.h"
 #include "titan/core/error.h"
 
 namespace titan::float8 {
@@ -60,6 +61,33 @@ void put_hardware_product(const at::Tensor& out_NM, const ops::ScaledMatrix& a_N
   at::_scaled_mm_out(out, a, b.t(), inverse_a.reshape({}), inverse_b.reshape({}), /*bias=*/{},
                      /*scale_result=*/{}, options.out_dtype, options.fast_accumulation);
 }
+
+namespace {
+
+// One matrix, or [B, n, features] where B products are worth it.
+bool can_write_each(const at::Tensor& out, const ops::Operand& rows) {
+  if (out.dim() == 2) return true;
+  const at::Tensor& stored = rows.along_rows.defined() ? rows.along_rows.data : rows.values;
+  return ops::gains_by_writing_each(out.size(0), stored.size(0), stored.size(1), out.size(2));
+}
+
+// _scaled_mm multiplies no batches.
+void put_each_product(const at::Tensor& out, ops::ScaledMatrix a, ops::ScaledMatrix b,
+                      const ScaledProductOptions& options) {
+  a = {aligned(a.data), a.scale, inverse_of(a)};
+  b = {aligned(b.data), b.scale, inverse_of(b)};
+  const auto of_rows = [&](const at::Tensor& scale, int64_t first) {
+    return by_vector(a) ? scale.narrow(0, first, out.size(1)) : scale;
+  };
+  for (int64_t i = 0; i < out.size(0); ++i) {
+    const int64_t first = i * out.size(1);
+    put_hardware_product(
+        out[i], {a.data.narrow(0, first, out.size(1)), of_rows(a.scale, first), of_rows(a.inverse, first)}, b,
+        options);
+  }
+}
+
+}  // namespace
 
 at::Tensor hardware_product(const ops::ScaledMatrix& a_NK, const ops::ScaledMatrix& b_MK,
                             const ScaledProductOptions& options) {
@@ -276,12 +304,17 @@ class Float8Products final : public Products {
     const bool forward = pass == ops::Pass::Forward;
     const auto& casts = forward ? layer_.recipe->output : layer_.recipe->grad_input;
     if (!casts) return layer_.plain->put_product(out, pass, rows, weight);
-    if (layer_.arithmetic != Arithmetic::Hardware || !out.is_cuda() || out.dim() != 2 ||
-        casts->left.granularity == Granularity::Block)
+    if (layer_.arithmetic != Arithmetic::Hardware || !out.is_cuda() ||
+        casts->left.granularity == Granularity::Block || !can_write_each(out, rows))
       return false;
-    put_hardware_product(out, forward ? x_rows(rows) : grad_rows(rows),
-                         forward ? weight_rows(weight) : weight_columns(weight),
-                         product_options(*casts, out.scalar_type()));
+    const ops::ScaledMatrix left = forward ? x_rows(rows) : grad_rows(rows);
+    const ops::ScaledMatrix right = forward ? weight_rows(weight) : weight_columns(weight);
+    const ScaledProductOptions options = product_options(*casts, out.scalar_type());
+    if (out.dim() == 2) {
+      put_hardware_product(out, left, right, options);
+    } else {
+      put_each_product(out, left, right, options);
+    }
     return true;
   }
 

@@ -179,7 +179,8 @@ TEST_P(Float8Device, CastsOfManyEqualTheComposition) {
       for (const bool by_vector : {false, true})
         for (const bool transposed : {false, true})
           for (const bool power_of_two : {false, true}) {
-            if (power_of_two && (from != at::kBFloat16 || transposed)) continue;  // it concerns the scale alone
+            if (power_of_two && (from != at::kBFloat16 || transposed))
+              continue;  // it concerns the scale alone
             // Rows that a GPU's kernel takes, of several lengths in one launch, or matrices of any size.
             std::vector<at::Tensor> xs, moved;
             for (const at::Tensor& x : matrices(from))
@@ -451,6 +452,36 @@ TEST(Float8KernelsOnGpu, ScalesAndProductsOfVectorsTakeNoOtherLaunches) {
                                 count("bytes_written", nullptr, "scale_sums_kernel")),
             static_cast<double>(2 * out.nbytes() + made.inverse.nbytes()));
   table.expect_equals_docs();
+}
+
+// A rank's part of several sequences has gaps between them. With a long inner dimension, a product for each would take longer than a copy.
+TEST(Float8KernelsOnGpu, WriteToAPlaceWithGaps) {
+  dist::DeviceBackend* backend = dist::open_cuda_plugin();
+  if (!backend || backend->compute_capability(0) < 89) GTEST_SKIP() << "no GPU with Float8 units is visible";
+  constexpr int64_t batch = 2, part = 64, features = 4096;
+  const at::TensorOptions bf16 = at::TensorOptions().device(at::kCUDA).dtype(at::kBFloat16);
+  for (const char* recipe : {"tensorwise", "rowwise"}) {
+    const auto each = products(recipes().get(recipe), Arithmetic::Hardware, ops::default_products());
+    const auto put = [&](ops::Pass pass, int64_t inner) {
+      SCOPED_TRACE(inner);
+      const bool forward = pass == ops::Pass::Forward;
+      const at::Tensor rows = at::randn({batch * part, inner}, bf16);
+      const at::Tensor weight =
+          at::randn({forward ? features : inner, forward ? inner : features}, bf16).mul_(0.1);
+      const at::Tensor whole = at::full({batch, 3 * part, features}, 9, bf16);
+      at::Tensor expected = whole.clone();
+      const at::Tensor product = forward ? each->forward(rows, weight) : each->grad_input(rows, weight);
+      expected.narrow(1, part, part).copy_(product.view({batch, part, features}));
+      const bool is_put = each->put_product(whole.narrow(1, part, part), pass, rows, weight);
+      if (is_put) EXPECT_CLOSE(whole.cpu(), expected.cpu(), 1e-2);
+      return is_put;
+    };
+    for (const ops::Pass pass : {ops::Pass::Forward, ops::Pass::Backward}) {
+      SCOPED_TRACE(str(recipe, ", pass ", static_cast<int>(pass)));
+      EXPECT_TRUE(put(pass, 16));
+      EXPECT_FALSE(put(pass, 256));
+    }
+  }
 }
 
 // Three layers over one input: w1, w3, and one more. An inverse that isn't kept would be one more for each layer.

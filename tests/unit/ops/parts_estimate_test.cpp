@@ -27,5 +27,17 @@ TEST(PartsEstimate, LargeProductsAreCut) {
   EXPECT_TRUE(scatters_in_parts(8, 28672, 8192));
 }
 
+// w1 of 8B in Float8, for two rows of 4,096 tokens: over two ranks, eight rounds of tiles instead of seven, for a copy of 117 MB; over four,
+// two in both cases; over eight, two instead of one.
+TEST(PartsEstimate, PlacesWithGapsAreWrittenWhereThatCostsFewRounds) {
+  const auto writes_each = [](int64_t count, int64_t ranks) {
+    return gains_by_writing_each(count, 8192 / ranks, 4096, 14336 / ranks);
+  };
+  EXPECT_TRUE(writes_each(2, 2));
+  EXPECT_TRUE(writes_each(2, 4));
+  EXPECT_FALSE(writes_each(2, 8));
+  EXPECT_FALSE(writes_each(32, 2));  // pieces of 128 rows
+}
+
 }  // namespace
 }  // namespace titan::ops
