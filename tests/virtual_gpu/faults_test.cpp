@@ -1,38 +1,17 @@
 // Faults that a real GPU, driver or library answers with an error or with undefined behavior: planted, and found. Runs under
 // scripts/virtual_gpus.sh.
 
-#include <dlfcn.h>
-
 #include <csignal>
 #include <utility>
 
-#include <ATen/ATen.h>
-#include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/CUDAGraph.h>
 #include <ATen/cuda/MemPool.h>
 #include <c10/cuda/CUDACachingAllocator.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <cuda_runtime_api.h>
-#include <gtest/gtest.h>
 
+#include "virtual_gpu_test.h"
+
+namespace virtual_gpu_test {
 namespace {
-
-using at::Tensor;
-
-const at::TensorOptions on_gpu = at::TensorOptions().device(at::kCUDA);
-
-template <class Function>
-Function* function(const char* name) {
-  return reinterpret_cast<Function*>(dlsym(RTLD_DEFAULT, name));
-}
-int num_races() { return function<int()>("virtual_gpu_num_races")(); }
-
-void launch_planted(const char* kernel, const Tensor& out, const Tensor& in, unsigned num_blocks = 1) {
-  using Launch = void(const char*, float*, const float*, unsigned, cudaStream_t);
-  function<Launch>("virtual_gpu_launch_planted")(kernel, out.mutable_data_ptr<float>(),
-                                                 in.const_data_ptr<float>(), num_blocks,
-                                                 at::cuda::getCurrentCUDAStream());
-}
 
 cudaStream_t new_stream() {
   cudaStream_t stream = nullptr;
@@ -57,7 +36,7 @@ TEST_F(Faults, NewStreamsAfterLaunchesOfAGraphHaveNumbersOfTheirOwn) {
   c10::cuda::device_synchronize();
   const int before = num_races();
   {
-    const c10::cuda::CUDAStreamGuard guard(origin);
+    const CUDAStreamGuard guard(origin);
     at::cuda::CUDAGraph graph;
     graph.capture_begin();
     x.add_(1);
@@ -128,19 +107,15 @@ TEST_F(FaultsDeathTest, OperationsBeyondAnAllocationsEndEndTheProgram) {
 }
 
 TEST_F(Faults, AFreeIsAWaitOfTheHost) {
-  const auto count = [](const char* call) {
-    return function<uint64_t(const char*, const char*, const char*)>("virtual_gpu_count")("host_waits",
-                                                                                          nullptr, call);
-  };
-  void *memory = nullptr, *pinned = nullptr;
+  void *memory = nullptr, *of_host = nullptr;
   ASSERT_EQ(cudaMalloc(&memory, 256), cudaSuccess);
-  ASSERT_EQ(cudaMallocHost(&pinned, 256), cudaSuccess);
-  function<void()>("virtual_gpu_start_counting")();
+  ASSERT_EQ(cudaMallocHost(&of_host, 256), cudaSuccess);
+  start_counting();
   EXPECT_EQ(cudaFree(memory), cudaSuccess);
   EXPECT_EQ(cudaFree(nullptr), cudaSuccess) << "waits for nothing";
-  EXPECT_EQ(count("cudaFree"), 1u);
-  EXPECT_EQ(cudaFreeHost(pinned), cudaSuccess);
-  EXPECT_EQ(count("cudaFreeHost"), 1u);
+  EXPECT_EQ(count("host_waits", "cudaFree"), 1u);
+  EXPECT_EQ(cudaFreeHost(of_host), cudaSuccess);
+  EXPECT_EQ(count("host_waits", "cudaFreeHost"), 1u);
 }
 
 TEST_F(Faults, EventsWithoutTimesHaveNone) {
@@ -229,13 +204,12 @@ TEST_F(Faults, FindsReadsOfMemoryThatAPoolOfTheProgramHasTakenBack) {
   Tensor x = at::ones({1000}, on_gpu);
   c10::cuda::CUDACachingAllocator::endAllocateToPool(device, pool.id());
   const Tensor same = at::from_blob(x.mutable_data_ptr(), {1000}, on_gpu);
-  const auto num_reads = function<int()>("virtual_gpu_num_unwritten_reads");
-  const int before = num_reads();
+  const int before = num_unwritten_reads();
   same.add_(1);
-  EXPECT_EQ(num_reads(), before);
+  EXPECT_EQ(num_unwritten_reads(), before);
   x.reset();
   same.add_(1);
-  EXPECT_EQ(num_reads(), before + 1);
+  EXPECT_EQ(num_unwritten_reads(), before + 1);
 }
 
 // ---- barriers of kernels
@@ -243,7 +217,7 @@ TEST_F(Faults, FindsReadsOfMemoryThatAPoolOfTheProgramHasTakenBack) {
 TEST_F(FaultsDeathTest, ThreadsThatWaitAtDifferentBarriersEndTheProgram) {
   const Tensor in = at::ones({64}, on_gpu), out = at::zeros({64}, on_gpu);
   const auto run = [&](const char* kernel) {
-    launch_planted(kernel, out, in);
+    launch_planted(kernel, out, in, 1);
     c10::cuda::device_synchronize();
   };
   run("half_warps_kernel");
@@ -256,3 +230,4 @@ TEST_F(FaultsDeathTest, ThreadsThatWaitAtDifferentBarriersEndTheProgram) {
 }
 
 }  // namespace
+}  // namespace virtual_gpu_test

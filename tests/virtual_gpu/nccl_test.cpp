@@ -15,11 +15,11 @@
 #include <thread>
 #include <vector>
 
-#include <cuda_runtime_api.h>
-#include <dlfcn.h>
-#include <gtest/gtest.h>
 #include <nccl.h>
 
+#include "virtual_gpu_test.h"
+
+namespace virtual_gpu_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -242,6 +242,29 @@ TEST(Nccl, SplitsByColorAndKey) {
   EXPECT_EQ(ncclCommSplit(ranks[0]->communicator, -5, 0, &parts[0], nullptr), ncclInvalidArgument);
 }
 
+TEST_F(VirtualGpu, CommunicatorsShrink) {
+  ncclComm_t all[3], rest[2] = {};
+  ASSERT_EQ(ncclCommInitAll(all, 3, nullptr), ncclSuccess);
+  int excluded = 1;
+  std::thread first([&] { ncclCommShrink(all[0], &excluded, 1, &rest[0], nullptr, NCCL_SHRINK_ABORT); });
+  ASSERT_EQ(ncclCommShrink(all[2], &excluded, 1, &rest[1], nullptr, NCCL_SHRINK_ABORT), ncclSuccess);
+  first.join();
+  const Tensor x = at::tensor({1.f, 2.f}, on_gpu);
+  c10::cuda::device_synchronize();
+  for (const int i : {0, 1}) {
+    int rank = -1;
+    EXPECT_EQ(ncclCommUserRank(rest[i], &rank), ncclSuccess);
+    EXPECT_EQ(rank, i);
+    float* const data = x.mutable_data_ptr<float>() + i;
+    EXPECT_EQ(ncclAllReduce(data, data, 1, ncclFloat, ncclSum, rest[i], i == 0 ? side_ : other_),
+              ncclSuccess);
+  }
+  c10::cuda::device_synchronize();
+  EXPECT_TRUE(x.cpu().equal(at::tensor({3.f, 3.f})));
+  EXPECT_EQ(ncclAllReduce(nullptr, nullptr, 0, ncclFloat, ncclSum, all[0], nullptr), ncclRemoteError);
+  for (ncclComm_t communicator : {all[0], all[1], all[2], rest[0], rest[1]}) ncclCommDestroy(communicator);
+}
+
 TEST(Nccl, ASplitWaitsForAllRanksOfTheParent) {
   auto ranks = make_ranks(2);
   ncclComm_t parts[2];
@@ -408,8 +431,7 @@ struct Registered {
 };
 
 uint64_t num_registered_calls(const char* name, int count) {
-  return reinterpret_cast<uint64_t (*)(const char*, int)>(
-      dlsym(RTLD_DEFAULT, "virtual_gpu_registered_calls"))(name, count);
+  return function<uint64_t(const char*, int)>("virtual_gpu_registered_calls")(name, count);
 }
 
 TEST(NcclRegistration, AllRanksMayPassRegisteredMemoryAtTheSameOffsets) {
@@ -599,3 +621,4 @@ TEST(Nccl, AnAbortEndsAFirstContact) {
 }
 
 }  // namespace
+}  // namespace virtual_gpu_test

@@ -1,0 +1,295 @@
+// Races between operations, and with the host: each kind is planted, and its sound counterpart isn't reported. Those within a kernel are in
+// kernels_test.cpp.
+
+#include <atomic>
+#include <chrono>
+#include <regex>
+#include <string>
+#include <thread>
+
+#include <ATen/cuda/CUDAEvent.h>
+#include <ATen/cuda/CUDAGraph.h>
+#include <ATen/record_function.h>
+#include <cuda_runtime_api.h>
+#include <nccl.h>
+
+#include "virtual_gpu_test.h"
+
+namespace virtual_gpu_test {
+namespace {
+
+TEST_F(VirtualGpu, FindsAMissingWait) {
+  const Tensor x = at::ones({1000}, on_gpu);
+  c10::cuda::device_synchronize();
+  const auto use_on_side = [&](bool waits) {
+    x.add_(1);
+    at::cuda::CUDAEvent written;
+    written.record();
+    if (waits) written.block(side_);
+    const CUDAStreamGuard guard(side_);
+    x.mul_(2);
+  };
+  use_on_side(true);
+  EXPECT_EQ(new_races(), 0);
+  c10::cuda::device_synchronize();
+  use_on_side(false);
+  EXPECT_EQ(new_races(), 1);
+  c10::cuda::device_synchronize();
+}
+
+TEST_F(VirtualGpu, ARaceIsReportedWithTheModulesOfBothAccesses) {
+  const Tensor x = at::ones({1000}, on_gpu);
+  c10::cuda::device_synchronize();
+  testing::internal::CaptureStderr();
+  {
+    RECORD_USER_SCOPE("layers.0");
+    x.add_(1);
+    num_races();  // it has run
+  }
+  {
+    RECORD_USER_SCOPE("layers.1 backward");
+    const CUDAStreamGuard on_side(side_);
+    x.sum();
+  }
+  EXPECT_EQ(new_races(), 1);
+  const std::string report = testing::internal::GetCapturedStderr();
+  EXPECT_TRUE(std::regex_search(
+      report,
+      std::regex("RACE: aten::sum in layers\\.1 backward reads 4000 bytes at 0x[0-9a-f]+ on stream [0-9]+, "
+                 "and nothing orders it after aten::add_ in layers\\.0, which wrote them on stream -1\n")))
+      << report;
+  const std::string calls = R"( was called by\n(    \S+\+0x.*\n)*    virtual_gpu_test\+0x.*\n)";
+  for (const std::string access : {"aten::sum in layers\\.1 backward", "aten::add_ in layers\\.0"})
+    EXPECT_TRUE(std::regex_search(report, std::regex("  " + access + calls))) << report;
+  c10::cuda::device_synchronize();
+}
+
+TEST_F(VirtualGpu, TwoReadsAreNoRace) {
+  const Tensor x = at::ones({1000}, on_gpu);
+  c10::cuda::device_synchronize();
+  for (const auto& stream : {side_, other_}) {
+    const CUDAStreamGuard guard(stream);
+    const Tensor y = x + 1;
+  }
+  c10::cuda::device_synchronize();
+  EXPECT_EQ(new_races(), 0);
+}
+
+TEST_F(VirtualGpu, FindsAMissingRecordStream) {
+  const auto use_freed = [&](bool records) {
+    c10::cuda::device_synchronize();
+    {
+      const Tensor x = at::ones({1 << 20}, on_gpu);
+      at::cuda::CUDAEvent written;
+      written.record();
+      written.block(side_);
+      const CUDAStreamGuard guard(side_);
+      x.mul_(2);
+      if (records) x.record_stream(side_);
+    }
+    at::ones({1 << 20}, on_gpu);
+  };
+  use_freed(true);
+  EXPECT_EQ(new_races(), 0);
+  use_freed(false);
+  EXPECT_GE(new_races(), 1);
+}
+
+TEST_F(VirtualGpu, FindsAHostReadBeforeTheSynchronization) {
+  const Tensor x = at::ones({1000}, on_gpu);
+  const auto read = [&](bool waits) {
+    Tensor host = at::empty({1000}, pinned);
+    host.copy_(x, /*non_blocking=*/true);
+    if (waits) main_.synchronize();
+    at::sum(host);
+    main_.synchronize();
+  };
+  read(true);
+  EXPECT_EQ(new_races(), 0);
+  read(false);
+  EXPECT_GE(new_races(), 1);  // the copy may find the read, too
+}
+
+TEST_F(VirtualGpu, FindsAMissingWaitWithinAGraph) {
+  const Tensor x = at::ones({1000}, on_gpu), y = at::zeros({1000}, on_gpu);
+  c10::cuda::device_synchronize();
+  const auto replay = [&](bool waits) {
+    const CUDAStreamGuard guard(side_);
+    at::cuda::CUDAGraph graph;
+    graph.capture_begin();
+    at::cuda::CUDAEvent begun, written, read;
+    begun.record();
+    begun.block(other_);
+    x.add_(1);
+    written.record();
+    if (waits) written.block(other_);
+    {
+      const CUDAStreamGuard on_other(other_);
+      y.add_(x);
+      read.record();
+    }
+    read.block(side_);
+    graph.capture_end();
+    graph.replay();
+    graph.replay();
+    c10::cuda::device_synchronize();
+  };
+  replay(true);
+  EXPECT_EQ(new_races(), 0);
+  replay(false);
+  EXPECT_GE(new_races(), 1);
+}
+
+// The origin's operations before a launch come before all lanes, and those after it come after them.
+TEST_F(VirtualGpu, OrdersAGraphsLanesWithTheStreamThatLaunchesIt) {
+  const Tensor x = at::ones({1000}, on_gpu), y = at::zeros({1000}, on_gpu);
+  c10::cuda::device_synchronize();
+  const CUDAStreamGuard guard(side_);
+  at::cuda::CUDAGraph graph;
+  graph.capture_begin();
+  at::cuda::CUDAEvent begun, done;
+  begun.record();
+  begun.block(other_);
+  {
+    const CUDAStreamGuard on_other(other_);
+    y.add_(x);
+    done.record();
+  }
+  done.block(side_);
+  graph.capture_end();
+  for (int step = 0; step < 3; ++step) {
+    x.add_(1);
+    graph.replay();
+    y.mul_(2);
+  }
+  EXPECT_EQ(new_races(), 0);
+  const CUDAStreamGuard on_other(other_);  // the captured stream itself has seen nothing of the launches
+  y.add_(1);
+  EXPECT_GE(new_races(), 1);
+  c10::cuda::device_synchronize();
+}
+
+TEST_F(VirtualGpu, AWaitForTheDeviceCoversDestroyedStreams) {
+  const Tensor x = at::ones({1000}, on_gpu);
+  Tensor host = at::zeros({1000}, pinned);
+  const auto use_on_another = [&](bool waits) {
+    c10::cuda::device_synchronize();
+    cudaStream_t stream = nullptr;
+    EXPECT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+    EXPECT_EQ(cudaMemsetAsync(x.mutable_data_ptr(), 0, 4000, stream), cudaSuccess);
+    EXPECT_EQ(
+        cudaMemcpyAsync(host.mutable_data_ptr(), x.const_data_ptr(), 4000, cudaMemcpyDeviceToHost, stream),
+        cudaSuccess);
+    EXPECT_EQ(cudaStreamDestroy(stream), cudaSuccess);
+    num_races();
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));  // it has run, and the stream is deleted
+    if (waits) c10::cuda::device_synchronize();
+    x.add_(1);
+  };
+  host.fill_(7);
+  use_on_another(true);
+  EXPECT_EQ(new_races(), 0);
+  EXPECT_EQ(host.const_data_ptr<float>()[999], 0) << "bytes that its copy brought";
+  use_on_another(false);
+  EXPECT_GE(new_races(), 1);
+  c10::cuda::device_synchronize();
+}
+
+// New streams may get the addresses of destroyed ones.
+TEST_F(VirtualGpu, StreamsThatAreDestroyedDuringACaptureStayLanesOfTheirOwn) {
+  constexpr int num_streams = 30;
+  const Tensor x = at::ones({1000}, on_gpu);
+  c10::cuda::device_synchronize();
+  cudaEvent_t begun = nullptr, done = nullptr;
+  for (cudaEvent_t* event : {&begun, &done}) ASSERT_EQ(cudaEventCreate(event), cudaSuccess);
+  ASSERT_EQ(cudaStreamBeginCapture(side_, cudaStreamCaptureModeRelaxed), cudaSuccess);
+  ASSERT_EQ(cudaEventRecord(begun, side_), cudaSuccess);
+  for (int i = 0; i < num_streams; ++i) {
+    cudaStream_t stream = nullptr;
+    ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+    ASSERT_EQ(cudaStreamWaitEvent(stream, begun, 0), cudaSuccess);
+    ASSERT_EQ(cudaMemsetAsync(x.mutable_data_ptr(), 0, 4000, stream), cudaSuccess);
+    ASSERT_EQ(cudaEventRecord(done, stream), cudaSuccess);
+    ASSERT_EQ(cudaStreamWaitEvent(side_, done, 0), cudaSuccess);
+    ASSERT_EQ(cudaStreamDestroy(stream), cudaSuccess);
+    at::ones({1}, on_gpu);  // the scheduler looks for streams to delete
+    num_races();
+  }
+  cudaGraph_t graph = nullptr;
+  ASSERT_EQ(cudaStreamEndCapture(side_, &graph), cudaSuccess);
+  cudaGraphExec_t executable = nullptr;
+  ASSERT_EQ(cudaGraphInstantiate(&executable, graph, 0), cudaSuccess);
+  ASSERT_EQ(cudaGraphLaunch(executable, side_), cudaSuccess);
+  EXPECT_EQ(new_races(), num_streams - 1);
+  side_.synchronize();
+  cudaGraphExecDestroy(executable);
+  cudaGraphDestroy(graph);
+  for (cudaEvent_t event : {begun, done}) cudaEventDestroy(event);
+}
+
+TEST_F(VirtualGpu, FindsThatAPinnedBufferIsReusedTooSoon) {
+  const Tensor x = at::empty({1000}, on_gpu);
+  Tensor host = at::ones({1000}, pinned);
+  const auto reuse = [&](bool waits) {
+    x.copy_(host, /*non_blocking=*/true);
+    if (waits) main_.synchronize();
+    host.fill_(2);
+    main_.synchronize();
+  };
+  reuse(true);
+  EXPECT_EQ(new_races(), 0);
+  reuse(false);
+  EXPECT_EQ(new_races(), 1);
+}
+
+TEST_F(VirtualGpu, AnotherThreadsWaitDoesNotHideAMissingOne) {
+  const Tensor x = at::ones({1000}, on_gpu);
+  c10::cuda::device_synchronize();
+  const auto use_on_two_streams = [&](bool hands_over) {
+    {
+      const CUDAStreamGuard guard(side_);
+      x.mul_(2);
+    }
+    at::cuda::CUDAEvent done;
+    done.record(side_);
+    std::atomic<bool> has_waited = false, ends = false;
+    std::thread other([&] {
+      done.synchronize();
+      has_waited = true;
+      while (!hands_over && !ends) std::this_thread::yield();
+    });
+    if (hands_over) other.join();
+    while (!has_waited) std::this_thread::yield();
+    x.add_(1);
+    ends = true;
+    if (!hands_over) other.join();
+    c10::cuda::device_synchronize();
+  };
+  use_on_two_streams(true);
+  EXPECT_EQ(new_races(), 0);
+  use_on_two_streams(false);
+  EXPECT_EQ(new_races(), 1);
+}
+
+TEST_F(VirtualGpu, FindsACollectiveOnTheWrongStream) {
+  ncclUniqueId id;
+  ncclComm_t communicator = nullptr;
+  ASSERT_EQ(ncclGetUniqueId(&id), ncclSuccess);
+  ASSERT_EQ(ncclCommInitRank(&communicator, 1, id, 0), ncclSuccess);
+  const Tensor x = at::ones({1000}, on_gpu);
+  c10::cuda::device_synchronize();
+  const auto add_and_reduce_on = [&](const at::cuda::CUDAStream& stream) {
+    x.add_(1);
+    float* const data = x.mutable_data_ptr<float>();
+    EXPECT_EQ(ncclAllReduce(data, data, 1000, ncclFloat, ncclSum, communicator, stream), ncclSuccess);
+    c10::cuda::device_synchronize();
+  };
+  add_and_reduce_on(main_);
+  EXPECT_EQ(new_races(), 0);
+  add_and_reduce_on(side_);
+  EXPECT_GE(new_races(), 1);
+  EXPECT_EQ(ncclCommDestroy(communicator), ncclSuccess);
+}
+
+}  // namespace
+}  // namespace virtual_gpu_test
