@@ -153,6 +153,7 @@ cudaError_t fail(cudaError_t error);
 /// Queues the item, or records it if the stream is being captured.
 void push(Lock& lock, Stream& stream, Item item);
 void wait_for(Lock& lock, Stream& stream);
+void wait_for(Lock& lock, const MarkerPtr& marker);
 void wait_for_device(Lock& lock, int device);
 
 /// Ends a capture because of a call that isn't allowed, and returns the error.
