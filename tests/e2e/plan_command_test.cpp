@@ -1,7 +1,5 @@
 // titan plan as a user runs it: real configs, no GPU.
 
-#include <sys/resource.h>
-
 #include <cmath>
 #include <fstream>
 #include <numeric>
@@ -12,40 +10,13 @@
 #include <gtest/gtest.h>
 
 #include "e2e/live_run.h"
-#include "e2e/training.h"
+#include "e2e/plan.h"
 #include "titan/core/error.h"
 
 namespace titan::testing {
 namespace {
 
 using nlohmann::json;
-
-CommandResult plan(const std::string& config, int world_size, const Words& words = {}, double limit_s = 300) {
-  const std::string file = std::string(TITAN_SOURCE_DIR) + "/configs/" + config + ".toml";
-  return run(Words{titan_program(), "plan", file, "--world", std::to_string(world_size)} + words, {},
-             limit_s);
-}
-
-json plan_json(const std::string& config, int world_size, Words words = {}, double limit_s = 300) {
-  const CommandResult result = plan(config, world_size, Words{"--json"} + words, limit_s);
-  EXPECT_EQ(result.status, 0) << result.err;
-  return result.status == 0 ? json::parse(result.out) : json();
-}
-
-// The costs of the children that have ended so far.
-struct Usage {
-  double cpu_s = 0;    // the sum
-  double peak_gb = 0;  // the largest's
-};
-Usage usage_of_children() {
-  rusage usage{};
-  ::getrusage(RUSAGE_CHILDREN, &usage);
-  const auto seconds = [](const timeval& time) {
-    return static_cast<double>(time.tv_sec) + 1e-6 * static_cast<double>(time.tv_usec);
-  };
-  return {seconds(usage.ru_utime) + seconds(usage.ru_stime),
-          static_cast<double>(usage.ru_maxrss) * 1024 / 1e9};
-}
 
 TEST(PlanCommand, TellsWhatARecipeTakes) {
   const json found = plan_json("llama3_8b", 8);
@@ -264,65 +235,6 @@ TEST(PlanCommand, WritesATimelineAndAPicture) {
   EXPECT_EQ(std::remainder(marks[1], 5), 0) << marks[1];
 }
 
-TEST(PlanCommand, SearchesForTheFastestLayout) {
-  const auto folder = fresh_folder("plan");
-  const std::string best = folder / "best.toml";
-  const CommandResult result =
-      plan("llama3_8b", 8,
-           {"--model.args.n_layers=4", "--parallelism.context_parallel_degree=1", "--search", "--sequences",
-            "8", "--max-tp", "2", "--max-pp", "2", "--keep-precision", "--output", best, "--json"});
-  ASSERT_EQ(result.status, 0) << result.err;
-  const json found = json::parse(result.out);
-  const json& layouts = found.at("best");
-  ASSERT_EQ(layouts.size(), 10U);
-  for (size_t i = 0; i < layouts.size(); ++i) {
-    EXPECT_LE(layouts[i].at("tensor_parallel_degree"), 2);
-    EXPECT_LE(layouts[i].at("pipeline_parallel_degree"), 2);
-    EXPECT_EQ(layouts[i].at("context_parallel_degree"), 1);
-    EXPECT_THAT(layouts[i].at("layout").get<std::string>(), Not(HasSubstr("Float8")));
-    if (i > 0) EXPECT_GE(layouts[i].at("step_s"), layouts[i - 1].at("step_s"));
-  }
-  // The written config is that layout's: planned alone, it takes the same.
-  const CommandResult again = run({titan_program(), "plan", best, "--world", "8", "--json"}, {}, 100);
-  ASSERT_EQ(again.status, 0) << again.err;
-  EXPECT_NEAR(json::parse(again.out).at("step_s"), layouts[0].at("step_s"), 1e-9);
-}
-
-TEST(PlanCommand, SaysWhatASearchHadNoTimeFor) {
-  const Words words = {"--model.args.n_layers=4",
-                       "--search",
-                       "--sequences",
-                       "8",
-                       "--max-tp",
-                       "2",
-                       "--max-cp",
-                       "1",
-                       "--max-pp",
-                       "2",
-                       "--seconds",
-                       "1"};
-  const fs::path folder = fresh_folder("plan"), written = folder / "llama3_8b_8xh100.toml";
-  Words here = {"sh",
-                "-c",
-                "cd \"$0\" && exec \"$@\"",
-                folder.string(),
-                titan_program(),
-                "plan",
-                std::string(TITAN_SOURCE_DIR) + "/configs/llama3_8b.toml",
-                "--world",
-                "8"};
-  const CommandResult result = run(here + words, {}, 300);
-  ASSERT_EQ(result.status, 0) << result.err;
-  EXPECT_THAT(result.out, HasSubstr("The best one's config is in llama3_8b_8xh100.toml.\n"));
-  EXPECT_TRUE(fs::exists(written)) << "without --output, it is written here";
-  EXPECT_THAT(result.out, HasSubstr("The limit of 1 s ended the search; "));
-  const json found = plan_json("llama3_8b", 8, words + Words{"--output", written.string()});
-  EXPECT_EQ(found.at("time_is_up"), true);
-  EXPECT_EQ(found.at("config"), written.string());
-  EXPECT_GT(found.at("left"), 0);
-  EXPECT_GE(found.at("layouts"), found.at("estimated"));
-}
-
 // On a machine that others use, so only what can't depend on them.
 TEST(PlanCommand, MeasuresThisMachine) {
   const std::string file = fresh_folder("plan") / "machine.toml";
@@ -344,11 +256,6 @@ TEST(PlanCommand, MeasuresThisMachine) {
   EXPECT_LT(found.at("step_s"), 100);
 }
 
-constexpr const char* kDevice = "[device]\nmemory_gb_per_s = 3000\nlaunch_us = 1\n";
-constexpr const char* kLinks =
-    "[device.tflops]\nbfloat16 = 900\nfloat32 = 60\n[host]\ndevices = 8\ngb_per_s = 450\nlatency_us = 3\n"
-    "[network]\ngb_per_s = 50\nlatency_us = 14\n";
-
 TEST(PlanCommand, TakesDevicesFromFiles) {
   EXPECT_THAT(plan("llama3_8b", 8, {"--device", "h200"}).out, HasSubstr("NVIDIA H200"));
   const auto folder = fresh_folder("plan");
@@ -359,20 +266,6 @@ TEST(PlanCommand, TakesDevicesFromFiles) {
             HasSubstr(
                 "assumed, as of an H100, because the device's file leaves it out: "
                 "device.compute_capability = 90, device.multiprocessors = 132, host.pcie_gb_per_s = 64\n")));
-}
-
-// Also if no estimate is small enough for a full plan.
-TEST(PlanCommand, SaysHowMuchMemoryASearchMisses) {
-  const auto folder = fresh_folder("plan");
-  std::ofstream(folder / "small.toml") << kDevice << "name = \"Small\"\nmemory_gib = 2\n" << kLinks;
-  const CommandResult result =
-      plan("llama3_8b", 2,
-           {"--model.args.n_layers=4", "--device", (folder / "small.toml").string(), "--search",
-            "--sequences", "2", "--max-tp", "2", "--max-cp", "1", "--max-pp", "1"});
-  EXPECT_EQ(result.status, 2) << result.out;
-  EXPECT_THAT(result.err,
-              AllOf(HasSubstr("no layout fits into 1.4 GiB: the smallest that was found ("),
-                    HasSubstr("TP 2, micro-batch 1, recompute full) takes "), HasSubstr(" GiB too much")));
 }
 
 void expect_refused(const CommandResult& result, const std::string& key) {
@@ -565,107 +458,6 @@ INSTANTIATE_TEST_SUITE_P(Llama405B, PlanBudget,
                          [](const auto& info) {
                            return str(std::get<0>(info.param), "_on_", std::get<1>(info.param));
                          });
-
-TEST(SearchBudget, HoldsForALargeModel) {
-  const double before_s = usage_of_children().cpu_s;
-  const json found = plan_json("llama3_405b", 512,
-                               {"--search", "--sequences", "512", "--seconds", "1500", "--output",
-                                ::testing::TempDir() + "/searched.toml"},
-                               1700);
-  EXPECT_LT(usage_of_children().cpu_s - before_s, 2 * 300);
-  EXPECT_EQ(found.at("time_is_up"), false);
-}
-
-// ---- a search beside the plans of all its layouts: minutes, so nightly
-
-struct PlannedLayout {
-  double step_s = 0, peak_gib = 0;
-};
-
-/// Plans the 8-layer job with `words`, unless the program refuses it (status 2).
-void add_plan(const Words& words, std::vector<PlannedLayout>& all) {
-  const CommandResult result = plan("llama3_8b", 8, Words{"--json", "--model.args.n_layers=8"} + words);
-  if (result.status == 2) return;
-  ASSERT_EQ(result.status, 0) << result.err;
-  const json found = json::parse(result.out);
-  if (found.at("fits")) all.push_back({found.at("step_s"), found.at("memory").at("peak_gib")});
-}
-
-/// That no layout is faster than what the search has at its place, and that estimates err by these shares at most.
-void expect_the_best_ten(const json& found, std::vector<PlannedLayout> all, double time_error,
-                         double memory_error) {
-  std::ranges::sort(all, {}, &PlannedLayout::step_s);
-  const json& best = found.at("best");
-  ASSERT_EQ(best.size(), 10U);
-  ASSERT_GE(all.size(), 20U);
-  for (size_t i = 0; i < best.size(); ++i) {
-    SCOPED_TRACE(str("place ", i + 1, ": ", best[i].dump()));
-    const double step_s = best[i].at("step_s"), peak_gib = best[i].at("peak_gib");
-    EXPECT_LE(step_s, 1.005 * all[i].step_s);  // larger micro-batches that save less aren't tried
-    EXPECT_NEAR(best[i].at("estimate").at("step_s"), step_s, time_error * step_s);
-    EXPECT_NEAR(best[i].at("estimate").at("peak_gib"), peak_gib, memory_error * peak_gib);
-  }
-  EXPECT_EQ(found.at("refused").at("layouts"), 0);
-  EXPECT_EQ(found.at("failed").at("layouts"), 0);
-}
-
-const Words kSearch = {"--model.args.n_layers=8",
-                       "--search",
-                       "--keep-precision",
-                       "--max-cp",
-                       "1",
-                       "--seconds",
-                       "10000",
-                       "--output",
-                       ::testing::TempDir() + "/searched.toml"};
-
-TEST(SearchOfAll, FindsTheBestTenWithoutAPipeline) {
-  std::vector<PlannedLayout> all;
-  size_t num_layouts = 0;
-  for (const int tensor : {1, 2})
-    for (int replicate = 1; replicate <= 8 / tensor; replicate *= 2)
-      for (int micro_batch = 1; micro_batch <= tensor; micro_batch *= 2)
-        for (const char* recompute : {"none", "selective", "full"})
-          for (const bool asynchronous : {false, true})
-            for (const bool keeps : {false, true}) {
-              if ((asynchronous && tensor == 1) || (keeps && micro_batch == tensor)) continue;
-              ++num_layouts;
-              add_plan({str("--parallelism.tensor_parallel_degree=", tensor),
-                        str("--parallelism.data_parallel_replicate_degree=", replicate),
-                        str("--training.local_batch_size=", micro_batch), "--training.global_batch_size=8",
-                        str("--activation_checkpoint.mode=", recompute),
-                        str("--parallelism.enable_async_tensor_parallel=", asynchronous ? "true" : "false"),
-                        str("--parallelism.fsdp_reshard_after_forward=", keeps ? "never" : "default"),
-                        str("--parallelism.fsdp_reduce_every_micro_batch=", keeps ? "false" : "true")},
-                       all);
-            }
-  const json found =
-      plan_json("llama3_8b", 8, kSearch + Words{"--sequences", "8", "--max-tp", "2", "--max-pp", "1"});
-  EXPECT_EQ(found.at("layouts"), num_layouts);
-  expect_the_best_ten(found, all, 0.01, 0.2);
-}
-
-// Everything fits without recomputation, so none of it is tried.
-TEST(SearchOfAll, FindsTheBestTenOfAPipeline) {
-  const Words degrees = {"--parallelism.pipeline_parallel_degree=2",
-                         "--parallelism.data_parallel_replicate_degree=1"};
-  std::vector<PlannedLayout> all;
-  for (const char* schedule : {"GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble",
-                               "ZBVZeroBubble", "DualPipeV"})
-    for (const int layers_of_stage : {4, 2, 1})
-      for (const int micro_batch : {1, 2, 4})
-        add_plan(degrees + Words{"--training.local_batch_size=4", "--training.global_batch_size=16",
-                                 str("--parallelism.pipeline_parallel_schedule=", schedule),
-                                 str("--parallelism.pipeline_parallel_microbatch_size=", micro_batch),
-                                 str("--parallelism.pipeline_parallel_layers_per_stage=", layers_of_stage),
-                                 "--parallelism.pipeline_parallel_first_stage_less_layers=0",
-                                 "--parallelism.pipeline_parallel_last_stage_less_layers=0",
-                                 "--activation_checkpoint.mode=none"},
-                 all);
-  const json found =
-      plan_json("llama3_8b", 8, kSearch + degrees + Words{"--sequences", "16", "--max-tp", "1"});
-  expect_the_best_ten(found, all, 0.05, 0.24);
-}
 
 }  // namespace
 }  // namespace titan::testing
