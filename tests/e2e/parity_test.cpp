@@ -28,8 +28,8 @@ std::vector<Logged> recorded(const std::string& fixture) {
   return steps;
 }
 
-void expect_near(const std::vector<Logged>& found, const std::vector<Logged>& expected,
-                 double loss_tolerance) {
+void expect_near_torchtitan(const std::vector<Logged>& found, const std::vector<Logged>& expected,
+                            double loss_tolerance) {
   ASSERT_EQ(found.size(), expected.size());
   for (size_t i = 0; i < expected.size(); ++i) {
     EXPECT_NEAR(found[i].loss, expected[i].loss, loss_tolerance) << "step " << i + 1;
@@ -41,7 +41,7 @@ void expect_near(const std::vector<Logged>& found, const std::vector<Logged>& ex
 class Parity : public ::testing::TestWithParam<const char*> {};
 
 TEST_P(Parity, OneRankMatchesTorchTitan) {
-  expect_near(train(fresh_folder("run"), replay(GetParam())), recorded(GetParam()), 1e-5);
+  expect_near_torchtitan(train(fresh_folder("run"), replay(GetParam())), recorded(GetParam()), 1e-5);
 }
 
 INSTANTIATE_TEST_SUITE_P(Fixtures, Parity, ::testing::Values("mini", "mini8"),
@@ -76,8 +76,8 @@ TEST_P(Layouts, MatchOneRank) {
   const std::string fixture = GetParam().fixture;
   auto one = train(fresh_folder("one"), replay(fixture));
   auto other = train(fresh_folder("other"), replay(fixture) + GetParam().words);
-  expect_near(other, one, 5e-6);
-  expect_near(other, recorded(fixture), 1e-5);
+  expect_near_torchtitan(other, one, 5e-6);
+  expect_near_torchtitan(other, recorded(fixture), 1e-5);
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -212,7 +212,7 @@ TEST_P(ModelFile, OfManyRanksEqualsThatOfOneRank) {
         ParityLayout{"fsdp 2", {"--nproc", "2", "--training.local_batch_size", "2"}},
         ParityLayout{"both", kTwoByTwo}, ParityLayout{"pp 2", pipeline("2", "1F1B")}}) {
     SCOPED_TRACE(layout.name);
-    expect_near(train(fresh_folder(layout.name), again + layout.words), wanted, 5e-6);
+    expect_near_torchtitan(train(fresh_folder(layout.name), again + layout.words), wanted, 5e-6);
   }
 }
 

@@ -77,12 +77,15 @@ Words profiled(int freq, int warmup = 1, int active = 1) {
           str(active)};
 }
 
-Words ranks(int count) { return {"--nproc", str(count), "--training.local_batch_size", str(4 / count)}; }
+Words profiled_ranks(int count) {
+  return {"--nproc", str(count), "--training.local_batch_size", str(4 / count)};
+}
 
 TEST(Profiling, WritesATracePerWindowWithModulesAndPhases) {
   const auto folder = fresh_folder("run"), plain = fresh_folder("plain");
-  const auto steps = train(folder, small_run(folder) + ranks(1) + profiled(2));
-  EXPECT_EQ(losses(steps), losses(train(plain, small_run(plain) + ranks(1)))) << "a trace changes nothing";
+  const auto steps = train(folder, small_run(folder) + profiled_ranks(1) + profiled(2));
+  EXPECT_EQ(losses(steps), losses(train(plain, small_run(plain) + profiled_ranks(1))))
+      << "a trace changes nothing";
   for (const int step : {2, 4}) {
     const Trace trace(folder, step);
     EXPECT_TRUE(trace.has(str("ProfilerStep#", step)));
@@ -110,7 +113,7 @@ TEST(Profiling, WritesATracePerWindowWithModulesAndPhases) {
 
 TEST(Profiling, RecordsBytesAndGroupsOfCollectives) {
   const auto folder = fresh_folder("run");
-  train(folder, small_run(folder) + ranks(2) + profiled(2));
+  train(folder, small_run(folder) + profiled_ranks(2) + profiled(2));
   for (const int rank : {0, 1}) {
     const Trace trace(folder, 2, rank);
     EXPECT_EQ(trace.all.at("distributedInfo").at("rank"), rank);
@@ -145,7 +148,7 @@ TEST(Profiling, ShowsPipelineActions) {
 // A recompute that stops early leaves modules through an exception.
 TEST(Profiling, ShowsRecomputesAsSeparateRanges) {
   const auto folder = fresh_folder("run");
-  train(folder, small_run(folder) + ranks(1) + profiled(2) +
+  train(folder, small_run(folder) + profiled_ranks(1) + profiled(2) +
                     Words{"--activation_checkpoint.mode", "full", "--validation.enable", "false"});
   const Trace trace(folder, 2);
   const auto recomputes = trace.named("recompute layers.1"), calls = trace.named("layers.1.feed_forward");
@@ -157,7 +160,7 @@ TEST(Profiling, ShowsRecomputesAsSeparateRanges) {
 
 TEST(Profiling, CountsStepsFromTheRunsFirst) {
   const auto folder = fresh_folder("run");
-  const Words words = small_run(folder) + ranks(1) +
+  const Words words = small_run(folder) + profiled_ranks(1) +
                       Words{"--checkpoint.enable",
                             "--checkpoint.interval",
                             "2",
@@ -175,13 +178,13 @@ TEST(Profiling, CountsStepsFromTheRunsFirst) {
 
 TEST(Profiling, WritesAPartialWindowWhenTrainingEnds) {
   const auto folder = fresh_folder("run");
-  train(folder, small_run(folder) + ranks(1) + profiled(5, 1, 2));
+  train(folder, small_run(folder) + profiled_ranks(1) + profiled(5, 1, 2));
   EXPECT_TRUE(Trace(folder, 4).has("ProfilerStep#4"));
 }
 
 TEST(Profiling, WritesNothingWhenOff) {
   const auto folder = fresh_folder("run");
-  train(folder, small_run(folder) + ranks(1));
+  train(folder, small_run(folder) + profiled_ranks(1));
   EXPECT_FALSE(std::filesystem::exists(folder / "profile_traces"));
   EXPECT_FALSE(std::filesystem::exists(folder / "memory_snapshot"));
 }
@@ -197,8 +200,8 @@ TEST(Profiling, RefusesAWindowShorterThanItsSteps) {
 TEST(Profiling, ContinuesIfATraceCannotBeWritten) {
   const auto folder = fresh_folder("run");
   std::ofstream(folder / "profile_traces") << "a file where the folder would be";
-  const CommandResult result =
-      try_train(small_run(folder) + ranks(1) + profiled(2) + Words{"--job.dump_folder", folder.string()});
+  const CommandResult result = try_train(small_run(folder) + profiled_ranks(1) + profiled(2) +
+                                         Words{"--job.dump_folder", folder.string()});
   EXPECT_EQ(result.status, 0) << result.err;
   EXPECT_EQ(read_metrics(folder).size(), 4u);
   for (const int step : {2, 4})

@@ -77,7 +77,7 @@ class Agent {
   Command command_;
 };
 
-std::vector<int> ranks_of(const std::list<Agent>& agents) {
+std::vector<int> ranks_of_agents(const std::list<Agent>& agents) {
   std::vector<int> all;
   for (const Agent& agent : agents)
     for (const int rank : agent.ranks()) all.push_back(rank);
@@ -91,7 +91,7 @@ std::vector<int> ranks_of(const std::list<Agent>& agents) {
   const auto is_old = [&](int rank) { return std::find(before.begin(), before.end(), rank) != before.end(); };
   const bool come = wait_until(
       [&] {
-        now = ranks_of(agents);
+        now = ranks_of_agents(agents);
         return now.size() == agents.size() && std::none_of(now.begin(), now.end(), is_old) &&
                last_logged_step(run) >= step;
       },
@@ -119,13 +119,13 @@ TEST(Torchrun, LosingAndAddingAgentsDoesNotChangeTheRun) {
   for (int i = 0; i < 4; ++i) agents.emplace_back(port, i == 0, program);
   ASSERT_TRUE(train_together(agents, {}, run, 30));
   for (const bool leaves : {false, true}) {
-    const auto before = ranks_of(agents);
+    const auto before = ranks_of_agents(agents);
     const int64_t step = last_logged_step(run);
     leaves ? agents.back().leave() : agents.back().lose();
     agents.pop_back();
     ASSERT_TRUE(train_together(agents, before, run, step + 30));
   }
-  const auto before = ranks_of(agents);
+  const auto before = ranks_of_agents(agents);
   const int64_t step = last_logged_step(run);
   for (int i = 0; i < 2; ++i) agents.emplace_back(port, false, program);
   ASSERT_TRUE(train_together(agents, before, run, step + 30));
