@@ -29,13 +29,16 @@ void add_memory(const Trace& trace, Summary& summary) {
       now.module = trace.name(allocation.module);
       in_use += change;
     }
+    now.entry = i + 1;
     if (entry.kind == Entry::Kind::Launch && now.step == trace.num_steps()) summary.after_step = now.bytes;
     if (entry.kind == Entry::Kind::Launch && now.step == trace.num_steps() && !in_backward &&
         trace.name(trace.launches()[entry.index].module).ends_with(" backward")) {
       in_backward = true;
       summary.at_backward = now.bytes;
+      if (most_of_part >= 0) summary.over_time.push_back(highest);
+      summary.over_time.push_back(now);
+      most_of_part = -1;
     }
-    now.entry = i + 1;
     if (in_use > most_of_part) {
       most_of_part = in_use;
       highest = now;
@@ -45,7 +48,7 @@ void add_memory(const Trace& trace, Summary& summary) {
       summary.peak = now;
     }
     if ((i + 1) % entries_of_point == 0 || i + 1 == entries.size()) {
-      summary.over_time.push_back(highest);
+      if (most_of_part >= 0) summary.over_time.push_back(highest);
       most_of_part = -1;
     }
   }

@@ -62,7 +62,8 @@ struct Summary {
   MemoryPoint peak;                         ///< where most is allocated
   BytesByCategory most_bytes{};             ///< the most that each category takes, at different times
   std::vector<NamedAmount> peak_by_module;  ///< the modules that allocated it, largest first
-  /// At most kMostPoints, evenly over the trace, each the highest of its part.
+  /// At most kMostPoints, evenly over the trace, each the highest of its part; and where the last step's first backward begins, as activations of
+  /// modules are most there.
   std::vector<MemoryPoint> over_time;
   static constexpr size_t kMostPoints = 200;
   std::vector<ModuleMemory> by_module;  ///< in the order of their first changes

@@ -46,6 +46,22 @@ TEST(Summary, HasTheMostOfEachCategory) {
   EXPECT_EQ(activations(summary.peak.bytes), 0);
 }
 
+TEST(Summary, HasAPointWhereTheBackwardBegins) {
+  Trace trace;
+  const int layer = trace.number_of("layer"), backward = trace.number_of("layer backward");
+  trace.begin_step();
+  trace.allocated(1, {.bytes = 100, .module = layer});
+  trace.launched({.module = backward});
+  trace.freed(1);
+  for (int i = 0; i < 2000; ++i) {  // each part's highest is one of these
+    trace.allocated(2, {.bytes = 200, .category = Category::Buffers});
+    trace.freed(2);
+  }
+  int64_t most = 0;
+  for (const MemoryPoint& point : summarize(trace).over_time) most = std::max(most, activations(point.bytes));
+  EXPECT_EQ(most, 100);
+}
+
 // At each point of the list over time, modules' bytes add up to the categories'.
 TEST(Summary, HasTheMemoryOfEachModuleOverTime) {
   Trace trace;
