@@ -140,11 +140,11 @@ def gpt_scores(role, point, item):
             "scores, softmax and its mask": layers * 5 * item["heads"] / item["tensor"] * item["tokens"] * item["sequence"]}
 
 
-def bytes_of_module(role, index, matches):
-    """Activations of modules at a point of over_time."""
+def bytes_of_module(role, index, matches, categories=("activations",)):
+    """At a point of over_time."""
     total = 0
     for owner in role["by_module"]:
-        if owner["category"] == "activations" and matches(owner["module"]):
+        if owner["category"] in categories and matches(owner["module"]):
             total += next((size for at, size in reversed(owner["changes"]) if at <= index), 0)
     return total
 
@@ -172,11 +172,9 @@ MEMORY_ADJUSTMENTS = {"torchtitan": torchtitan, "megatron_core": megatron_core, 
 
 
 def saved_by_layers(role):
-    """The most activations that layers' forwards made, and layers' inputs from the embedding or another stage. At the peak of all memory a backward
-    may have freed some."""
+    """What layers' forwards and layers' inputs keep when the first backward begins. Gathered inputs count as communication."""
     modules = r"layers\.(?!.* backward)|rotary$|tok_embeddings$|action \d+RECV_F"
-    at_peak = sum(each["bytes"] for each in role["at_peak_by_module"] if re.match(modules, each["module"]))
-    return max([at_peak] + [bytes_of_module(role, index, lambda module: re.match(modules, module)) for index in range(len(role["over_time"]))])
+    return bytes_of_module(role, role["backward_point"], lambda module: re.match(modules, module), ("activations", "communication"))
 
 
 def planned_memory(plan, entry):

@@ -89,6 +89,7 @@ json memory_json(const train::PlannedRole& role) {
           {"at_peak_by_module", modules},
           {"after_step", categories_json(role.summary.after_step)},
           {"over_time", over_time},
+          {"backward_point", role.summary.backward_point},
           {"by_module", by_module}};
 }
 

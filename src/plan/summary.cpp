@@ -36,6 +36,7 @@ void add_memory(const Trace& trace, Summary& summary) {
       in_backward = true;
       summary.at_backward = now.bytes;
       if (most_of_part >= 0) summary.over_time.push_back(highest);
+      summary.backward_point = summary.over_time.size();
       summary.over_time.push_back(now);
       most_of_part = -1;
     }

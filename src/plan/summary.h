@@ -71,6 +71,7 @@ struct Summary {
   // ---- of the last step
 
   BytesByCategory at_backward{};  ///< when the first module's backward begins
+  size_t backward_point = 0;      ///< this moment's place in over_time
   BytesByCategory after_step{};   ///< after the last kernel: what stays from step to step
   int64_t num_launches = 0;
   int64_t num_allocations = 0;

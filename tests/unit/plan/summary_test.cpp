@@ -58,8 +58,10 @@ TEST(Summary, HasAPointWhereTheBackwardBegins) {
     trace.freed(2);
   }
   int64_t most = 0;
-  for (const MemoryPoint& point : summarize(trace).over_time) most = std::max(most, activations(point.bytes));
+  const Summary summary = summarize(trace);
+  for (const MemoryPoint& point : summary.over_time) most = std::max(most, activations(point.bytes));
   EXPECT_EQ(most, 100);
+  EXPECT_EQ(activations(summary.over_time[summary.backward_point].bytes), 100);
 }
 
 // At each point of the list over time, modules' bytes add up to the categories'.
