@@ -82,8 +82,8 @@ Words with_sizes(Words words, int64_t num_layers, int64_t tokens, int64_t vocabu
   return words;
 }
 
-/// The sixth step of an 8B model with so many blocks and tokens a rank. From the third step on, none takes memory from a device that
-/// keeps up with its host. The bytes of LibTitan's kernels are counted only if they run.
+/// The sixth step of an 8B model with so many blocks and tokens a rank. From the third step on (with tensor parallelism, the fourth), none takes
+/// memory from a device that keeps up with its host. The bytes of LibTitan's kernels are counted only if they run.
 StepCounts count_step(const dist::World& world, int64_t num_layers, int64_t tokens, const Words& words,
                       Kernels kernels = Kernels::Launched, int64_t vocabulary = 1024) {
   JobConfig config =
@@ -91,10 +91,12 @@ StepCounts count_step(const dist::World& world, int64_t num_layers, int64_t toke
   config.training.seq_len *= resolve_parallel_dims(config.parallelism, world.size()).row_degree();
   Rehearsal training(config, world);
   const nn::TraceLabels labels(training.built().models[0]->root());
+  // The second step leaves gaps between its blocks, which the third one of 8 tensor-parallel ranks misses by one segment of 20 MiB.
+  const int last_to_grow = config.parallelism.tensor_parallel_degree > 1 ? 3 : 2;
   for (int step = 1; step <= 6; ++step) {
     function_of<void()>("virtual_gpu_start_counting")();
     training.step();
-    if (step > 2)
+    if (step > last_to_grow)
       EXPECT_EQ(count("calls", nullptr), 0)
           << "allocations of the device's memory, or communicators, in step " << step;
   }
