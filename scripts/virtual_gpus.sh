@@ -20,4 +20,9 @@ for library in cudart.so.13 cuda.so.1 nvidia-ml.so.1 nccl.so.2 cublas.so.13 cubl
   preload+="$libraries/lib$library "
 done
 export VIRTUAL_GPU_KERNELS=$libraries/libkernels.so
+# Processes write their faults here, and the program, which keeps this script's number, fails if there are any.
+if [ "${VIRTUAL_GPU_RACES:-}" = fatal ] && [ -z "${VIRTUAL_GPU_FAULTS+set}" ]; then
+  export VIRTUAL_GPU_FAULTS=$libraries/faults.$$
+  rm -f "$VIRTUAL_GPU_FAULTS"
+fi
 LD_PRELOAD=${preload% } exec "$@"

@@ -278,6 +278,34 @@ TEST(Exchanges, AreOneLaunch) {
   EXPECT_EQ(received.sum().item<float>(), 1000.f * left);
 }
 
+// Counted by virtual GPUs: adjacent messages of a pipeline's schedule go so.
+TEST(Batches, OfMessagesAreOneLaunch) {
+  const auto start = reinterpret_cast<void (*)()>(dlsym(RTLD_DEFAULT, "virtual_gpu_start_counting"));
+  const auto count = reinterpret_cast<uint64_t (*)(const char*, const char*, const char*)>(
+      dlsym(RTLD_DEFAULT, "virtual_gpu_count"));
+  if (!count || world().backend() != "nccl") GTEST_SKIP() << "runs on virtual GPUs, with --nccl";
+  if (world().size() != 2) GTEST_SKIP() << "made for 2 ranks";
+  dist::Group& group = *world().everyone();
+  const int rank = world().rank();
+  const std::vector<at::Tensor> messages = {at::zeros({1000}, options_of(at::kFloat)),
+                                            at::zeros({1000}, options_of(at::kFloat))};
+  const auto pass = [&](float value) {
+    if (rank == 0) {
+      messages[0].fill_(value);
+      messages[1].fill_(value + 1);
+      group.send(messages, 1, kLabel).wait();
+    } else {
+      group.receive(messages, 0, kLabel).wait();
+    }
+  };
+  pass(1);  // connects
+  start();
+  pass(5);
+  EXPECT_EQ(count("launches", nullptr, rank == 0 ? "ncclSend" : "ncclRecv"), 1u);
+  for (size_t i = 0; i < messages.size(); ++i)
+    EXPECT_TRUE(messages[i].eq(5 + static_cast<int>(i)).all().item<bool>()) << "message " << i;
+}
+
 // LibTorch's pool has 32 streams. A message that comes late delays no other group's.
 TEST(Communicators, NeverShareAStream) {
   if (world().size() != 2) GTEST_SKIP() << "made for 2 ranks";

@@ -401,6 +401,17 @@ void write_weights(const std::vector<Parameter>& list) {
   for (const Parameter& parameter : list) at::Tensor(parameter.data.local).mul_(1);
 }
 
+/// Calls the hook with a gradient of 3 in a backward: for a GPU, on one of autograd's threads.
+void in_backward(const std::function<void(const at::Tensor& grad)>& hook) {
+  const at::Tensor x = at::ones({1}, options_of(at::kFloat)).requires_grad_();
+  const auto caller = std::this_thread::get_id();
+  x.register_hook([&](const at::Tensor& grad) {
+    EXPECT_EQ(std::this_thread::get_id() == caller, device().is_cpu());
+    hook(grad);
+  });
+  (3 * x).backward();
+}
+
 /// On virtual GPUs, all ways and schedules take minutes.
 bool is_short() { return device().is_cuda() && !all_cases(); }
 
@@ -460,6 +471,8 @@ TEST(HotPath, SettledModelReadsNoNumbersFromTensors) {
   const HostReads reads;
   EXPECT_EQ(at::ones({1}).item<double>(), 1);
   EXPECT_EQ(reads.count(), 1);
+  in_backward([](const at::Tensor& grad) { EXPECT_EQ(grad.item<double>(), 3); });
+  EXPECT_EQ(reads.count(), 2) << "in a hook of a backward";
 }
 
 TEST(HotPath, SettledPipelineBuildsNoStringsAndReadsNoNumbers) {
@@ -503,6 +516,11 @@ TEST(HotPath, DetectsStrings) {
     Watching watching;
     EXPECT_FALSE(parameters(model->root()).empty());  // has names
     EXPECT_GT(watching.end().made, 0);
+  }
+  {
+    Watching watching;
+    in_backward([&](const at::Tensor&) { EXPECT_FALSE(parameters(model->root()).empty()); });
+    EXPECT_GT(watching.end().made, 0) << "in a hook of a backward";
   }
   {
     Watching watching;

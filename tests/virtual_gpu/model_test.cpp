@@ -161,6 +161,13 @@ TEST(Block, LaunchesOfASteadyStepAreKnown) {
   const StepCounts block = count_block(nccl_world(), 8192, {"--activation_checkpoint.mode=none"});
   EXPECT_EQ(block.operations, 38);
   EXPECT_EQ(block.launches, 41);
+  // Those of the last block by module. The sum with its input is the block's own; its backward has no parts, and FSDP's copy of the gathered
+  // block before it.
+  const int64_t backward = count("launches", "layers.2 backward");
+  EXPECT_EQ(count("launches", "layers.2", "aten::add"), 1);
+  EXPECT_EQ(count("launches", "layers.2.attention.wq+wk+wv"), 3);
+  EXPECT_EQ(count("launches", "layers.2") - backward, 12);
+  EXPECT_EQ(backward, 24);
 }
 
 // The groups of parameters are the embedding, each block, and the head with the last norm. All are gathered in the forward, blocks again

@@ -3,9 +3,11 @@
 
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <regex>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include <ATen/cuda/CUDAEvent.h>
 #include <ATen/cuda/CUDAGraph.h>
@@ -34,6 +36,37 @@ TEST_F(VirtualGpu, FindsAMissingWait) {
   c10::cuda::device_synchronize();
   use_on_side(false);
   EXPECT_EQ(new_races(), 1);
+  c10::cuda::device_synchronize();
+}
+
+TEST_F(VirtualGpu, FindsAMissingWaitForEachInputOfAttention) {
+  const Tensor q = at::ones({1, 2, 8, 64}, on_gpu.dtype(at::kBFloat16)), k = q.clone(), v = q.clone();
+  const Tensor starts = at::tensor({0, 8}, on_gpu.dtype(at::kInt));
+  const auto packed = [](const Tensor& t) { return t[0].transpose(0, 1); };
+  const std::pair<const char*, std::function<void()>> kernels[] = {
+      {"flash", [&] { at::_scaled_dot_product_flash_attention(q, k, v, 0, true); }},
+      {"cudnn", [&] { at::_scaled_dot_product_cudnn_attention(q, k, v, {}, true, 0, true); }},
+      {"efficient", [&] { at::_scaled_dot_product_efficient_attention(q, k, v, {}, true, 0, true); }},
+      {"packed", [&] {
+         at::_flash_attention_forward(packed(q), packed(k), packed(v), starts, starts, 8, 8, 0, true, false);
+       }}};
+  const auto races_with = [&](const Tensor& input, const std::function<void()>& attend, bool waits) {
+    c10::cuda::device_synchronize();
+    const int before = new_races();
+    input.add_(1);
+    at::cuda::CUDAEvent written;
+    written.record();
+    if (waits) written.block(side_);
+    const CUDAStreamGuard guard(side_);
+    attend();
+    return new_races() - before;
+  };
+  for (const auto& [name, attend] : kernels) {
+    for (const Tensor& input : {q, k, v}) {
+      EXPECT_EQ(races_with(input, attend, true), 0) << name;
+      EXPECT_EQ(races_with(input, attend, false), 1) << name;
+    }
+  }
   c10::cuda::device_synchronize();
 }
 
@@ -271,11 +304,16 @@ TEST_F(VirtualGpu, AnotherThreadsWaitDoesNotHideAMissingOne) {
   EXPECT_EQ(new_races(), 1);
 }
 
-TEST_F(VirtualGpu, FindsACollectiveOnTheWrongStream) {
+ncclComm_t communicator_of_one_rank() {
   ncclUniqueId id;
   ncclComm_t communicator = nullptr;
-  ASSERT_EQ(ncclGetUniqueId(&id), ncclSuccess);
-  ASSERT_EQ(ncclCommInitRank(&communicator, 1, id, 0), ncclSuccess);
+  EXPECT_EQ(ncclGetUniqueId(&id), ncclSuccess);
+  EXPECT_EQ(ncclCommInitRank(&communicator, 1, id, 0), ncclSuccess);
+  return communicator;
+}
+
+TEST_F(VirtualGpu, FindsACollectiveOnTheWrongStream) {
+  ncclComm_t const communicator = communicator_of_one_rank();
   const Tensor x = at::ones({1000}, on_gpu);
   c10::cuda::device_synchronize();
   const auto add_and_reduce_on = [&](const at::cuda::CUDAStream& stream) {
@@ -288,6 +326,34 @@ TEST_F(VirtualGpu, FindsACollectiveOnTheWrongStream) {
   EXPECT_EQ(new_races(), 0);
   add_and_reduce_on(side_);
   EXPECT_GE(new_races(), 1);
+  EXPECT_EQ(ncclCommDestroy(communicator), ncclSuccess);
+}
+
+// The rank sends to itself.
+TEST_F(VirtualGpu, FindsMissingWaitsOfASendAndForAReceive) {
+  ncclComm_t const communicator = communicator_of_one_rank();
+  const Tensor sent = at::ones({1000}, on_gpu), received = at::zeros({1000}, on_gpu);
+  const auto pass_message = [&](bool send_waits, bool reader_waits) {
+    c10::cuda::device_synchronize();
+    const int before = new_races();
+    at::cuda::CUDAEvent written, arrived;
+    sent.add_(1);
+    written.record();
+    if (send_waits) written.block(side_);
+    EXPECT_EQ(ncclGroupStart(), ncclSuccess);
+    EXPECT_EQ(ncclSend(sent.const_data_ptr(), 1000, ncclFloat, 0, communicator, side_), ncclSuccess);
+    EXPECT_EQ(ncclRecv(received.mutable_data_ptr(), 1000, ncclFloat, 0, communicator, side_), ncclSuccess);
+    EXPECT_EQ(ncclGroupEnd(), ncclSuccess);
+    arrived.record(side_);
+    if (reader_waits) arrived.block(main_);
+    received.sum();
+    return new_races() - before;
+  };
+  EXPECT_EQ(pass_message(true, true), 0);
+  EXPECT_EQ(pass_message(false, true), 1);
+  EXPECT_EQ(pass_message(true, false), 1);
+  c10::cuda::device_synchronize();
+  EXPECT_TRUE(received.equal(sent));
   EXPECT_EQ(ncclCommDestroy(communicator), ncclSuccess);
 }
 

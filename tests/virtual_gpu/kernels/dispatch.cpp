@@ -21,6 +21,7 @@
 
 #include "kernels/call.h"
 #include "plan/shapes.h"
+#include "runtime/faults.h"
 
 namespace virtual_gpu {
 
@@ -257,9 +258,8 @@ class Call {
       }
     } catch (const c10::Error& error) {
       // A kernel that fails leaves a real device unusable.
-      std::fprintf(stderr, "virtual GPU: %s failed on the device: %s\n", op.schema().name().c_str(),
-                   error.what_without_backtrace());
-      std::abort();
+      end_program("virtual GPU: %s failed on the device: %s\n", op.schema().name().c_str(),
+                  error.what_without_backtrace());
     }
   }
 

@@ -11,6 +11,7 @@
 
 #include "runtime/counters.h"
 #include "runtime/device.h"
+#include "runtime/faults.h"
 #include "runtime/races.h"
 #include "runtime/unwritten.h"
 
@@ -278,8 +279,7 @@ void check_ends(const Operation& operation) {
     const auto* allowed = static_cast<const char*>(allocation.data) + allocation.bytes;
     if (!allocation.data || end <= allowed) continue;
     const std::string& name = operation.label ? *operation.label : operation.name;
-    std::fprintf(
-        stderr,
+    report_fault(
         "virtual GPU: %s %s %zu bytes at %p, the last %td of them outside the allocation of %zu bytes "
         "at %p\n",
         name.c_str(), range.is_written ? "writes" : "reads", range.bytes, range.data, end - allowed,

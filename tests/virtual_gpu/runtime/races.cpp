@@ -10,13 +10,13 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <string_view>
 #include <unordered_map>
 
 #include "runtime/counters.h"
+#include "runtime/faults.h"
 #include "runtime/memory.h"
 
 namespace virtual_gpu {
@@ -182,15 +182,15 @@ std::shared_ptr<const Calls> calls_here() {
 }
 
 void report(const Access& now, const Access& before) {
-  std::fprintf(stderr,
-               "virtual GPU: RACE: %s %s %zu bytes at %#zx on %s, and nothing orders it after %s, which %s "
-               "them on %s\n",
-               now.label->c_str(), now.is_write ? "writes" : "reads", size_t(now.end - now.begin),
-               size_t(now.begin), place_of(now.stream).c_str(), before.label->c_str(),
-               before.is_write ? "wrote" : "read", place_of(before.stream).c_str());
+  report_fault(
+      "virtual GPU: RACE: %s %s %zu bytes at %#zx on %s, and nothing orders it after %s, which %s "
+      "them on %s\n",
+      now.label->c_str(), now.is_write ? "writes" : "reads", size_t(now.end - now.begin), size_t(now.begin),
+      place_of(now.stream).c_str(), before.label->c_str(), before.is_write ? "wrote" : "read",
+      place_of(before.stream).c_str());
   for (const Access& access : {now, before}) {
     if (!access.calls) continue;
-    std::fprintf(stderr, "  %s was called by\n", access.label->c_str());
+    report_fault("  %s was called by\n", access.label->c_str());
     print_calls(*access.calls);
   }
   count_race();
@@ -387,7 +387,7 @@ void print_calls(const Calls& calls) {
       continue;
     char* const name =
         info.dli_sname ? abi::__cxa_demangle(info.dli_sname, nullptr, nullptr, nullptr) : nullptr;
-    std::fprintf(stderr, "    %.*s+%#tx %s\n", static_cast<int>(object.size()), object.data(),
+    report_fault("    %.*s+%#tx %s\n", static_cast<int>(object.size()), object.data(),
                  call - static_cast<char*>(info.dli_fbase),
                  name             ? name
                  : info.dli_sname ? info.dli_sname

@@ -12,6 +12,7 @@
 
 #include "runtime/counters.h"
 #include "runtime/device.h"
+#include "runtime/faults.h"
 #include "runtime/races.h"
 
 namespace virtual_gpu {
@@ -161,8 +162,7 @@ static cudaError_t submit_host_function(cudaStream_t handle, const char* name,
 }
 
 void not_supported(const std::string& what, const std::string& remedy) {
-  std::fprintf(stderr, "virtual GPU: %s is not supported. %s\n", what.c_str(), remedy.c_str());
-  std::abort();
+  end_program("virtual GPU: %s is not supported. %s\n", what.c_str(), remedy.c_str());
 }
 
 }  // namespace virtual_gpu

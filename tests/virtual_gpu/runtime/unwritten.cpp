@@ -1,10 +1,10 @@
 #include "runtime/unwritten.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <map>
 #include <utility>
 
+#include "runtime/faults.h"
 #include "runtime/races.h"
 
 namespace virtual_gpu {
@@ -78,8 +78,7 @@ void check_read(const Operation& operation, const Range& range) {
     const auto found = find(first, end);
     if (found == unwritten().end()) return false;
     const uintptr_t from = std::max(first, found->first), to = std::min(end, found->second.end);
-    std::fprintf(stderr,
-                 "virtual GPU: UNWRITTEN: %s reads %zu bytes at %#zx, %zu bytes into its argument, %s\n",
+    report_fault("virtual GPU: UNWRITTEN: %s reads %zu bytes at %#zx, %zu bytes into its argument, %s\n",
                  operation.label->c_str(), size_t{to - from}, size_t{from}, size_t{from - begin},
                  found->second.is_free ? "which the allocator has taken back"
                                        : "which nothing has written since the allocator handed them out");

@@ -6,8 +6,6 @@
 #include <algorithm>
 #include <array>
 #include <bitset>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <iterator>
@@ -20,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "runtime/faults.h"
 #include "runtime/races.h"
 #include "simt/simt.h"
 
@@ -283,19 +282,17 @@ class Accesses {
   void print(const char* problem, Kind kind, uintptr_t at, size_t bytes) const {
     const uint3 t = place.thread, b = place.block;
     const char* verb = kind == Kind::read ? "reads" : kind == Kind::write ? "writes" : "changes";
-    std::fprintf(stderr, "virtual GPU: %s%s: thread (%u, %u, %u) of block (%u, %u, %u) %s %zu bytes at %#zx",
-                 problem, name_, t.x, t.y, t.z, b.x, b.y, b.z, verb, bytes, size_t{at});
+    report_fault("virtual GPU: %s%s: thread (%u, %u, %u) of block (%u, %u, %u) %s %zu bytes at %#zx", problem,
+                 name_, t.x, t.y, t.z, b.x, b.y, b.z, verb, bytes, size_t{at});
   }
   [[noreturn]] void end(Kind kind, uintptr_t at, size_t bytes, const char* where) const {
     print("", kind, at, bytes);
-    std::fprintf(stderr, ", %s\n", where);
-    std::abort();
+    end_program(", %s\n", where);
   }
   void report(Kind kind, uintptr_t at, size_t bytes, bool was_written) {
     if (std::exchange(has_race_, true)) return;  // one report is enough
     print("RACE in ", kind, at, bytes);
-    std::fprintf(stderr, ", which another thread %s, and no barrier is between\n",
-                 was_written ? "wrote" : "read");
+    report_fault(", which another thread %s, and no barrier is between\n", was_written ? "wrote" : "read");
     const Lock lock(state().mutex);
     count_race();
   }

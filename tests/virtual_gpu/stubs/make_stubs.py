@@ -23,8 +23,8 @@ LIBRARIES = [
     ("libcurand.so.10", "curand", None),
     ("libcufile.so.0", "cuFile", None),
 ]
-HEADER = """#include <stdio.h>
-#include <stdlib.h>
+HEADER = """#include <stdlib.h>
+namespace virtual_gpu { [[noreturn]] void end_program(const char* format, ...); }
 #define STUB extern "C" __attribute__((weak))
 """
 
@@ -40,7 +40,7 @@ def symbols(library, kind):
 
 def aborting(name):
     text = f"virtual GPU: {name} is not written. See docs/virtual_gpu.md.\\n"
-    return f'STUB void {name}() {{ fprintf(stderr, "{text}"); abort(); }}\n'
+    return f'STUB void {name}() {{ virtual_gpu::end_program("{text}"); }}\n'
 
 
 def body(name, library):
