@@ -4,8 +4,6 @@
 #include <cmath>
 #include <utility>
 
-#include <ATen/ops/empty.h>
-
 #include "core/process.h"
 #include "dist/flight_record.h"
 #include "observe/metrics_format.h"
@@ -45,8 +43,6 @@ double sigma_of(const std::vector<double>& values, double median) {
   return std::max(kSigmaOfMad * median_of(std::move(distances)), kLeastSigma * median);
 }
 
-constexpr int64_t kFigures = 4;  // numbers exchanged per rank
-
 int64_t ns_of(double seconds) { return std::llround(1e9 * seconds); }
 
 }  // namespace
@@ -80,11 +76,12 @@ std::optional<Straggler> find_straggler(const std::vector<RankPace>& ranks, cons
 
 StragglerWatch::StragglerWatch(const dist::World& world, int stage, StragglerSettings settings,
                                StructuredLog* log)
-    : world_(world),
-      stage_(stage),
-      settings_(settings),
-      log_(log),
-      hosts_(world.everyone()->all_gather_text(host_name(), {"stragglers::hosts"})) {
+    : world_(world), settings_(settings), log_(log) {
+  for (const std::string& text :
+       world.everyone()->all_gather_text(str(stage, " ", host_name()), {"stragglers::hosts"})) {
+    stages_.push_back(std::stoi(text));
+    hosts_.push_back(text.substr(text.find(' ') + 1));
+  }
   if (world.device().is_cuda()) device_.emplace();
 }
 
@@ -148,41 +145,41 @@ void StragglerWatch::end_step() {
 }
 
 void StragglerWatch::logged(const StepMetrics& metrics) {
-  if (warmed_up_ && steps_ > 0) compare(metrics.step);
+  if (warmed_up_ && steps_ > 0) measure(metrics.step);
   warmed_up_ = true;
   steps_ = device_steps_ = own_ns_ = wait_ns_ = step_ns_ = 0;
 }
 
-void StragglerWatch::compare(int64_t step) {
+void StragglerWatch::measure(int64_t step) {
+  measured_step_ = step;
   // The device may not have finished a step in a short interval; then there are no times.
   const double scale = 1e-9 / static_cast<double>(device_ ? std::max<int64_t>(device_steps_, 1) : steps_);
-  const auto size = static_cast<size_t>(world_.size());
-  at::Tensor mine = at::empty({kFigures}, at::kDouble);
-  at::Tensor all = at::empty({kFigures * world_.size()}, at::kDouble);
-  double* own = mine.mutable_data_ptr<double>();
-  own[0] = static_cast<double>(own_ns_) * scale;
-  own[1] = static_cast<double>(wait_ns_) * scale;
-  own[2] = stage_;
-  own[3] = 1e-9 * static_cast<double>(step_ns_) / static_cast<double>(steps_);
-  world_.everyone()->all_gather(all, mine, {"stragglers::compare"}).wait();
-  const double* values = all.const_data_ptr<double>();
-  paces_.resize(size);
-  for (size_t rank = 0; rank < size; ++rank, values += kFigures)
-    paces_[rank] = {values[0], values[1], static_cast<int>(values[2]), values[3]};
-  if (log_) {
-    log_->instant("own_s", own[0], "titan::train::StragglerWatch", step);
-    log_->instant("wait_s", own[1], "titan::train::StragglerWatch", step);
+  figures_ = {static_cast<double>(own_ns_) * scale, static_cast<double>(wait_ns_) * scale,
+              1e-9 * static_cast<double>(step_ns_) / static_cast<double>(steps_)};
+  if (!log_) return;
+  log_->instant("own_s", figures_[0], "titan::train::StragglerWatch", step);
+  log_->instant("wait_s", figures_[1], "titan::train::StragglerWatch", step);
+}
+
+void StragglerWatch::receive_figures(const std::vector<double>& of_ranks) {
+  figures_.clear();
+  paces_.clear();
+  const double* values = of_ranks.data();
+  for (const int stage : stages_) {
+    paces_.push_back({.own_s = values[0], .wait_s = values[1], .stage = stage, .step_s = values[2]});
+    values += of_ranks.size() / stages_.size();
   }
   const bool was_one = straggler_.has_value();
-  update_straggler(step, find_straggler(paces_, settings_));
+  update_straggler(find_straggler(paces_, settings_));
   // Repeated at every interval, and once when it is over, so that the end of a log shows the current state.
   if (log_ && world_.rank() == 0 && (was_one || straggler_))
-    log_->instant("straggler", straggler_ ? straggler_->rank : -1, "titan::train::StragglerWatch", step);
+    log_->instant("straggler", straggler_ ? straggler_->rank : -1, "titan::train::StragglerWatch",
+                  measured_step_);
 }
 
 // A rank becomes the straggler after being the slowest for `intervals` intervals, and recovers after as many
 // in which it wasn't, even if others take turns.
-void StragglerWatch::update_straggler(int64_t step, const std::optional<Straggler>& found) {
+void StragglerWatch::update_straggler(const std::optional<Straggler>& found) {
   const int rank = found ? found->rank : -1, before = straggler_ ? straggler_->rank : -1;
   intervals_ = rank == candidate_ ? intervals_ + 1 : 1;
   absent_ = rank == before ? 0 : absent_ + 1;
@@ -190,11 +187,11 @@ void StragglerWatch::update_straggler(int64_t step, const std::optional<Straggle
   if (found && intervals_ >= settings_.intervals) {
     straggler_ = found;
     if (rank != before) has_warned_ = false;
-    if (!has_warned_) warn(step);
+    if (!has_warned_) warn();
   } else if (before >= 0 && absent_ >= settings_.intervals) {
     straggler_.reset();
     if (std::exchange(has_warned_, false))
-      log::info_rank0(str("step ", step, ": rank ", before, " no longer holds the others up"));
+      log::info_rank0(str("step ", measured_step_, ": rank ", before, " no longer holds the others up"));
   }
 }
 
@@ -206,14 +203,14 @@ bool WarningTimes::may_warn(int rank, Time now) {
   return true;
 }
 
-void StragglerWatch::warn(int64_t step) {
+void StragglerWatch::warn() {
   has_warned_ = warning_times_.may_warn(straggler_->rank, std::chrono::steady_clock::now());
-  if (has_warned_) log::warning_rank0(warning_text(step));
+  if (has_warned_) log::warning_rank0(warning_text());
 }
 
-std::string StragglerWatch::warning_text(int64_t step) const {
+std::string StragglerWatch::warning_text() const {
   const Straggler& slow = *straggler_;
-  return str("step ", step, ": rank ", slow.rank, " (", hosts_[static_cast<size_t>(slow.rank)],
+  return str("step ", measured_step_, ": rank ", slow.rank, " (", hosts_[static_cast<size_t>(slow.rank)],
              ") holds the others up: ", formatted("%.4f", slow.pace.own_s),
              " s per step of its own, without waits; the median of the others is ",
              formatted("%.4f", slow.median_s), " s (", formatted("%.1f", slow.pace.own_s / slow.median_s),

@@ -69,8 +69,8 @@ class WarningTimes {
   std::map<int, Time> last_;  // by rank
 };
 
-/// Compares the ranks at each logged step, by one all-gather of four numbers. Rank 0 logs when a rank becomes
-/// the straggler, at most once in ten minutes for each rank, and when it has recovered. The first interval includes lazy set-up and is ignored.
+/// Compares the ranks after each logged step, by three figures of each, which travel with the next exchange between hosts. Rank 0 logs when a rank
+/// becomes the straggler, at most once in ten minutes for each rank, and when it has recovered. The first interval includes lazy set-up and is ignored.
 class StragglerWatch : public RunObserver {
  public:
   /// Collective over the world. `log` may be null; it receives each rank's own_s and wait_s.
@@ -79,6 +79,8 @@ class StragglerWatch : public RunObserver {
   void begin(Phase phase, int64_t step) override;
   void end(Phase phase, int64_t step, bool failed) override;
   void logged(const StepMetrics& metrics) override;
+  std::vector<double> figures() const override { return figures_; }
+  void receive_figures(const std::vector<double>& of_ranks) override;
 
   /// Results of the last interval; equal on all ranks.
   const std::vector<RankPace>& paces() const { return paces_; }
@@ -88,16 +90,16 @@ class StragglerWatch : public RunObserver {
   bool is_own(Phase phase) const;
   void end_step();
   void read_device();
-  void compare(int64_t step);
-  void update_straggler(int64_t step, const std::optional<Straggler>& found);
-  void warn(int64_t step);
-  std::string warning_text(int64_t step) const;
+  void measure(int64_t step);
+  void update_straggler(const std::optional<Straggler>& found);
+  void warn();
+  std::string warning_text() const;
 
   dist::World world_;
-  int stage_;
   StragglerSettings settings_;
   StructuredLog* log_;
   std::vector<std::string> hosts_;  // by rank
+  std::vector<int> stages_;         // by rank
   // With a device: its clock, and for each of its unfinished steps the host's times of data and of the wait
   // for the others' data.
   struct DataTimes {
@@ -111,6 +113,8 @@ class StragglerWatch : public RunObserver {
   int64_t step_start_ns_ = 0, phase_start_ns_ = 0, phase_waited_ns_ = 0;
   std::optional<int64_t> fetched_waited_ns_;  // set between a step's data and its forward
   bool warmed_up_ = false;
+  int64_t measured_step_ = 0;    // the end of the last interval
+  std::vector<double> figures_;  // its means, until the ranks have exchanged them
   std::vector<RankPace> paces_;
   int candidate_ = -1;
   int64_t intervals_ = 0;  // in a row with this candidate

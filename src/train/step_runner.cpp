@@ -1,6 +1,9 @@
 #include "train/step_runner.h"
 
+#include <algorithm>
+#include <bit>
 #include <cmath>
+#include <iterator>
 #include <limits>
 #include <vector>
 
@@ -12,29 +15,35 @@
 namespace titan::train {
 
 // Several ranks may have the same rows; the first of them counts their tokens. In a step that is logged, each rank adds its own three numbers to
-// zeros of the others: one sum of all, because a gather would be a second exchange.
-Agreement agree(const std::vector<data::Batch>& batches, Vote mine, const Meshes& meshes,
-                const dist::World& world, std::optional<int64_t> tokens_seen) {
+// zeros of the others: one sum of all, because a gather would be a second exchange. Figures travel as their bits.
+Agreement agree(const std::vector<data::Batch>& batches, const Ballot& mine, const Meshes& meshes,
+                const dist::World& world) {
   Agreement agreed;
   for (const data::Batch& batch : batches) agreed.tokens.local += batch.valid_tokens;
-  constexpr int64_t kOfAll = 3, kOfRank = 3;
+  constexpr int64_t kOfAll = 3;
+  const int64_t num_tokens = mine.tokens_seen ? 3 : 0;
+  const int64_t of_rank = num_tokens + static_cast<int64_t>(mine.figures.size());
   const bool is_first = meshes.is_first_of_its_rows();
-  const at::Tensor sums = at::zeros({kOfAll + (tokens_seen ? kOfRank * world.size() : 0)}, at::kLong);
+  const at::Tensor sums = at::zeros({kOfAll + of_rank * world.size()}, at::kLong);
   auto* values = sums.mutable_data_ptr<int64_t>();
   values[0] = is_first ? agreed.tokens.local : 0;
-  values[1] = mine == Vote::Stop;
-  values[2] = mine == Vote::Fail;
-  if (tokens_seen) {
-    int64_t* const own = values + kOfAll + kOfRank * world.rank();
+  values[1] = mine.vote == Vote::Stop;
+  values[2] = mine.vote == Vote::Fail;
+  int64_t* const own = values + kOfAll + of_rank * world.rank();
+  if (mine.tokens_seen) {
     own[0] = meshes.tp.rank() == 0 ? meshes.batch.rank() : -1;
     own[1] = agreed.tokens.local;
-    own[2] = is_first ? *tokens_seen : 0;
+    own[2] = is_first ? *mine.tokens_seen : 0;
   }
+  std::ranges::transform(mine.figures, own + num_tokens, [](double f) { return std::bit_cast<int64_t>(f); });
   world.everyone()->all_reduce(sums, dist::ReduceOp::Sum, {"train::count_valid_tokens"}).wait();
   agreed.tokens.global = values[0];
   agreed.vote = values[2] > 0 ? Vote::Fail : values[1] > 0 ? Vote::Stop : Vote::Go;
-  for (const int64_t* of_rank = values + kOfAll; of_rank < values + sums.numel(); of_rank += kOfRank)
-    agreed.tokens.ranks.push_back({.rows = of_rank[0], .valid = of_rank[1], .seen = of_rank[2]});
+  for (const int64_t* at = values + kOfAll; at < values + sums.numel(); at += of_rank) {
+    if (mine.tokens_seen) agreed.tokens.ranks.push_back({.rows = at[0], .valid = at[1], .seen = at[2]});
+    std::transform(at + num_tokens, at + of_rank, std::back_inserter(agreed.figures),
+                   [](int64_t bits) { return std::bit_cast<double>(bits); });
+  }
   return agreed;
 }
 

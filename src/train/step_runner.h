@@ -3,9 +3,8 @@
 // One optimizer step: the agreement before it (the number of valid labels, and whether to make the step at
 // all), its forward and backward, and its numbers.
 //
-// The votes travel with the token counts, which ranks that read different rows exchange in every step anyway.
-// Ranks that share rows (tensor, context, pipeline parallel) have no such exchange, so along each of these
-// axes one more number is exchanged.
+// The votes travel with the token counts, which all ranks exchange in every step anyway. So do a logged step's
+// numbers of each rank, and the figures of observers.
 
 #include <cstdint>
 #include <memory>
@@ -22,15 +21,22 @@
 
 namespace titan::train {
 
-struct Agreement {
-  TokenCounts tokens;
-  Vote vote = Vote::Go;  ///< the highest vote of all ranks
+/// A rank's part of an agreement.
+struct Ballot {
+  Vote vote = Vote::Go;
+  std::optional<int64_t> tokens_seen = {};  ///< by this rank's rows up to this step, if it is logged
+  std::vector<double> figures = {};         ///< for all ranks to see; equally many on each
 };
 
-/// `batches`: this rank's batches of the step, in whole rows; `tokens_seen`: by this rank's rows up to this step, if it is logged. One exchange
-/// between hosts, collective over the world.
-Agreement agree(const std::vector<data::Batch>& batches, Vote mine, const Meshes& meshes,
-                const dist::World& world, std::optional<int64_t> tokens_seen = {});
+struct Agreement {
+  TokenCounts tokens;
+  Vote vote = Vote::Go;              ///< the highest vote of all ranks
+  std::vector<double> figures = {};  ///< those of all ranks, in the order of ranks
+};
+
+/// `batches`: this rank's batches of the step, in whole rows. One exchange between hosts, collective over the world.
+Agreement agree(const std::vector<data::Batch>& batches, const Ballot& mine, const Meshes& meshes,
+                const dist::World& world);
 
 /// A step's numbers, over all ranks.
 struct StepSums {

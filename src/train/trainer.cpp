@@ -159,10 +159,30 @@ std::optional<TokenCounts> Trainer::agree(const std::vector<data::Batch>& batche
   if (parts_.checkpoints) parts_.checkpoints->check();
   for (const auto& [name, policy] : parts_.policies) mine = std::max(mine, policy->vote());
   if (parts_.checkpoints && parts_.checkpoints->failed()) mine = Vote::Fail;
-  const Agreement agreed = train::agree(batches, mine, parts_.meshes, parts_.world, tokens_seen);
+  const Agreement agreed = exchange(batches, {.vote = mine, .tokens_seen = tokens_seen});
   if (agreed.vote == Vote::Fail) fail_with_save();
   stopping_ = stopping_ || agreed.vote == Vote::Stop;
   return stopping_ ? std::nullopt : std::optional(agreed.tokens);
+}
+
+// The figures of a rank's observers follow one another.
+Agreement Trainer::exchange(const std::vector<data::Batch>& batches, Ballot mine) {
+  for (const auto& observer : parts_.observers) {
+    const std::vector<double> figures = observer->figures();
+    mine.figures.insert(mine.figures.end(), figures.begin(), figures.end());
+  }
+  Agreement agreed = train::agree(batches, mine, parts_.meshes, parts_.world);
+  size_t first = 0;
+  for (const auto& observer : parts_.observers) {
+    const size_t count = observer->figures().size();
+    if (count == 0) continue;
+    std::vector<double> of_ranks;
+    for (size_t at = first; at < agreed.figures.size(); at += mine.figures.size())
+      of_ranks.insert(of_ranks.end(), &agreed.figures[at], &agreed.figures[at] + count);
+    first += count;
+    observer->receive_figures(of_ranks);
+  }
+  return agreed;
 }
 
 // The learning-rate factor of the schedule's step k is factor(k - 1): it depends only on the step's number.
@@ -277,6 +297,8 @@ void Trainer::end_step() {
 RunEnd Trainer::finish() {
   const PhaseScope finish = phase(Phase::Finish);
   settle();
+  if (std::ranges::any_of(parts_.observers, [](const auto& o) { return !o->figures().empty(); }))
+    exchange({}, {});
   RunEnd end{.step = progress_.step};
   if (stopping_) end.stop = stop();
   if (parts_.checkpoints) parts_.checkpoints->end();

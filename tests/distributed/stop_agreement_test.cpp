@@ -8,8 +8,11 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <bit>
 #include <chrono>
+#include <cmath>
 #include <functional>
+#include <limits>
 #include <thread>
 
 #include "dist/flight_record.h"
@@ -88,7 +91,7 @@ data::DataLoader slow_loader() {
 
 // Counts tokens as the trainer does at the beginning of a step.
 Agreement count(StopOnSignal& stop, const Meshes& meshes, const std::vector<data::Batch>& batches = {}) {
-  return agree(batches, stop.vote(), meshes, world());
+  return agree(batches, {.vote = stop.vote()}, meshes, world());
 }
 
 TEST(StopAgreement, AnyRankStopsAll) {
@@ -124,7 +127,7 @@ TEST(StopAgreement, AllRanksLearnOfAFailure) {
       EXPECT_EQ(count(stop, meshes).vote, Vote::Go);
       if (world().rank() == 0) send_to_myself(SIGUSR1);
       const Vote mine = world().rank() == fails ? Vote::Fail : stop.vote();
-      EXPECT_EQ(agree({batch_of(1)}, mine, meshes, world()).vote, Vote::Fail)
+      EXPECT_EQ(agree({batch_of(1)}, {.vote = mine}, meshes, world()).vote, Vote::Fail)
           << name_of(dims) << ", of rank " << fails;
     }
   }
@@ -190,13 +193,37 @@ TEST(StopAgreement, CostsOneCall) {
   }
 }
 
+// In one call, with the counts of a step that is logged or alone.
+TEST(StopAgreement, BringsTheFiguresOfAllRanksToTheBit) {
+  const Meshes meshes = build_meshes(world(), {.dp_shard = world().size()});
+  const auto figures_of = [](int rank) {
+    return std::vector{-0.0, std::nextafter(1.0 + rank, 9), std::nan("5"),
+                       -rank * std::numeric_limits<double>::denorm_min()};
+  };
+  std::vector<int64_t> expected;
+  for (int rank = 0; rank < world().size(); ++rank)
+    for (const double figure : figures_of(rank)) expected.push_back(std::bit_cast<int64_t>(figure));
+  for (const std::optional<int64_t> seen : {std::optional<int64_t>(), std::optional<int64_t>(7)}) {
+    const uint64_t before = world().recorder().num_calls();
+    const Agreement agreed =
+        agree({batch_of(2)}, {.tokens_seen = seen, .figures = figures_of(world().rank())}, meshes, world());
+    EXPECT_EQ(world().recorder().num_calls() - before, world().size() > 1 ? 1u : 0u);
+    std::vector<int64_t> bits;
+    for (const double figure : agreed.figures) bits.push_back(std::bit_cast<int64_t>(figure));
+    EXPECT_EQ(bits, expected);
+    EXPECT_EQ(agreed.tokens.global, 2 * world().size());
+    ASSERT_EQ(agreed.tokens.ranks.size(), seen ? static_cast<size_t>(world().size()) : 0u);
+    for (const RankTokens& rank : agreed.tokens.ranks) EXPECT_EQ(rank.seen, 7);
+  }
+}
+
 TEST(SumOverRanks, CountsEachLossAndTokenOnce) {
   for (const ParallelDims& dims : layouts()) {
     const Meshes meshes = build_meshes(world(), dims);
     const int rows = meshes.batch.rank(), num_rows = meshes.batch.size();
     const uint64_t before = world().recorder().num_calls();
     const TokenCounts tokens =
-        agree({batch_of(10 + rows)}, Vote::Go, meshes, world(), /*tokens_seen=*/100 + rows).tokens;
+        agree({batch_of(10 + rows)}, {.tokens_seen = 100 + rows}, meshes, world()).tokens;
     EXPECT_EQ(world().recorder().num_calls() - before, world().size() > 1 ? 1u : 0u) << name_of(dims);
     EXPECT_EQ(tokens.local, 10 + rows);
     EXPECT_EQ(tokens.global, 10 * num_rows + num_rows * (num_rows - 1) / 2) << name_of(dims);

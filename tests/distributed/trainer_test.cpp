@@ -9,6 +9,7 @@
 
 #include "dist/flight_record.h"
 #include "distributed/trainer_case.h"
+#include "observe/stragglers.h"
 
 namespace titan::train {
 namespace {
@@ -168,19 +169,26 @@ TEST(Trainer, LateReadsAndLogsFollowTheNextForward) {
                           "read 3", "forward 4", "read 4", "log 4"));
 }
 
-// How often each exchange but the model's own is made in six steps.
+// How often each exchange but the model's own is made in six steps, while stragglers are looked for.
 std::map<std::string, int> exchanges_of(bool late, int64_t log_freq) {
   Started job = start({.options = {.steps = 6, .log_freq = log_freq, .read_late = late}});
+  auto watch = std::make_unique<StragglerWatch>(world(), /*stage=*/0, StragglerSettings{}, nullptr);
+  const StragglerWatch& stragglers = *watch;
+  job.trainer.parts().observers.push_back(std::move(watch));
   const uint64_t before = world().recorder().num_calls();
   job.trainer.train();
+  // The first step includes set-up, so it isn't compared.
+  const size_t num_compared = log_freq == 1 ? static_cast<size_t>(world().size()) : 0;
+  EXPECT_EQ(stragglers.paces().size(), num_compared) << late;
+  for (const RankPace& pace : stragglers.paces()) EXPECT_GT(pace.step_s, 0) << late;
   std::map<std::string, int> exchanges;
   for (const dist::CallRecord& call : world().recorder().snapshot())
     if (call.number >= before && !std::string(call.phase).starts_with("fsdp::")) ++exchanges[call.phase];
   return exchanges;
 }
 
-// Each step has one between hosts, for its tokens and whether to stop, and two before the first. All others are the
-// device's, if there is one, and a step that is logged has one more of these, or another one if the host has read its loss.
+// Each step has one between hosts, for its tokens, whether to stop, and the ranks' own times up to the logged step before; two come before the first
+// step, and one after the last, if that is logged. All others are the device's, if there is one, and a step that is logged has one more of these, or another one if the host has read its loss.
 TEST(Trainer, LoggedStepsMakeNoFurtherExchangeBetweenHosts) {
   if (world().size() == 1) GTEST_SKIP() << "nothing is exchanged";
   using Counts = std::map<std::string, int>;
@@ -193,9 +201,46 @@ TEST(Trainer, LoggedStepsMakeNoFurtherExchangeBetweenHosts) {
     if (!late) --expected["train::check_finite"];
     EXPECT_EQ(exchanges_of(late, 100), expected) << late;
     expected["train::losses"] = kSteps;
+    ++expected["train::count_valid_tokens"];
     if (!late) expected.erase("train::check_finite");
     EXPECT_EQ(exchanges_of(late, 1), expected) << late;
   }
+}
+
+// Gives all ranks `count` figures after each logged step.
+struct SharesFigures : RunObserver {
+  SharesFigures(size_t count, std::vector<std::string>& events) : count(count), events(events) {}
+  void logged(const StepMetrics& metrics) override {
+    for (size_t i = 0; i < count; ++i)
+      mine.push_back(static_cast<double>(metrics.step) + 0.25 * world().rank() +
+                     static_cast<double>(100 * i));
+  }
+  std::vector<double> figures() const override { return mine; }
+  void receive_figures(const std::vector<double>& of_ranks) override {
+    ASSERT_EQ(of_ranks.size(), count * static_cast<size_t>(world().size()));
+    const auto step = static_cast<int64_t>(mine.front());
+    for (size_t at = 0; at < of_ranks.size(); ++at)
+      EXPECT_EQ(of_ranks[at], static_cast<double>(step) + 0.25 * static_cast<double>(at / count) +
+                                  static_cast<double>(100 * (at % count)));
+    mine.clear();
+    events.push_back(str(count, " of ", step));
+  }
+  size_t count;
+  std::vector<double> mine;
+  std::vector<std::string>& events;
+};
+
+// Each observer gets its own ones, those of the last step at the end.
+TEST(Trainer, FiguresOfObserversTravelWithTheNextExchange) {
+  std::vector<std::string> events;
+  Started job = start({.options = {.steps = 4, .log_freq = 2, .read_late = false}});
+  RunObservers& observers = job.trainer.parts().observers;
+  observers.push_back(std::make_unique<SharesFigures>(2, events));
+  observers.push_back(std::make_unique<NotesLogs>(events));
+  observers.push_back(std::make_unique<SharesFigures>(3, events));
+  job.trainer.train();
+  EXPECT_THAT(events, ElementsAre("forward 1", "log 1", "2 of 1", "3 of 1", "forward 2", "log 2", "2 of 2",
+                                  "3 of 2", "forward 3", "forward 4", "log 4", "2 of 4", "3 of 4"));
 }
 
 // Also around a step without labels, which has nothing to read.

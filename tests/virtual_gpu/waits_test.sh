@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # waits_test.sh TITAN FOLDER [ARGUMENT...]: each further step of a run on two virtual GPUs costs the host one wait for the device, for the numbers of
-# the step before. A step that is logged costs no more, and is logged when the work of the next step is queued.
+# the step before. A step that is logged costs no more, also while stragglers are looked for, and is logged when the work of the next step is queued.
 set -euo pipefail
 titan=$1 folder=$2
 shift 2
@@ -13,7 +13,7 @@ for freq in 1 100; do
   for steps in 4 8; do
     VIRTUAL_GPU_COUNTERS="$folder/$freq.$steps.%r.json" scripts/virtual_gpus.sh 2 -- "$titan" train configs/llama3_debug.toml --nproc=2 \
       --training.steps=$steps --lr_scheduler.total_steps=8 --training.seq_len=64 --training.local_batch_size=1 --model.args.n_layers=1 \
-      --metrics.log_freq=$freq --metrics.stragglers.no_enable --job.dump_folder="$folder/$freq.$steps" "$@" >"$folder/log" 2>&1 ||
+      --metrics.log_freq=$freq --job.dump_folder="$folder/$freq.$steps" "$@" >"$folder/log" 2>&1 ||
       { echo "the run of $steps steps fails:"; tail -n 40 "$folder/log"; exit 1; }
   done
 done

@@ -97,6 +97,11 @@ class RunObserver {
   /// A step's figures as rank 0 logs them; called on every rank. If numbers are read late, that is in the next step.
   virtual void logged(const StepMetrics& /*metrics*/) {}
   virtual void validated(const ValidationMetrics& /*metrics*/) {}
+  /// This rank's figures for the same observer of all ranks, equally many on each. They travel with the next
+  /// exchange between hosts: before a step, in a validation or, if there are any, at the end of the run.
+  virtual std::vector<double> figures() const { return {}; }
+  /// `of_ranks`: what figures() was on each rank, in the order of ranks. From now on it may be empty.
+  virtual void receive_figures(const std::vector<double>& /*of_ranks*/) {}
   /// All ranks have agreed to end the run early, because of this signal (0: for another reason).
   virtual void stopped(int /*signal*/) {}
   /// The run is over: everything logged should be on disk afterwards.

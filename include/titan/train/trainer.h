@@ -33,6 +33,8 @@ class RunCheckpoints;  // src/train/checkpoints/run_checkpoints.h
 class StepGraphs;      // src/train/step_graphs.h
 class StepNumbers;     // src/train/step_runner.h
 class StepRunner;      // src/train/step_runner.h
+struct Agreement;      // src/train/step_runner.h
+struct Ballot;         // src/train/step_runner.h
 struct ClippedStep;    // src/train/step_runner.h
 
 /// The objects that a trainer works with.
@@ -136,6 +138,7 @@ class Trainer {
   int64_t last_step() const;
   bool has_ended() const;
 
+  Agreement exchange(const std::vector<data::Batch>& batches, Ballot mine);
   std::optional<StepInput> fetch();
   std::optional<std::vector<data::Batch>> next_batches();
   int64_t tokens_in(const std::vector<data::Batch>& batches) const;

@@ -77,7 +77,7 @@ TEST(SplitRows, KeepsOrder) {
 
 TokenCounts counted(const std::vector<data::Batch>& batches) {
   const dist::World world = dist::init({.backend = "fake"});
-  return agree(batches, Vote::Go, build_meshes(world, {}), world).tokens;
+  return agree(batches, {}, build_meshes(world, {}), world).tokens;
 }
 
 TEST(TokenCounts, AddUpOverMicroBatches) {
