@@ -172,7 +172,7 @@ MEMORY_ADJUSTMENTS = {"torchtitan": torchtitan, "megatron_core": megatron_core, 
 
 
 def saved_by_layers(role):
-    """What layers' forwards and layers' inputs keep when the first backward begins. Gathered inputs count as communication."""
+    """Bytes that layers' forwards and inputs keep when the first backward begins. Gathered inputs count as communication."""
     modules = r"layers\.(?!.* backward)|rotary$|tok_embeddings$|action \d+RECV_F"
     return bytes_of_module(role, role["backward_point"], lambda module: re.match(modules, module), ("activations", "communication"))
 

@@ -89,7 +89,7 @@ PYTHON
 }
 
 # The worst status, and the tools that it belongs to; 124 would be read as the part's own limit. Few runs, because each loads LibTorch under the tool first.
-# What initcheck and synccheck look for, virtual GPUs find.
+# Virtual GPUs find the faults of initcheck and synccheck.
 sanitize() {
   local sanitizer tool layer status worst=0
   sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | tail -n 1)
