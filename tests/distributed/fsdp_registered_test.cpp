@@ -1,4 +1,4 @@
-// Compares FSDP with buffers that are registered with NCCL with the plain engine, also under tensor parallelism and in Float8. On
+// Compares FSDP with buffers that are registered with NCCL with the plain engine, also under tensor parallelism, in Float8 and in pipelines. On
 // virtual GPUs, whose NCCL checks its rules for registered memory, also counts the calls that pass it.
 
 #include <array>
@@ -18,6 +18,7 @@
 #include "dist/work_graph.h"
 #include "distributed/float8_stack.h"
 #include "distributed/llama_case.h"
+#include "distributed/pipeline_case.h"
 #include "distributed/toy_case.h"
 #include "parallel/fsdp/comm_context.h"
 #include "titan/parallel/fsdp.h"
@@ -54,7 +55,7 @@ uint64_t calls_of_others(uint64_t first) {
     const bool is_fsdps =
         (std::strncmp(call.phase, "fsdp::", 6) == 0 && std::strcmp(call.phase, "fsdp::float8_scales") != 0) ||
         std::strcmp(call.phase, "tp::gradient") == 0;
-    if (!is_fsdps) ++count;
+    if (!is_fsdps && !dist::is_point_to_point(call.op)) ++count;
   }
   return count;
 }
@@ -242,6 +243,29 @@ TEST(FsdpRegistered, EqualsThePlainEngineInFloat8) {
               }};
     });
   }
+}
+
+// The stages' activations, which are sent, aren't registered.
+TEST(FsdpRegistered, EqualsThePlainEngineInAPipeline) {
+  if (!has_nccl() || testing::world().size() != 4) GTEST_SKIP() << "needs NCCL and four ranks";
+  const LlamaCase llama = mini_llama();
+  const Batch batch = random_batch(llama, 5);
+  const Variant variant{
+      .dims = {.dp_shard = 2, .pp = 2}, .schedule = "1F1B", .stages = 2, .micro_batches = 4};
+  expect_equal_steps([&](bool is_registered) -> Trained {
+    const train::Meshes meshes = train::build_meshes(testing::world(), variant.dims);
+    const auto stages = std::make_shared<Stages>(llama, kBfloat16, variant, meshes,
+                                                 StageOptions{.register_buffers = is_registered});
+    const auto runner =
+        std::make_shared<train::PipelineRunner>(stages->stages(), meshes.pp, testing::device());
+    const auto mine =
+        micro_batches_of(batch.rows(meshes.dp_rank(), meshes.dp_degree()), variant.micro_batches);
+    const train::StepPlan plan = runner->plan(
+        stages->schedule(), boundaries_of(llama, kBfloat16, variant, mine.front().input_BS.size(0)));
+    return {stages->stages().front().model->root(), [stages, runner, mine, plan, count = batch.num_valid()] {
+              return runner->run(plan, mine, count);
+            }};
+  });
 }
 
 // Pieces of one segment would be at offsets that depend on a rank's earlier requests.

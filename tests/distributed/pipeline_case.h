@@ -62,6 +62,7 @@ inline pipeline::ModuleSequence sequence_of(const LlamaCase& llama) {
 struct StageOptions {
   pipeline::EndWeights ends = {};
   TensorParallelOptions tensor = {};
+  bool register_buffers = false;
   std::function<void(torch::nn::Module&)> convert = {};  ///< applied to each stage before it is parallelized
 };
 
@@ -78,6 +79,7 @@ class Stages {
       if (options.convert) options.convert(model->root().module());
       FsdpOptions fsdp = fsdp_options(precision);
       fsdp.mesh = meshes.fsdp;
+      fsdp.register_buffers = options.register_buffers;
       train::apply_parallel_plan(llama_spec(), "", *model,
                                  {.meshes = meshes,
                                   .fsdp = fsdp,
