@@ -379,7 +379,7 @@ TEST(PlanCommand, CountsWhatRingsThatCopyShare) {
         .at("by_role")[0];
   };
   const json copies = outside("symmetric_memory"), messages = outside("alltoall");
-  // Of a quarter of 8,192 tokens: keys and values in bf16, and their gradients in fp32.
+  // Keys and values of a quarter of 8,192 tokens in bf16, and their gradients in fp32.
   EXPECT_EQ(copies.at("symmetric_memory_bytes"), int64_t{8192} / 4 * 2 * 1024 * (2 + 4));
   EXPECT_EQ(messages.at("symmetric_memory_bytes"), 0);
   EXPECT_LT(copies.at("nccl_bytes"), messages.at("nccl_bytes"));

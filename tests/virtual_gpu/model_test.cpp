@@ -209,7 +209,7 @@ struct Layout {
   const char* name;
   int world_size;
   Words words;
-  StepCounts counts;  ///< of rank 0; bytes are rounded up
+  StepCounts counts;  ///< those of rank 0, bytes rounded up
   bool runs_kernels = true;
 };
 void PrintTo(const Layout& layout, std::ostream* out) { *out << layout.name; }
