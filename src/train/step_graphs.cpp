@@ -47,7 +47,7 @@ struct StepGraphs::Recorded {
   /// Whether all memory is there that the steps before had made and the graph uses.
   bool has_its_memory() const { return num_replaced == dist::num_replaced_memories(); }
 
-  int64_t num_replaced = 0;                                  // when it was recorded
+  int64_t num_replaced = 0;                                  // before it was recorded
   std::vector<data::Batch> batches;                          // on the device: what the graph reads
   std::vector<std::pair<at::Tensor, at::Tensor>> gradients;  // parameter, its gradient
   ClippedStep clipped;
@@ -101,6 +101,7 @@ std::unique_ptr<StepGraphs::Recorded> StepGraphs::record(int64_t step, const Ste
   // The graph has to compute casts and scales of the weights again, although those of these weights exist.
   for (const Parameter& parameter : parts_.parameters)
     parameter.data.local.unsafeGetTensorImpl()->bump_version();
+  recorded->num_replaced = dist::num_replaced_memories();
   try_to_record("step", step, [&] {
     recorded->graph.record([&] {
       const at::AutoGradMode with_gradients(true);
@@ -109,7 +110,6 @@ std::unique_ptr<StepGraphs::Recorded> StepGraphs::record(int64_t step, const Ste
       recorded->clipped = numbers_.clip(loss);
     });
   });
-  recorded->num_replaced = dist::num_replaced_memories();
   for (const Parameter& parameter : parts_.parameters)
     if (parameter.data.local.grad().defined())
       recorded->gradients.emplace_back(parameter.data.local, parameter.data.local.grad());
