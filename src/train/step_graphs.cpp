@@ -62,21 +62,25 @@ StepGraphs::StepGraphs(TrainerParts& parts, StepNumbers& numbers)
       inverse_tokens_(at::empty({}, at::dtype(at::kDouble).device(parts.device))) {}
 StepGraphs::~StepGraphs() = default;
 
+bool StepGraphs::can_launch(const std::vector<data::Batch>& batches) const {
+  return !recorded_ || (recorded_->fits(batches) && recorded_->has_its_memory());
+}
+
+void StepGraphs::drop(int64_t step) {
+  log::info_rank0(
+      str("step ", step,
+          " can't launch the CUDA graph, because its batches have other sizes or buffers have grown: "
+          "it runs as usual, and the next step is recorded"));
+  recorded_.reset();
+  reshard();
+  num_usual_steps_ = kUsualSteps - 1;
+}
+
 ClippedStep StepGraphs::run(int64_t step, const StepInput& input) {
   for (const data::Batch& batch : input.batches)
     TITAN_CHECK(!batch.document_end,
                 "a step with attention within documents can't be recorded as a CUDA graph, because documents "
                 "differ from step to step");
-  const bool fits = !recorded_ || recorded_->fits(input.batches);
-  if (!fits || (recorded_ && !recorded_->has_its_memory())) {
-    log::info_rank0(str("step ", step,
-                        fits ? " can't launch the CUDA graph, whose buffers have grown"
-                             : " has batches of other sizes than the CUDA graph",
-                        ": it runs as usual, and the next step is recorded"));
-    recorded_.reset();
-    reshard();
-    num_usual_steps_ = kUsualSteps - 1;
-  }
   if (num_usual_steps_ < kUsualSteps) {
     ++num_usual_steps_;
     return numbers_.clip(parts_.runner->forward_backward(input.batches, input.tokens.global));

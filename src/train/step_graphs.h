@@ -4,8 +4,9 @@
 // step doesn't grow with the model.
 //
 // The first steps run as usual, until everything that is made once is made: communication buffers, caches, NCCL's
-// connections, the optimizer's state. There is one recording. A step whose batches have other sizes than it was made for
-// drops it and runs as usual; the next one is recorded anew.
+// connections, the optimizer's state. There is one recording. A step that it doesn't fit drops it and runs as usual; the
+// next one is recorded anew. All ranks drop theirs together (Ballot::drops_graph), because NCCL wants a
+// call either recorded on all ranks or on none.
 //
 // It has two graphs, because the step before is judged between them, while the device works: forward, backward and
 // clipping; then the optimizer's update. What changes from launch to launch is in memory on the device: the batches,
@@ -27,6 +28,10 @@ class StepGraphs {
   StepGraphs(TrainerParts& parts, StepNumbers& numbers);
   ~StepGraphs();
 
+  /// False: the recording, if there is one, was made for batches of other sizes or with buffers that have grown since.
+  bool can_launch(const std::vector<data::Batch>& batches) const;
+  /// Before run(), if can_launch() was false on any rank.
+  void drop(int64_t step);
   /// The same as the runner's forward_backward() and StepNumbers::clip(). The gradients must have been dropped.
   /// Throws Error if this model's step can't be recorded.
   ClippedStep run(int64_t step, const StepInput& input);

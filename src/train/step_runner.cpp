@@ -20,7 +20,7 @@ Agreement agree(const std::vector<data::Batch>& batches, const Ballot& mine, con
                 const dist::World& world) {
   Agreement agreed;
   for (const data::Batch& batch : batches) agreed.tokens.local += batch.valid_tokens;
-  constexpr int64_t kOfAll = 3;
+  constexpr int64_t kOfAll = 4;
   const int64_t num_tokens = mine.tokens_seen ? 3 : 0;
   const int64_t of_rank = num_tokens + static_cast<int64_t>(mine.figures.size());
   const bool is_first = meshes.is_first_of_its_rows();
@@ -29,6 +29,7 @@ Agreement agree(const std::vector<data::Batch>& batches, const Ballot& mine, con
   values[0] = is_first ? agreed.tokens.local : 0;
   values[1] = mine.vote == Vote::Stop;
   values[2] = mine.vote == Vote::Fail;
+  values[3] = mine.drops_graph;
   int64_t* const own = values + kOfAll + of_rank * world.rank();
   if (mine.tokens_seen) {
     own[0] = meshes.tp.rank() == 0 ? meshes.batch.rank() : -1;
@@ -39,6 +40,7 @@ Agreement agree(const std::vector<data::Batch>& batches, const Ballot& mine, con
   world.everyone()->all_reduce(sums, dist::ReduceOp::Sum, {"train::count_valid_tokens"}).wait();
   agreed.tokens.global = values[0];
   agreed.vote = values[2] > 0 ? Vote::Fail : values[1] > 0 ? Vote::Stop : Vote::Go;
+  agreed.drops_graph = values[3] > 0;
   for (const int64_t* at = values + kOfAll; at < values + sums.numel(); at += of_rank) {
     if (mine.tokens_seen) agreed.tokens.ranks.push_back({.rows = at[0], .valid = at[1], .seen = at[2]});
     std::transform(at + num_tokens, at + of_rank, std::back_inserter(agreed.figures),

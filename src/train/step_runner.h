@@ -24,6 +24,7 @@ namespace titan::train {
 /// A rank's part of an agreement.
 struct Ballot {
   Vote vote = Vote::Go;
+  bool drops_graph = false;                 ///< as StepGraphs::can_launch says
   std::optional<int64_t> tokens_seen = {};  ///< by this rank's rows up to this step, if it is logged
   std::vector<double> figures = {};         ///< for all ranks to see; equally many on each
 };
@@ -31,6 +32,7 @@ struct Ballot {
 struct Agreement {
   TokenCounts tokens;
   Vote vote = Vote::Go;              ///< the highest vote of all ranks
+  bool drops_graph = false;          ///< on any rank, and therefore on all
   std::vector<double> figures = {};  ///< those of all ranks, in the order of ranks
 };
 

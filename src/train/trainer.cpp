@@ -123,12 +123,14 @@ std::optional<StepInput> Trainer::fetch() {
   if (!batches) return std::nullopt;
   std::optional<int64_t> seen;
   if (is_due(options_.log_freq)) seen = parts_.window.local_tokens_seen() + tokens_in(*batches);
-  const auto tokens = agree(*batches, seen);
-  if (!tokens) {
+  const auto agreed =
+      go_on(*batches, {.drops_graph = graphs_ && !graphs_->can_launch(*batches), .tokens_seen = seen});
+  if (!agreed) {
     if (!batches->empty()) parts_.loader.take_back_step();
     return std::nullopt;
   }
-  return StepInput{*std::move(batches), *tokens};
+  if (agreed->drops_graph) graphs_->drop(progress_.step);
+  return StepInput{*std::move(batches), agreed->tokens};
 }
 
 // A rank that gives up waiting returns no batches. All ranks then agree to stop.
@@ -153,16 +155,19 @@ int64_t Trainer::tokens_in(const std::vector<data::Batch>& batches) const {
   return batches.empty() ? 0 : parts_.loader.num_rows() * batches.front().labels_BS.size(1);
 }
 
-std::optional<TokenCounts> Trainer::agree(const std::vector<data::Batch>& batches,
-                                          std::optional<int64_t> tokens_seen) {
-  Vote mine = Vote::Go;
+std::optional<TokenCounts> Trainer::agree(const std::vector<data::Batch>& batches) {
+  const auto agreed = go_on(batches, {});
+  return agreed ? std::optional(agreed->tokens) : std::nullopt;
+}
+
+std::optional<Agreement> Trainer::go_on(const std::vector<data::Batch>& batches, Ballot mine) {
   if (parts_.checkpoints) parts_.checkpoints->check();
-  for (const auto& [name, policy] : parts_.policies) mine = std::max(mine, policy->vote());
-  if (parts_.checkpoints && parts_.checkpoints->failed()) mine = Vote::Fail;
-  const Agreement agreed = exchange(batches, {.vote = mine, .tokens_seen = tokens_seen});
+  for (const auto& [name, policy] : parts_.policies) mine.vote = std::max(mine.vote, policy->vote());
+  if (parts_.checkpoints && parts_.checkpoints->failed()) mine.vote = Vote::Fail;
+  Agreement agreed = exchange(batches, std::move(mine));
   if (agreed.vote == Vote::Fail) fail_with_save();
   stopping_ = stopping_ || agreed.vote == Vote::Stop;
-  return stopping_ ? std::nullopt : std::optional(agreed.tokens);
+  return stopping_ ? std::nullopt : std::optional(std::move(agreed));
 }
 
 // The figures of a rank's observers follow one another.

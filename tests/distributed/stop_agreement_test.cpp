@@ -217,6 +217,19 @@ TEST(StopAgreement, BringsTheFiguresOfAllRanksToTheBit) {
   }
 }
 
+// Any rank's: the last one's alone, too.
+TEST(StopAgreement, DropsARecordingOnAllRanks) {
+  for (const ParallelDims& dims : layouts()) {
+    const Meshes meshes = build_meshes(world(), dims);
+    for (const bool any : {false, true}) {
+      const bool mine = any && world().rank() + 1 == world().size();
+      const Agreement agreed = agree({batch_of(3)}, {.drops_graph = mine}, meshes, world());
+      EXPECT_EQ(agreed.drops_graph, any) << name_of(dims);
+      EXPECT_EQ(agreed.vote, Vote::Go);
+    }
+  }
+}
+
 TEST(SumOverRanks, CountsEachLossAndTokenOnce) {
   for (const ParallelDims& dims : layouts()) {
     const Meshes meshes = build_meshes(world(), dims);

@@ -118,10 +118,8 @@ class Trainer {
   /// Waits for the loader's next step. False: a policy gave up waiting.
   bool wait_for(data::DataLoader& loader);
   /// Counts the valid labels in these batches of this rank and over all ranks; nullopt: a policy stops the
-  /// run, on all ranks. Throws Error on all ranks if one can't continue. `tokens_seen`: by the run so far, in this rank's rows, if all ranks
-  /// are to get each other's counts. Collective over the world.
-  std::optional<TokenCounts> agree(const std::vector<data::Batch>& batches,
-                                   std::optional<int64_t> tokens_seen = {});
+  /// run, on all ranks. Throws Error on all ranks if one can't continue. Collective over the world.
+  std::optional<TokenCounts> agree(const std::vector<data::Batch>& batches);
   /// Loads the newest checkpoint of this run before `step`; training continues from it with the next batch.
   /// False: there is none. Collective over the world.
   bool load_before(int64_t step);
@@ -138,6 +136,7 @@ class Trainer {
   int64_t last_step() const;
   bool has_ended() const;
 
+  std::optional<Agreement> go_on(const std::vector<data::Batch>& batches, Ballot mine);
   Agreement exchange(const std::vector<data::Batch>& batches, Ballot mine);
   std::optional<StepInput> fetch();
   std::optional<std::vector<data::Batch>> next_batches();
