@@ -18,8 +18,13 @@ export on_gpu='*OnGpu*:*OnTheGpu*:*/cuda'  # tests
 for needed in titan distributed_tests attention_bench overlap_bench ../virtual_gpu/libcudart.so.13; do
   [ -e $programs/$needed ] || { echo "gpu_day.sh: $programs/$needed is missing: scripts/build.sh all benchmarks virtual_gpu" >&2; exit 2; }
 done
-# With virtual GPUs (scripts/virtual_gpus.sh 1 -- scripts/gpu_day.sh) it tries its own commands; times mean nothing there.
-[ -e /dev/nvidia0 ] || [ -n "${VIRTUAL_GPU_DEVICES:-}" ] || { echo "gpu_day.sh: no GPU is visible" >&2; exit 2; }
+# With a virtual GPU (scripts/virtual_gpus.sh 1 -- scripts/gpu_day.sh) it tries its own commands without limits of time. Times mean nothing there,
+# compute-sanitizer needs a driver, and of the tests that take an hour there (nightly.cuda_forms.virtual) it runs a few.
+export on_virtual=false
+if [ ! -e /dev/nvidia0 ]; then
+  [ -n "${VIRTUAL_GPU_DEVICES:-}" ] || { echo "gpu_day.sh: no GPU is visible" >&2; exit 2; }
+  on_virtual=true
+fi
 rm -rf $folder
 mkdir -p $folder
 failed=0
@@ -28,11 +33,12 @@ failed=0
 part() {
   local limit=$1 title=$2 begin=$SECONDS status=0
   shift 2
+  ! $on_virtual || limit=0
   printf '\n## %s\n\n    %s\n\n' "$title" "$*" >>"$file"
-  echo "gpu_day: $title (at most $limit s)" >&2
+  echo "gpu_day: $title$($on_virtual || echo " (at most $limit s)")" >&2
   timeout -k 5 "$limit" "$@" >$folder/output 2>&1 || status=$?
   # Progress of tests that passed, and lists of their names, say nothing.
-  grep -vE '^ *Start +[0-9]+:|Note: Google Test filter|^\[ +(RUN|OK) |^\[-{10}\]' $folder/output | tail -n 400 | cut -c 1-400 >>"$file"
+  grep -vE '^ *Start +[0-9]+:|Note: Google Test filter|^\[ +(RUN|OK) |^\[-{10}\]' $folder/output | tail -n 400 | cut -c 1-4000 >>"$file"
   [ $status != 124 ] || echo "ended by its limit of $limit s" >>"$file"
   [ $status = 0 ] || failed=1
   printf '\nexit code %s after %s s\n' $status $((SECONDS - begin)) >>"$file"
@@ -120,16 +126,16 @@ benchmarks() {
   for model in 8B 70B; do $programs/overlap_bench --device cuda --dtype bf16 --model $model --tp 8 --tokens 8192; done
 }
 
-# Rows are printed as they are measured, so the limit leaves those that are done.
+# Rows are printed as they are measured, the most important ones first, so the limit leaves those that are done.
 speed() {
-  [ -e /dev/nvidia0 ] || { .venv/bin/python scripts/float8_table.py --quick; return; }
+  ! $on_virtual || { .venv/bin/python scripts/float8_table.py --quick; return; }
   .venv/bin/python scripts/float8_table.py --steps 5 --warmup 4 --models "$1" --recipes \
-    bf16,bf16:graphs,tensorwise,tensorwise:graphs,tensorwise:delayed,rowwise,rowwise:graphs"$(mxfp8)",bf16:reference,rowwise_with_gw_hp
+    bf16,bf16:reference,bf16:graphs,tensorwise,tensorwise:graphs,tensorwise:delayed"$(mxfp8)",rowwise,rowwise:graphs,rowwise_with_gw_hp
 }
 
 # Where the GPU has units for it.
 mxfp8() {
-  [ "$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)" -ge 100 ] && echo ,mxfp8_cublas
+  [ "$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)" -ge 100 ] && echo ,mxfp8_cublas,mxfp8_cublas_rceil
 }
 
 {
@@ -140,20 +146,22 @@ mxfp8() {
 export -f speed mxfp8 measure compare_with_virtual sanitize unit_tests benchmarks
 # A virtual GPU takes minutes to compute what some of these do, and their numbers mean nothing there.
 only_memory=()
-[ -e /dev/nvidia0 ] || only_memory=(env VIRTUAL_GPU_MEMORY_ONLY=1 VIRTUAL_GPU_POISON=0)
+! $on_virtual || only_memory=(env VIRTUAL_GPU_MEMORY_ONLY=1 VIRTUAL_GPU_POISON=0)
 if $only_speed; then
   part 35 "Where a step's time goes" "${only_memory[@]}" "${train[@]}" --training.steps=6 --job.dump_folder=$folder/roofline --report-roofline
   part 35 "Where a step's time goes in Float8" "${only_memory[@]}" "${train[@]}" --training.steps=6 --job.dump_folder=$folder/float8_roofline \
     --report-roofline --model.converters=quantize.linear.float8 --quantize.linear.float8.recipe_name=tensorwise
   part 210 "A step of the 1.5B model" bash -c "speed 1b"
-  part 250 "A step of 8B's first eight layers" bash -c "speed 8b_8"
+  $on_virtual || part 250 "A step of 8B's first eight layers" bash -c "speed 8b_8"
   echo "gpu_day: the results are in $file" >&2
   exit $failed
 fi
 part 60 "Unit tests" bash -c "programs=$programs; unit_tests"
-part 150 "Distributed and end-to-end tests" ctest --test-dir build -L cuda -j "$(nproc)" --timeout 120 --output-on-failure
+tests=(-L cuda --timeout 120)
+! $on_virtual || tests=(-L cuda -R 'collectives_test.[12]_|fsdp_engine_test.2_')
+part 150 "Distributed and end-to-end tests" ctest --test-dir build "${tests[@]}" -j "$(nproc)" --output-on-failure --no-tests=error
 part 120 "Launches and memory, beside a virtual GPU's" "${only_memory[@]}" bash -c "$(declare -p folder programs train); compare_with_virtual"
-part 115 "compute-sanitizer" bash -c "programs=$programs; sanitize"
+$on_virtual || part 115 "compute-sanitizer" bash -c "programs=$programs; sanitize"
 part 90 "Benchmarks" "${only_memory[@]}" bash -c "programs=$programs; benchmarks"
 echo "gpu_day: the results are in $file" >&2
 exit $failed

@@ -241,28 +241,38 @@ TEST(PeerCheckpoints, RemovesAnEarlierJobsFolderOfTheSameRun) {
       << "expected the copied run's folder and the fourth job's own";
 }
 
+struct Interruption {
+  std::string phase;
+  bool by_root;
+};
+
+class Interrupted : public ::testing::TestWithParam<Interruption> {};
+
 // If a rank ends in any phase of the second generation, the first or the second is complete, even if a host
 // is lost too. From WriteManifest on, the other host may already have the second one.
-TEST(PeerCheckpoints, InterruptedGenerationLeavesTheOneBefore) {
-  int number = 0;
-  for (const std::string phase : {"MakeFolder", "WriteFile", "WriteChunk", "SyncFile", "Gather", "CopyPiece",
-                                  "WriteManifest", "Commit", "Prune"}) {
-    const bool by_root = ++number % 2 == 0;
-    SCOPED_TRACE(titan::str(phase, " on rank ", by_root ? 0 : 2));
-    const Hosts hosts;
-    const auto failed = hosts.start("aabb", {"fail", phase, "exit", by_root ? "0" : "2"});
-    EXPECT_NE(failed.status, 0);
-    EXPECT_NE(failed.status, 128 + SIGKILL) << "the job had to be killed: " << failed.err;
-    if (!by_root) hosts.lose('b');
-    const std::string found = hosts.load(by_root ? "aabb" : "aa");
-    if (phase == "Prune")
-      EXPECT_EQ(found, "newest 2");
-    else if (phase == "WriteManifest" || phase == "Commit")
-      EXPECT_THAT(found, AnyOf("newest 1", "newest 2"));
-    else
-      EXPECT_EQ(found, "newest 1");
-  }
+TEST_P(Interrupted, GenerationLeavesTheOneBefore) {
+  const auto& [phase, by_root] = GetParam();
+  const Hosts hosts;
+  const auto failed = hosts.start("aabb", {"fail", phase, "exit", by_root ? "0" : "2"});
+  EXPECT_NE(failed.status, 0);
+  EXPECT_NE(failed.status, 128 + SIGKILL) << "the job had to be killed: " << failed.err;
+  if (!by_root) hosts.lose('b');
+  const std::string found = hosts.load(by_root ? "aabb" : "aa");
+  if (phase == "Prune")
+    EXPECT_EQ(found, "newest 2");
+  else if (phase == "WriteManifest" || phase == "Commit")
+    EXPECT_THAT(found, AnyOf("newest 1", "newest 2"));
+  else
+    EXPECT_EQ(found, "newest 1");
 }
+
+INSTANTIATE_TEST_SUITE_P(Phases, Interrupted,
+                         ::testing::Values(Interruption{"MakeFolder", false}, Interruption{"WriteFile", true},
+                                           Interruption{"WriteChunk", false}, Interruption{"SyncFile", true},
+                                           Interruption{"Gather", false}, Interruption{"CopyPiece", true},
+                                           Interruption{"WriteManifest", false}, Interruption{"Commit", true},
+                                           Interruption{"Prune", false}),
+                         [](const auto& info) { return info.param.phase; });
 
 TEST(PeerCheckpoints, NamesARankThatHangsOrFails) {
   const Hosts hosts;

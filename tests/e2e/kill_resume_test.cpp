@@ -1,5 +1,5 @@
 // SIGKILL at any time, of one rank or of all: the newest complete step loads, and the run continues as if
-// undisturbed. TITAN_TEST_KILLS sets the number in each mode; 4 by default, 100 under the nightly label.
+// undisturbed. TITAN_TEST_KILLS sets the number in each mode; 3 by default, 100 under the nightly label.
 
 #include <signal.h>
 #include <sys/stat.h>
@@ -23,7 +23,7 @@ constexpr int kSteps = 60;
 
 int num_kills() {
   const char* kills = std::getenv("TITAN_TEST_KILLS");
-  return kills ? std::atoi(kills) : 4;
+  return kills ? std::atoi(kills) : 3;
 }
 
 // Looks only at names, like code that searches for a checkpoint.

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compares the registers, the shared memory and the occupancy of each GPU kernel with src/cuda_plugin/kernel_resources.txt, and checks that
 none spills. The tables of kernels in docs/gpu_performance.md have to have every kernel, and in the column "asks for at once" the bytes of a thread and
-what they make for the threads of a multiprocessor (compute capability 9.0, bf16).
+what they make for the threads of a multiprocessor (compute capability 9.0, bf16). In their PTX, kernels read and write 16 bytes at a time.
 
 usage: check_kernel_resources.py [--write] BUILD_FOLDER
 
@@ -50,6 +50,34 @@ def occupancy(target, threads, registers, shared):
     return blocks * warps / max_warps
 
 
+# Kernels that work on kilobytes, one whose warps read a row of 32 numbers at a time, those that only write one number for many, and the
+# states of adam_kernel that are in bf16.
+NARROW_READS = {"scale_kernel", "update_histories_kernel", "sum_of_rows_kernel", "column_blocks_kernel"}
+NARROW_WRITES = {"scale_kernel", "update_histories_kernel", "sum_of_rows_kernel", "delayed_scale_kernel", "magnitudes_kernel", "magnitudes_of_columns_kernel", "amax_of_rows_kernel", "amax_of_many_kernel",
+                                "vocabulary_stats_kernel"}
+HALF_AS_WIDE = {"adam_kernel<unsigned short, unsigned short>"}
+ACCESS = re.compile(r"(ld|st)\.global\S*?(?:\.v(\d))?\.[bfsu](\d+)\s")
+
+
+def nvcc_of(build):
+    return re.search(r"TITAN_NVCC:FILEPATH=(.*)", (build / "CMakeCache.txt").read_text())[1]
+
+
+def narrow_accesses(build):
+    for code in sorted((source / "src/cuda_plugin").glob("*.cu")):
+        ptx = subprocess.run([nvcc_of(build), "-std=c++20", "-O3", "-ptx", "-arch=compute_90", f"-I{source / 'src'}", "-o", "-", code],
+                             capture_output=True, text=True, check=True).stdout
+        for kernel in re.split(r"\.entry ", ptx)[1:]:
+            name = demangled(re.match(r"\w+", kernel)[0])
+            widest = {"ld": 0, "st": 0}
+            for verb, count, bits in ACCESS.findall(kernel):
+                widest[verb] = max(widest[verb], int(count or 1) * int(bits) // 8)
+            for verb, narrow in (("ld", NARROW_READS), ("st", NARROW_WRITES)):
+                least = 8 if name in HALF_AS_WIDE else 16
+                if name.split("<")[0] not in narrow and widest[verb] < least:
+                    yield f"{name}: the widest {verb}.global in PTX has {widest[verb]} bytes instead of {least}"
+
+
 def demangled(name):
     text = subprocess.run(["c++filt", name], capture_output=True, text=True, check=True).stdout.strip()
     text = re.sub(r"\(titan::float8::cuda::Format\)(\d)", lambda m: ["E4m3", "E5m2"][int(m[1])], text)
@@ -88,9 +116,7 @@ def problems_of_docs(rows):
 
 
 def nvcc_release(build):
-    cache = (build / "CMakeCache.txt").read_text()
-    nvcc = re.search(r"TITAN_NVCC:FILEPATH=(.*)", cache)[1]
-    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    text = subprocess.run([nvcc_of(build), "--version"], capture_output=True, text=True, check=True).stdout
     return re.search(r"release ([\d.]+)", text)[1]
 
 
@@ -111,7 +137,7 @@ def main():
     if "--write" in sys.argv:
         table.write_text(text)
         return
-    if problems := list(problems_of_docs(rows)):
+    if problems := [*problems_of_docs(rows), *narrow_accesses(build)]:
         sys.exit("\n".join(problems))
     recorded = table.read_text()
     if recorded.split(";")[0] != text.split(";")[0]:

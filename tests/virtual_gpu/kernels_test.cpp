@@ -37,9 +37,11 @@ TEST_F(VirtualGpu, CountsTheBytesOfAKernel) {
   launch_planted("sound_kernel", out, in, 2);
   EXPECT_EQ(count("bytes_read", "sound_kernel"), 512u);
   EXPECT_EQ(count("bytes_written", "sound_kernel"), 512u);
+  EXPECT_EQ(count("bytes_requested", "sound_kernel"), 1024u);
   launch_planted("blocks_share_a_result_kernel", out, in, 1);
   EXPECT_EQ(count("bytes_read", "blocks_share_a_result_kernel"), 4u);
   EXPECT_EQ(count("bytes_written", "blocks_share_a_result_kernel"), 256u);
+  EXPECT_EQ(count("bytes_requested", "blocks_share_a_result_kernel"), 512u) << "each thread reads the same";
 }
 
 TEST_F(VirtualGpu, FindsRacesWithinAKernel) {

@@ -181,10 +181,12 @@ TEST_P(Float8Device, CastsOfManyEqualTheComposition) {
           for (const bool power_of_two : {false, true}) {
             if (power_of_two && (from != at::kBFloat16 || transposed))
               continue;  // it concerns the scale alone
-            // Rows that a GPU's kernel takes, of several lengths in one launch, or matrices of any size.
+            // Rows that a GPU's kernel takes, of several lengths in one launch, or matrices of any size. The largest only
+            // in one pair of types, because virtual GPUs take seconds for it.
+            const bool with_largest = from == at::kBFloat16 && to == at::kFloat8_e4m3fn;
             std::vector<at::Tensor> xs, moved;
             for (const at::Tensor& x : matrices(from))
-              if (!by_vector || x.size(1) % 16 == 0) xs.push_back(x);
+              if ((!by_vector || x.size(1) % 16 == 0) && (with_largest || x.size(1) < 1024)) xs.push_back(x);
             xs.push_back(at::randn({3, 48}).to(from));
             xs.push_back(at::randn({1, 16384}).to(from));
             for (const at::Tensor& x : xs) moved.push_back(there(x));
@@ -351,10 +353,7 @@ TEST(Float8KernelsOnGpu, ReadAndWriteEveryByteOnce) {
     start();
     run();
     EXPECT_EQ(count("launches", nullptr, nullptr), launches) << kernel;
-    table.add(
-        kernel,
-        static_cast<double>(count("bytes_read", nullptr, kernel) + count("bytes_written", nullptr, kernel)),
-        least);
+    table.add(kernel, count, least);
   };
   constexpr auto e4m3 = at::kFloat8_e4m3fn;
   at::Tensor parts, of_columns;
@@ -447,10 +446,7 @@ TEST(Float8KernelsOnGpu, ScalesAndProductsOfVectorsTakeNoOtherLaunches) {
   }
   EXPECT_EQ(count("launches", nullptr, nullptr), 2u);
   testing::KernelTable table;
-  table.add("scale_sums_kernel",
-            static_cast<double>(count("bytes_read", nullptr, "scale_sums_kernel") +
-                                count("bytes_written", nullptr, "scale_sums_kernel")),
-            static_cast<double>(2 * out.nbytes() + made.inverse.nbytes()));
+  table.add("scale_sums_kernel", count, static_cast<double>(2 * out.nbytes() + made.inverse.nbytes()));
   table.expect_equals_docs();
 }
 

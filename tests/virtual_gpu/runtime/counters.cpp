@@ -17,6 +17,7 @@ constexpr std::pair<const char*, uint64_t Count::*> fields[] = {
     {"launches", &Count::launches},
     {"bytes_read", &Count::bytes_read},
     {"bytes_written", &Count::bytes_written},
+    {"bytes_requested", &Count::bytes_requested},
     {"host_waits", &Count::host_waits},
     {"calls", &Count::calls},
     {"bytes", &Count::bytes},
@@ -120,12 +121,13 @@ void count_operation(Operation& operation) {
   if (!counts) return;
   operation.count = &(*counts)[operation.name];
   ++operation.count->launches;
-  count_ranges(operation, operation.ranges);
+  count_accesses(operation, {operation.ranges});
 }
 
-void count_ranges(const Operation& operation, const std::vector<Range>& ranges) {
+void count_accesses(const Operation& operation, const Accessed& accessed) {
   if (!operation.count) return;
-  for (const Range& range : ranges) {
+  operation.count->bytes_requested += accessed.bytes_requested;
+  for (const Range& range : accessed.ranges) {
     if (range.is_written) operation.count->bytes_written += range.bytes;
     if (!range.is_written || range.is_read_too) operation.count->bytes_read += range.bytes;
   }

@@ -7,20 +7,21 @@
 namespace virtual_gpu {
 
 struct Count {
-  uint64_t launches = 0;       ///< operations that were queued
-  uint64_t bytes_read = 0;     ///< by these
-  uint64_t bytes_written = 0;  ///< by these
-  uint64_t host_waits = 0;     ///< calls in which the host waited for the device
-  uint64_t calls = 0;          ///< other calls: allocations, communicators
-  uint64_t bytes = 0;          ///< allocated by these
+  uint64_t launches = 0;         ///< operations that were queued
+  uint64_t bytes_read = 0;       ///< by these; a byte counts once in an operation, here and below
+  uint64_t bytes_written = 0;    ///< by these
+  uint64_t bytes_requested = 0;  ///< by threads of LibTitan's kernels; a byte counts each time
+  uint64_t host_waits = 0;       ///< calls in which the host waited for the device
+  uint64_t calls = 0;            ///< other calls: allocations, communicators
+  uint64_t bytes = 0;            ///< allocated by these
 };
 
 /// An operation's name and the module that the calling thread is in: "aten::mm in layers.3.attention".
 std::shared_ptr<const std::string> label_here(const std::string& name);
 
-/// Counts the operation's launch and ranges, and remembers where ranges that it adds belong.
+/// Counts the operation's launch and ranges, and remembers where accesses that it adds belong.
 void count_operation(Operation& operation);
-void count_ranges(const Operation& operation, const std::vector<Range>& ranges);
+void count_accesses(const Operation& operation, const Accessed& accessed);
 void count_host_wait(const std::string& call);
 void count_allocation(const std::string& call, size_t bytes);
 /// For programs that end without exit(). Writes nothing if nothing was counted, because a launcher shares its rank's file.

@@ -42,7 +42,7 @@ bool is_too_early(State& s, Stream& stream, Time now) {
 }
 
 // By the running operation.
-std::vector<Range> found_ranges;
+Accessed found;
 const Stamp* stamp_of_running = nullptr;
 
 enum class Outcome { nothing, must_retry, done };
@@ -70,9 +70,9 @@ Outcome run_first(Lock& lock, State& s, Stream& stream) {
     lock.lock();
     stream.is_running = false;
     if (!done) return Outcome::must_retry;
-    count_ranges(operation, found_ranges);
-    operation.ranges.insert(operation.ranges.end(), found_ranges.begin(), found_ranges.end());
-    found_ranges.clear();
+    count_accesses(operation, found);
+    operation.ranges.insert(operation.ranges.end(), found.ranges.begin(), found.ranges.end());
+    found = {};
     check_ranges(operation);
     check_reads(operation);
   }
@@ -158,7 +158,7 @@ void stop_scheduler(void* /*unused*/) {
   work_available().notify_all();
   s.changed.wait_for(lock, std::chrono::minutes(2), [] { return has_stopped; });
 }
-void add_ranges(std::vector<Range> ranges) { found_ranges = std::move(ranges); }
+void add_accesses(Accessed accessed) { found = std::move(accessed); }
 
 void wait_for(Lock& lock, Stream& stream) {
   work_available().notify_all();

@@ -60,8 +60,14 @@ Operation computation(std::string name, std::vector<Range> ranges, std::function
 /// VIRTUAL_GPU_QUEUE_LIMIT or CUDA_LAUNCH_BLOCKING says so. An error, which cudaGetLastError returns, too, if the capture has failed.
 cudaError_t submit(cudaStream_t stream, Operation operation);
 
-/// Adds to the ranges of the operation that is running, for one that learns what it accesses by running. Only on the scheduler's thread.
-void add_ranges(std::vector<Range> ranges);
+/// A kernel's accesses to device memory.
+struct Accessed {
+  std::vector<Range> ranges;     ///< each byte once
+  uint64_t bytes_requested = 0;  ///< by threads: a byte counts each time
+};
+
+/// For an operation that learns what it accesses by running. Only on the scheduler's thread.
+void add_accesses(Accessed accessed);
 
 /// The host waits in this call until all operations of the stream have run. A stream that is being captured can't be waited for.
 void wait_for(cudaStream_t stream, const std::string& call);

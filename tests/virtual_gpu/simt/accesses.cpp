@@ -132,6 +132,7 @@ class Accesses {
     if (at >= number_of(&__ehdr_start) && at < number_of(&_end)) {
       access_to_library(at, bytes, kind);
     } else {
+      accessed_.bytes_requested += bytes;
       for (size_t done = 0; done < bytes;) {  // it may go over the end of a page
         const size_t in_page = (at + done) % (1 << page_bits);
         const size_t part = std::min(bytes - done, (1 << page_bits) - in_page);
@@ -151,11 +152,11 @@ class Accesses {
     }
   }
 
-  std::vector<Range> finish() {
+  Accessed finish() {
     std::vector<uintptr_t> numbers;
     for (const auto& [number, page] : pages_) numbers.push_back(number);
     std::ranges::sort(numbers);
-    std::vector<Range> ranges;
+    std::vector<Range>& ranges = accessed_.ranges;
     for (const bool is_written : {false, true}) {
       Range open;
       for (const uintptr_t number : numbers) {
@@ -187,7 +188,7 @@ class Accesses {
     for (auto& [number, page] : pages_) unused_.push_back(std::move(page));
     pages_.clear();
     recent_ = {};
-    return ranges;
+    return std::exchange(accessed_, {});
   }
 
  private:
@@ -306,6 +307,7 @@ class Accesses {
   std::unordered_map<uintptr_t, std::unique_ptr<Page>> pages_;
   std::array<Recent, 64> recent_;
   std::vector<std::unique_ptr<Page>> unused_;
+  Accessed accessed_;
 };
 
 Accesses& accesses() {
@@ -329,7 +331,7 @@ void watch(uint32_t thread, const char* stack, size_t stack_bytes) {
 }
 void stop_watching() { watched = {}; }
 void change(const void* address, size_t bytes) { access(address, bytes, Kind::atomic); }
-std::vector<Range> end_kernel() { return accesses().finish(); }
+Accessed end_kernel() { return accesses().finish(); }
 
 }  // namespace virtual_gpu::simt
 

@@ -20,7 +20,6 @@ void pass_barrier();
 void watch(uint32_t thread, const char* stack, size_t stack_bytes);
 void stop_watching();
 
-/// The bytes of the device's memory that the kernel has accessed.
-std::vector<Range> end_kernel();
+Accessed end_kernel();
 
 }  // namespace virtual_gpu::simt

@@ -291,7 +291,7 @@ void launch(Kernel kernel, cudaStream_t stream) {
                  place.block = {x, y, z};
                  block().run(kernel.block, kernel.run);
                }
-           add_ranges(end_kernel());
+           add_accesses(end_kernel());
          }));
 }
 
