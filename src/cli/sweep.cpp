@@ -564,7 +564,7 @@ int sweep_command(const Arguments& words) {
   parser.value("--only", given, "INDEX",
                "only the run with this index, from 0 (default: SLURM_ARRAY_TASK_ID)");
   parser.parse(words);
-  Plan plan = read_plan(file);
+  sweep::Plan plan = read_plan(file);
   const auto only = chosen_index(given, plan.runs.size());
   Sweep sweep(std::move(plan), only);
   if (list) return print(sweep.summary());

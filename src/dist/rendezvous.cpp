@@ -222,7 +222,7 @@ std::string register_rank(c10d::Store& store, const Launch& launch) {
   return "";
 }
 
-std::string list_ranks(const std::vector<int>& ranks) {
+std::string list_missing(const std::vector<int>& ranks) {
   constexpr size_t most = 32;
   const std::string text = list_str(std::span(ranks).first(std::min(most, ranks.size())));
   return ranks.size() > most ? str(text, ", ... (", ranks.size(), " in all)") : text;
@@ -233,7 +233,7 @@ std::string missing_peers(c10d::Store& store, const Launch& launch, const Wait& 
   for (int rank = 0; rank < launch.size; ++rank)
     if (!store.check({key_of(rank)})) missing.push_back(rank);
   return str(missing.size(), " of ", launch.size, " ranks didn't connect to ", where(launch), " within ",
-             seconds(wait.timeout), " s, missing: ", list_ranks(missing));
+             seconds(wait.timeout), " s, missing: ", list_missing(missing));
 }
 
 void wait_until_ready(c10d::Store& store, const Launch& launch, const Wait& wait) {
