@@ -119,8 +119,10 @@ inline Operand kept_of(const Operand& input, const Products& products) {
 /// product's.
 class RecomputingNode : public BackwardNode {
  public:
-  /// Computes the output again from the saved inputs. The node keeps the unpacked inputs until its own
-  /// backward, because with activation checkpointing, unpacking twice would compute them twice.
+  /// Unpacks the saved inputs. The node keeps them until its own backward, because with activation checkpointing,
+  /// unpacking twice would compute them twice.
+  virtual void unpack_inputs() = 0;
+  /// Computes the output again from the saved inputs.
   virtual at::Tensor recompute() = 0;
   /// The same for a caller that already knows the output's gradient, which it is about to return. The node computes its own
   /// backward in the same pass over its inputs, and keeps the result for a call with this very gradient; with any other one (a
@@ -158,17 +160,26 @@ class SavedInput {
   /// The operand, with `values` in the input's shape. grad: the input's whole gradient, if it is known and returned from the
   /// same node.
   Operand unpack(const at::Tensor& grad = {}) const {
+    Operand operand = unpack_saved();
+    recompute(operand, grad);
+    return operand;
+  }
+  /// The two halves of unpack(). Only the first may run a checkpointed layer again.
+  Operand unpack_saved() const {
     Operand operand;
+    operand.dtype = dtype_;
     if (maker_) {
-      operand = grad.defined() ? maker_->recompute_with_backward(grad) : maker_->recompute();
+      maker_->unpack_inputs();
       operand.along_rows.scale = scale_.unpack();
       return operand;
     }
     operand.values = values_.unpack();
-    operand.dtype = dtype_;
     operand.along_rows = along_rows_.unpack();
     operand.down_columns = down_columns_.unpack();
     return operand;
+  }
+  void recompute(Operand& operand, const at::Tensor& grad = {}) const {
+    if (maker_) operand.values = grad.defined() ? maker_->recompute_with_backward(grad) : maker_->recompute();
   }
   void reset_data() {
     scale_.reset_data();

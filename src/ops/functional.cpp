@@ -187,17 +187,19 @@ at::Tensor swiglu_forward(const GateAndUp& in) {
 struct SwigluBackward final : RecomputingNode {
   SavedVariable gate, up;
 
+  void unpack_inputs() override {
+    if (!unpacked_) unpacked_ = {gate.unpack(), up.unpack()};
+  }
   at::Tensor recompute() override {
-    unpacked_ = {gate.unpack(), up.unpack()};
+    unpack_inputs();
     return swiglu_forward(*unpacked_);
   }
   at::Tensor recompute_with_backward(const at::Tensor& grad) override {
     static const auto op =
         find_operator<decltype(composite::swiglu_with_backward)>("titan::swiglu_with_backward");
-    const GateAndUp in{gate.unpack(), up.unpack()};
-    auto [out, grad_gate, grad_up] = op.call(grad, in.first, in.second);
+    unpack_inputs();
+    auto [out, grad_gate, grad_up] = op.call(grad, unpacked_->first, unpacked_->second);
     ahead_ = Ahead{grad, grad._version(), {std::move(grad_gate), std::move(grad_up)}};
-    unpacked_ = in;
     return out;
   }
   variable_list backward(const at::Tensor& grad) override {
@@ -207,7 +209,7 @@ struct SwigluBackward final : RecomputingNode {
       unpacked_.reset();
       return ahead->results;
     }
-    if (!unpacked_) unpacked_ = {gate.unpack(), up.unpack()};
+    unpack_inputs();
     const GateAndUp in = *std::exchange(unpacked_, std::nullopt);
     auto [grad_gate, grad_up] = op.call(grad, in.first, in.second);
     return {std::move(grad_gate), std::move(grad_up)};

@@ -188,8 +188,9 @@ at::Tensor multiply_and_scatter(const SequenceExchange& exchange, Pass pass, std
   const auto sum_over = [&](const auto& rows_of) {
     at::Tensor sum;
     for (const Summand& each : summands) {
-      const at::Tensor one = product(*each.products, pass, rows_of(each), each.weight);
-      sum = sum.defined() ? sum.add_(one) : one;
+      // Only gradients of inputs have several summands.
+      sum = sum.defined() ? each.products->add_grad_input(sum, rows_of(each), each.weight)
+                          : product(*each.products, pass, rows_of(each), each.weight);
     }
     return sum;
   };
@@ -252,7 +253,7 @@ struct ScatteredLinearBackward final : BackwardNode {
     // Unpack first: with checkpointing this may run the layer again, whose exchanges must end before this one
     // begins.
     const Operand weight_OI = wants_x ? weight.unpack() : Operand();
-    const Operand x_NI = wants_weight ? as_rows(x.unpack()) : Operand();
+    Operand x_NI = wants_weight ? x.unpack_saved() : Operand();
     PulledGather gather(*exchange, products->part(as_rows(grad), Pass::Backward, /*trains=*/true), grad);
     const bool by_parts = wants_x && gather.multiplies_parts(*products, Pass::Backward, features);
     if (by_parts) results[X] = gather.multiply_parts(*products, Pass::Backward, weight_OI, features);
@@ -263,7 +264,9 @@ struct ScatteredLinearBackward final : BackwardNode {
       sizes[1] *= exchange->count();
       results[X] = products->grad_input(whole, weight_OI).view(sizes);
     }
-    if (wants_weight) results[Weight] = weight_gradient(products, weight.sink, whole, x_NI);
+    if (!wants_weight) return results;
+    x.recompute(x_NI, results[X]);
+    results[Weight] = weight_gradient(products, weight.sink, whole, as_rows(std::move(x_NI)));
     return results;
   }
   void release_variables() override {
