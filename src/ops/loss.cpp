@@ -46,14 +46,10 @@ struct LinearCrossEntropyBackward final : BackwardNode {
     }
     return grads;
   }
-  // GPUs would round a scalar tensor to the other operand's 16 bits; CPUs use its exact value.
+  // GPUs would round a scalar tensor to the other operand's 16 bits, but a vector makes them compute in its dtype. CPUs
+  // use a scalar's exact value, and would make a wide copy for a vector.
   static at::Tensor scaled(at::Tensor tensor, const at::Tensor& factor) {
-    if (tensor.element_size() > 2 || tensor.is_cpu()) return tensor.mul_(factor);
-    // In parts, which need less memory than a wide copy of all.
-    constexpr int64_t part = int64_t{1} << 22;
-    for (const at::Tensor& values : tensor.view({-1}).split(part))
-      values.copy_(values.to(factor.scalar_type()).mul_(factor));
-    return tensor;
+    return tensor.mul_(tensor.is_cpu() ? factor : factor.view({1}));
   }
   // Scaling in place saves a large buffer, but allows only one backward.
   static at::Tensor take(at::Tensor& tensor) { return std::exchange(tensor, at::Tensor()); }

@@ -198,6 +198,7 @@ TEST(LossHead, BytesOfASteadyStepAreKnown) {
   constexpr int64_t tokens = 8192, vocabulary = 128'256;
   count_step(nccl_world(), 1, tokens, {"--activation_checkpoint.mode=none"}, Kernels::Launched, vocabulary);
   ASSERT_GT(count("launches", "output", "cross_entropy_kernel"), 0);
+  EXPECT_EQ(count("launches", "output backward", "aten::mul_"), 2) << "each gradient is scaled in one pass";
   constexpr int64_t by_kernel =
       2 * tokens * vocabulary * 2;  // it isn't run; it reads and writes the logits in bf16
   const int64_t bytes = count("bytes_read", "output") + count("bytes_written", "output") + by_kernel;
