@@ -12,7 +12,6 @@
 #include "observe/profiling.h"
 #include "observe/stragglers.h"
 #include "observe/structured_log.h"
-#include "ops/reference_kernels.h"
 #include "titan/config/load.h"
 #include "titan/core/log.h"
 #include "titan/data/feed.h"
@@ -32,13 +31,6 @@ void set_determinism(const DebugSettings& debug) {
   at::globalContext().setDeterministicAlgorithms(true, debug.deterministic_warn_only);
   at::globalContext().setDeterministicCuDNN(true);
   at::globalContext().setBenchmarkCuDNN(false);
-}
-
-// From here on, in the whole process.
-void choose_kernels(const ops::OpsSettings& settings) {
-  if (settings.kernels != "reference") return;
-  [[maybe_unused]] static const auto* const for_the_process = new ops::ReferenceKernels;
-  log::info("ops.kernels = \"reference\": LibTorch's operations in place of LibTitan's kernels");
 }
 
 // Seeds LibTorch's own generators, which dropout uses: different numbers for different tokens and stages.
@@ -322,7 +314,6 @@ Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on
   if (world.rank() == 0) make_folder(dump_folder(config));
   auto structured_log = build_structured_log(config, world);
   set_determinism(config.debug);
-  choose_kernels(config.ops);
   const at::Device device = world.device();
   // Before anything that the snapshots should show is allocated.
   if (config.profiling.enable_memory_snapshot) record_memory_history(device);

@@ -7,6 +7,7 @@
 #include "job/build.h"
 #include "job/pipeline_stages.h"
 #include "nn/constructed_modules.h"
+#include "ops/reference_kernels.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/float8/convert.h"
@@ -169,6 +170,13 @@ void check_checkpointed(const JobConfig& config, TrainableModel& model) {
                         " checkpoints no layer of this model; set the mode to \"none\""));
 }
 
+// From here on, in the whole process.
+void choose_kernels(const ops::OpsSettings& settings) {
+  if (settings.kernels != "reference" || ops::ReferenceKernels::in_use()) return;
+  [[maybe_unused]] static const auto* const for_the_process = new ops::ReferenceKernels;
+  log::info("ops.kernels = \"reference\": LibTorch's operations in place of LibTitan's kernels");
+}
+
 // Every head computes the same loss; only a pipeline's last stage has one.
 void set_job_loss(const JobConfig& config, TrainableModel& model) {
   const nn::LossKind& kind = nn::losses().get(config.loss.name);
@@ -232,6 +240,7 @@ std::unique_ptr<TrainableModel> build_model(const JobConfig& config, const Meshe
 }
 
 BuiltModels build_models(const JobConfig& config, const Meshes& meshes, int64_t num_batches) {
+  choose_kernels(config.ops);
   const at::Device device = meshes.world.world().device();
   if (meshes.pp.size() > 1) return build_pipeline(config, meshes, device, num_batches);
   if (meshes.world.rank() == 0) log_float8_layers(config);

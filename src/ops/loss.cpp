@@ -13,6 +13,7 @@
 
 #include "ops/autograd_node.h"
 #include "ops/operators.h"
+#include "ops/reference_kernels.h"
 #include "titan/tensor/placement.h"
 
 namespace titan::ops {
@@ -84,8 +85,9 @@ struct ChunkLoop {
   // On a GPU, every chunk reads and writes the weight's gradient, so that small ones would move mostly that. Where no
   // kernel takes the logits, chunks stay small, because LibTorch's operations make several wide copies of one.
   int64_t fewest_rows(int64_t row_bytes) const {
-    const bool has_kernel = row_bytes % 16 == 0 && hidden_ND.scalar_type() != at::kDouble &&
-                            hidden_ND.scalar_type() != at::kHalf && !(part().parts && part().gather_logits);
+    const bool has_kernel = !ReferenceKernels::in_use() && row_bytes % 16 == 0 &&
+                            hidden_ND.scalar_type() != at::kDouble && hidden_ND.scalar_type() != at::kHalf &&
+                            !(part().parts && part().gather_logits);
     return hidden_ND.is_cuda() && has_kernel ? 4096 : 1;
   }
 

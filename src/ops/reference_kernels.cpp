@@ -1,5 +1,6 @@
 #include "ops/reference_kernels.h"
 
+#include <atomic>
 #include <string>
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -19,7 +20,11 @@ class NoWarnings : public c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };
 
+std::atomic<int> num_objects = 0;
+
 }  // namespace
+
+bool ReferenceKernels::in_use() { return num_objects > 0; }
 
 ReferenceKernels::ReferenceKernels() {
   NoWarnings no_warnings;
@@ -35,8 +40,9 @@ ReferenceKernels::ReferenceKernels() {
     }
     registrations_.push_back(std::move(library));
   }
+  ++num_objects;
 }
 
-ReferenceKernels::~ReferenceKernels() = default;
+ReferenceKernels::~ReferenceKernels() { --num_objects; }
 
 }  // namespace titan::ops

@@ -19,6 +19,9 @@ class ReferenceKernels {
   ReferenceKernels(const ReferenceKernels&) = delete;
   ReferenceKernels& operator=(const ReferenceKernels&) = delete;
 
+  /// Whether an object lives.
+  static bool in_use();
+
  private:
   std::vector<std::unique_ptr<torch::Library>> registrations_;
 };

@@ -340,6 +340,14 @@ TEST(PlanCommand, CopiesToTheHostTakeAsLongAsTheBusSays) {
   EXPECT_LT(fast.at("step_s").get<double>(), 1.1 * step_at("64", "none").at("step_s").get<double>());
 }
 
+TEST(PlanCommand, CountsTheReferencesOperationsWhereAJobUsesThem) {
+  const json found =
+      plan_json("llama3_8b", 2, {"--model.args.n_layers=2", "--ops.kernels=reference"}).at("operations");
+  ASSERT_FALSE(found.empty());
+  for (const json& row : found)
+    EXPECT_FALSE(row.at("operation").get<std::string>().ends_with("_kernel")) << row.at("operation");
+}
+
 TEST(PlanCommand, CountsWhatIsOutsideTheAllocator) {
   const Words words = {"--model.args.n_layers=2", "--parallelism.tensor_parallel_degree=8",
                        "--parallelism.enable_async_tensor_parallel"};

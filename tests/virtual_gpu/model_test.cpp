@@ -436,12 +436,12 @@ TEST_P(Recipes, FitTheirGpu) {
 
 INSTANTIATE_TEST_SUITE_P(
     All, Recipes,
-    ::testing::Values(Recipe{"llama3_8b", 8, 33.95}, Recipe{"llama3_8b_2d", 8, 33.80},
-                      Recipe{"llama3_8b_3d", 8, 21.08}, Recipe{"llama3_8b_long", 8, 25.60},
+    ::testing::Values(Recipe{"llama3_8b", 8, 33.95}, Recipe{"llama3_8b_2d", 8, 34.14},
+                      Recipe{"llama3_8b_3d", 8, 21.42}, Recipe{"llama3_8b_long", 8, 25.60},
                       Recipe{"llama3_70b", 256, 22.66}, Recipe{"llama3_70b_2d", 256, 22.66},
-                      Recipe{"llama3_70b_3d", 256, 35.09}, Recipe{"llama3_405b", 512, 28.63},
-                      Recipe{"llama3_405b_2d", 512, 28.63}, Recipe{"llama3_405b_3d", 512, 22.64},
-                      Recipe{"llama3_405b_pp", 512, 35.15}, Recipe{"llama3_405b_pp_interleaved", 512, 37.03}),
+                      Recipe{"llama3_70b_3d", 256, 35.09}, Recipe{"llama3_405b", 512, 28.60},
+                      Recipe{"llama3_405b_2d", 512, 28.60}, Recipe{"llama3_405b_3d", 512, 22.76},
+                      Recipe{"llama3_405b_pp", 512, 35.28}, Recipe{"llama3_405b_pp_interleaved", 512, 37.16}),
     [](const auto& info) { return std::string(info.param.name); });
 
 Recipe with(const char* variant, Words words, Recipe recipe) {
@@ -464,7 +464,7 @@ INSTANTIATE_TEST_SUITE_P(
              {kFloat8, kSettings + "scaling_type_input=delayed", kSettings + "scaling_type_weight=delayed",
               kSettings + "scaling_type_grad_output=delayed"},
              {"llama3_8b", 8, 34.15}),
-        with("_float8", {kFloat8}, {"llama3_8b_2d", 8, 34.13}),
+        with("_float8", {kFloat8}, {"llama3_8b_2d", 8, 34.16}),
         with("_float8", {kFloat8}, {"llama3_405b_pp", 512, 32.86}),
         with("_bfloat16_states", {"--optimizer.state_dtype=bfloat16"}, {"llama3_8b", 8, 30.21}),
         with("_bfloat16", {"--training.dtype=bfloat16", "--optimizer.stochastic_rounding"},

@@ -13,6 +13,7 @@
 #include "dist/device_backend.h"
 #include "ops/attention.h"
 #include "ops/operators.h"
+#include "ops/reference_kernels.h"
 #include "titan/ops/functional.h"
 #include "titan/ops/linear.h"
 #include "titan/ops/loss.h"
@@ -496,6 +497,32 @@ TEST(KernelsOnGpu, NaNsInOnePackOfLogitsStayInTheLoss) {
   const at::Tensor loss =
       find_operator<decltype(composite::cross_entropy_)>("titan::cross_entropy_").call(logits, labels, true);
   EXPECT_TRUE(std::isnan(loss.item<double>()));
+}
+
+// The reference makes several wide copies of a chunk's logits, and so may not take the large chunks of the kernels.
+TEST(KernelsOnGpu, LargeChunksOfLogitsAreForTheLossKernelOnly) {
+  if (!dist::open_cuda_plugin()) GTEST_SKIP() << "no GPU is visible";
+  const auto on_gpu = at::TensorOptions().device(at::kCUDA).dtype(at::kBFloat16);
+  const at::Tensor hidden = at::ones({64, 16}, on_gpu).requires_grad_(), weight = at::ones({32, 16}, on_gpu),
+                   labels = at::ones({64}, on_gpu.dtype(at::kLong));
+  const auto num_chunks = [&] {
+    static int chunks = 0;
+    chunks = 0;
+    const auto handle =
+        at::addThreadLocalCallback(at::RecordFunctionCallback([](const at::RecordFunction& call)
+                                                                  -> std::unique_ptr<at::ObserverContext> {
+                                     chunks += std::string(call.name()) == "titan::cross_entropy_";
+                                     return nullptr;
+                                   }).scopes({at::RecordScope::FUNCTION}));
+    linear_cross_entropy(
+        hidden, weight, labels,
+        {.global_valid_tokens = 64, .chunk_bytes = 8 * 32 * 2, .products = default_products()});
+    at::removeCallback(handle);
+    return chunks;
+  };
+  EXPECT_EQ(num_chunks(), 1);
+  const ReferenceKernels reference;
+  EXPECT_EQ(num_chunks(), 8);
 }
 
 // The cases themselves, also without a GPU: fp32 against float64 on the CPU.
