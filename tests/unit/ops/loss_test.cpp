@@ -281,11 +281,14 @@ class ThreadParts final : public RankParts {
     explicit Board(int count) : barrier(count), sent(static_cast<size_t>(count)) {}
     std::barrier<> barrier;
     std::vector<at::Tensor> sent;
+    int num_exchanges = 0;
   };
   ThreadParts(Board& board, int index) : board_(board), index_(index) {}
   int index() const override { return index_; }
   int count() const override { return static_cast<int>(board_.sent.size()); }
-  void all_gather(const at::Tensor& out, const at::Tensor& in, const char* /*phase*/) const override {
+  void all_gather(const at::Tensor& out, const at::Tensor& in, const char* phase) const override {
+    EXPECT_STREQ(phase, "tp::vocabulary");
+    board_.num_exchanges += index_ == 0;
     board_.sent[static_cast<size_t>(index_)] = in;
     board_.barrier.arrive_and_wait();
     for (int i = 0; i < count(); ++i) out[i].copy_(board_.sent[static_cast<size_t>(i)]);
@@ -301,6 +304,16 @@ struct RankResult {
   at::Tensor loss, grad_hidden, grad_weight;
 };
 
+constexpr int64_t kChunkBytes = 29 * 8 * 5;
+
+// Each chunk of tokens takes one exchange: of its statistics, or of its logits.
+int64_t num_exchanges(const HeadCase& c, int count, bool gather_logits) {
+  const int64_t vocabulary = c.weight.size(0), tokens = c.labels.numel(),
+                columns = gather_logits ? vocabulary : padded_chunk_length(vocabulary, count),
+                rows = kChunkBytes / (8 * columns);
+  return (tokens + rows - 1) / rows;
+}
+
 std::vector<RankResult> results_of_ranks(const HeadCase& c, const std::shared_ptr<const TokenLoss>& loss,
                                          int count, bool gather_logits) {
   ThreadParts::Board board(count);
@@ -311,7 +324,7 @@ std::vector<RankResult> results_of_ranks(const HeadCase& c, const std::shared_pt
       const Chunk rows = chunk_of(c.weight.size(0), count, rank);
       const at::Tensor hidden = c.hidden.clone().requires_grad_(),
                        weight = c.weight.narrow(0, rows.offset, rows.length).clone().requires_grad_();
-      LossOptions options = options_for(c.count(), 29 * 8 * 5);
+      LossOptions options = options_for(c.count(), kChunkBytes);
       options.loss = loss;
       options.part = {.first = rows.offset,
                       .size = c.weight.size(0),
@@ -322,6 +335,7 @@ std::vector<RankResult> results_of_ranks(const HeadCase& c, const std::shared_pt
       results[static_cast<size_t>(rank)] = {result.detach(), hidden.grad(), weight.grad()};
     });
   for (std::thread& rank : ranks) rank.join();
+  EXPECT_EQ(board.num_exchanges, num_exchanges(c, count, gather_logits));
   return results;
 }
 
