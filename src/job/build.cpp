@@ -154,6 +154,11 @@ TrainerOptions build_options(const JobConfig& config, const dist::World& world) 
 }
 
 void describe_job(const JobConfig& config, const dist::World& world, const Meshes& meshes) {
+  if (config.compile.enable && meshes.pp.size() > 1)
+    log::warning_rank0(
+        "compile.enable: graphs of a pipeline's schedule have run on virtual GPUs only; if a step hangs, "
+        "turn "
+        "it off (docs/gpu_performance.md)");
   std::string rows;
   for (const RowMesh& axis : meshes.row_axes) rows += str(", ", axis.kind, " parallel ", axis.mesh.size());
   ModelSizes sizes = config.spec().sizes(config.args());

@@ -25,6 +25,9 @@ grep -q "is recorded as a CUDA graph" "$folder/true.log" || { echo "nothing was 
 parts=0
 [ "$(basename "$folder")" != host_lr ] || parts=1
 [ "$(grep -c "The optimizer's part runs as usual" "$folder/true.log")" = $parts ] || { echo "the wrong parts are recorded:"; tail -n 20 "$folder/true.log"; exit 1; }
+warnings=0
+[[ $(basename "$folder") != pipeline* ]] || warnings=1
+[ "$(grep -c "graphs of a pipeline's schedule have run on virtual GPUs only" "$folder/true.log")" = $warnings ] || { echo "there should be $warnings warnings of a pipeline's graphs"; exit 1; }
 numbers() { sed -n 's/.*\(step: .*grad_norm: *[0-9.]*\).*/\1/p' "$folder/$1.log"; }
 [ "$(numbers true | wc -l)" = 8 ] || { echo "no numbers of eight steps:"; tail -n 20 "$folder/true.log"; exit 1; }
 diff <(numbers false) <(numbers true)
