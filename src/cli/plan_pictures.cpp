@@ -69,6 +69,25 @@ std::string lane_name(const train::PlannedRole& role, int64_t stream) {
   return str("group ", -1 - stream);
 }
 
+struct Lane {
+  std::string name;
+  std::vector<const Span*> spans;
+};
+
+// The computation first, then other streams, then groups.
+std::vector<Lane> lanes_of(const train::JobPlan& plan, size_t rank) {
+  std::map<std::pair<bool, int64_t>, Lane> lanes;
+  for (const Span& span : plan.step.spans)
+    if (span.rank == static_cast<int>(rank))
+      lanes[{span.stream < 0, std::abs(span.stream)}].spans.push_back(&span);
+  std::vector<Lane> ordered;
+  for (auto& [place, lane] : lanes) {
+    lane.name = lane_name(plan.roles[rank], lane.spans[0]->stream);
+    ordered.push_back(std::move(lane));
+  }
+  return ordered;
+}
+
 // ---- the image
 
 constexpr double kWidth = 1200, kLeft = 150, kRight = 20, kLane = 16, kGap = 10, kTop = 64, kMemory = 240;
@@ -162,20 +181,12 @@ class Image {
   }
 
   std::string streams_of(size_t rank, bool only_default, double& y) const {
-    std::map<int64_t, std::vector<const Span*>> lanes;
-    for (const Span& span : plan_.step.spans)
-      if (span.rank == static_cast<int>(rank) && (!only_default || span.stream == 0))
-        lanes[span.stream].push_back(&span);
-    const train::PlannedRole& role = plan_.roles[rank];
     std::string text;
-    // The computation first, then other streams, then groups.
-    std::vector<int64_t> order;
-    for (const auto& [stream, spans] : lanes) order.push_back(stream);
-    std::ranges::sort(order, {}, [](int64_t stream) { return stream >= 0 ? stream : 1'000'000 - stream; });
-    for (const int64_t stream : order) {
-      const std::string name = only_default ? role.rank.role.name : lane_name(role, stream);
-      text += label(kLeft - 6, y + 11, name, "end") + lane(lanes[stream], y);
+    for (Lane& each : lanes_of(plan_, rank)) {
+      const std::string& name = only_default ? plan_.roles[rank].rank.role.name : each.name;
+      text += label(kLeft - 6, y + 11, name, "end") + lane(each.spans, y);
       y += kLane;
+      if (only_default) break;
     }
     return text;
   }
@@ -251,22 +262,36 @@ class Image {
 
 std::string timeline_json(const train::JobPlan& plan) {
   json events = json::array();
-  const auto micro = [](double seconds) { return std::round(seconds * 1e9) / 1e3; };
+  // Whole nanoseconds, so that no slice ends after the next one begins: Perfetto drops one of two that overlap.
+  const auto round_to_ns = [](double micro) { return std::round(micro * 1e3) / 1e3; };
+  const auto micro = [&](double seconds) { return round_to_ns(seconds * 1e6); };
   for (size_t rank = 0; rank < plan.step.ranks.size(); ++rank) {
     const train::PlannedRole& role = plan.roles[rank];
     events.push_back({{"ph", "M"},
                       {"name", "process_name"},
                       {"pid", role.rank.role.rank},
                       {"args", {{"name", str("rank ", role.rank.role.rank, ": ", role.rank.role.name)}}}});
-    std::map<int64_t, std::string> lanes;
-    for (const Span& span : plan.step.spans)
-      if (span.rank == static_cast<int>(rank)) lanes.try_emplace(span.stream);
-    for (const auto& [stream, unused] : lanes)
+    // Perfetto reads no numbers of threads below 0.
+    int64_t tid = 0;
+    for (const Lane& lane : lanes_of(plan, rank)) {
       events.push_back({{"ph", "M"},
                         {"name", "thread_name"},
                         {"pid", role.rank.role.rank},
-                        {"tid", stream},
-                        {"args", {{"name", lane_name(role, stream)}}}});
+                        {"tid", tid},
+                        {"args", {{"name", lane.name}}}});
+      for (const Span* span : lane.spans) {
+        const double begin = micro(span->begin - plan.step.begin), end = micro(span->end - plan.step.begin);
+        events.push_back({{"ph", "X"},
+                          {"name", span->name},
+                          {"cat", name_of(span->activity)},
+                          {"pid", role.rank.role.rank},
+                          {"tid", tid},
+                          {"ts", begin},
+                          {"dur", round_to_ns(end - begin)},
+                          {"args", {{"module", span->module}}}});
+      }
+      ++tid;
+    }
     double next_counted = 0;
     for (const MemoryMoment& moment : memory_of(plan, rank)) {
       if (moment.seconds < next_counted) continue;
@@ -281,15 +306,6 @@ std::string timeline_json(const train::JobPlan& plan) {
                         {"args", values}});
     }
   }
-  for (const Span& span : plan.step.spans)
-    events.push_back({{"ph", "X"},
-                      {"name", span.name},
-                      {"cat", name_of(span.activity)},
-                      {"pid", plan.roles[static_cast<size_t>(span.rank)].rank.role.rank},
-                      {"tid", span.stream},
-                      {"ts", micro(span.begin - plan.step.begin)},
-                      {"dur", micro(span.end - span.begin)},
-                      {"args", {{"module", span.module}}}});
   return json{{"displayTimeUnit", "ms"}, {"traceEvents", events}}.dump() + "\n";
 }
 

@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <fstream>
+#include <map>
 #include <numeric>
 #include <regex>
 #include <sstream>
@@ -197,22 +198,65 @@ TEST(PlanCommand, TellsAPipelinesBubble) {
               0.06);
 }
 
+int64_t nanoseconds(const json& micro) { return std::llround(1e3 * micro.get<double>()); }
+
+/// The slices of a timeline by process and the name of their thread, in order. Perfetto takes no thread's number below 0, and drops slices that
+/// overlap others of their thread.
+std::map<std::pair<int, std::string>, std::vector<json>> lanes_of(const std::string& timeline) {
+  std::ifstream file(timeline);
+  const json trace = json::parse(file);
+  std::map<std::pair<int, int>, std::string> names;
+  std::map<std::pair<int, std::string>, std::vector<json>> lanes;
+  for (const json& event : trace.at("traceEvents")) {
+    if (event.at("ph") == "C" || event.at("name") == "process_name") continue;
+    const int pid = event.at("pid"), tid = event.at("tid");
+    EXPECT_GE(tid, 0) << event;
+    if (event.at("ph") == "M") {
+      EXPECT_TRUE(names.emplace(std::pair(pid, tid), event.at("args").at("name")).second) << event;
+      continue;
+    }
+    std::vector<json>& lane = lanes[{pid, names.at({pid, tid})}];
+    if (!lane.empty())
+      EXPECT_GE(nanoseconds(event.at("ts")),
+                nanoseconds(lane.back().at("ts")) + nanoseconds(lane.back().at("dur")))
+          << lane.back() << event;
+    lane.push_back(event);
+  }
+  EXPECT_EQ(lanes.size(), names.size());
+  return lanes;
+}
+
+TEST(PlanCommand, DrawsEachGroupOfAPipelineInALaneOfItsOwn) {
+  const std::string timeline = fresh_folder("plan") / "step.json";
+  const Words words = {"--model.args.n_layers=4",
+                       "--parallelism.pipeline_parallel_degree=2",
+                       "--parallelism.tensor_parallel_degree=2",
+                       "--training.local_batch_size=2",
+                       "--timeline",
+                       timeline};
+  ASSERT_EQ(plan("llama3_8b", 8, words).status, 0);
+  const auto lanes = lanes_of(timeline);
+  for (const int rank : {0, 4})
+    for (const char* name : {"calls of pp.0-1", "calls of tp", "calls of dp_shard"})
+      EXPECT_TRUE(lanes.contains({rank, name})) << rank << name;
+  EXPECT_GT(lanes.at({0, "default"}).size(), 100U);
+}
+
 TEST(PlanCommand, WritesATimelineAndAPicture) {
   const auto folder = fresh_folder("plan");
   const std::string timeline = folder / "step.json", picture = folder / "step.svg";
   EXPECT_EQ(
       plan("llama3_8b", 8, {"--model.args.n_layers=2", "--timeline", timeline, "--svg", picture}).status, 0);
-  std::ifstream file(timeline);
-  const json trace = json::parse(file);
-  int kernels = 0;
+  const auto lanes = lanes_of(timeline);
   double end = 0;
-  for (const json& event : trace.at("traceEvents")) {
-    if (event.at("ph") != "X") continue;
-    if (event.at("tid") == 0) ++kernels;
-    EXPECT_GE(event.at("ts"), -1e3);
-    end = std::max(end, event.at("ts").get<double>() + event.at("dur").get<double>());
+  for (const auto& [unused, lane] : lanes) {
+    EXPECT_GE(lane.front().at("ts"), -1e3);
+    end = std::max(end, lane.back().at("ts").get<double>() + lane.back().at("dur").get<double>());
   }
-  EXPECT_GT(kernels, 80);
+  EXPECT_GT(lanes.at({0, "default"}).size(), 80U);
+  // Four groups are gathered in the forward and two of them again in the backward, and each is reduced. One of the gathers may begin before the step.
+  EXPECT_GE(lanes.at({0, "calls of stage"}).size(), 5U);
+  EXPECT_EQ(lanes.at({0, "calls of dp_shard.reduce"}).size(), 4U);
   EXPECT_GT(end, 10e3);
   std::ifstream image(picture);
   const std::string svg((std::istreambuf_iterator<char>(image)), std::istreambuf_iterator<char>());
