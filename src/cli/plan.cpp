@@ -6,6 +6,7 @@
 #include <cmath>
 #include <csignal>
 #include <iostream>
+#include <optional>
 #include <utility>
 
 #include <ATen/Parallel.h>
@@ -253,32 +254,46 @@ struct Change {
   train::JobPlan plan;
 };
 
-// Changes of one thing that take less memory.
-std::vector<std::vector<std::string>> smaller_jobs(const train::JobConfig& config) {
-  const train::ParallelismSettings& parallelism = config.parallelism;
-  const train::TrainingSettings& training = config.training;
-  const bool has_pipeline = parallelism.pipeline_parallel_degree > 1;
-  std::vector<std::vector<std::string>> changes;
+using Words = std::vector<std::string>;
+
+std::vector<Words> more_recomputation(const train::JobConfig& config) {
   const std::string& mode = config.activation_checkpoint.mode;
+  std::vector<Words> changes;
   if (mode == "none") changes.push_back({"--activation_checkpoint.mode=selective"});
   if (mode != "full") changes.push_back({"--activation_checkpoint.mode=full"});
-  if (has_pipeline && parallelism.pipeline_parallel_microbatch_size % 2 == 0)
-    changes.push_back({str("--parallelism.pipeline_parallel_microbatch_size=",
-                           parallelism.pipeline_parallel_microbatch_size / 2)});
-  if (!has_pipeline && training.local_batch_size % 2 == 0)
-    changes.push_back({str("--training.local_batch_size=", training.local_batch_size / 2)});
+  return changes;
+}
+
+// Other changes of one thing that take less memory, each in steps of which the first that fits is the fastest.
+std::vector<std::vector<Words>> smaller_jobs(const train::JobConfig& config, int world_size) {
+  const train::ParallelismSettings& parallelism = config.parallelism;
+  const bool has_pipeline = parallelism.pipeline_parallel_degree > 1;
+  std::vector<std::vector<Words>> changes;
+  const auto smaller_batch = [&](const char* key, int64_t batch, int64_t sequences) {
+    std::vector<Words>& steps = changes.emplace_back();
+    for (int64_t size = batch - 1; size > 0; --size)
+      if (sequences % size == 0) steps.push_back({str("--", key, "=", size)});
+  };
+  const int64_t local_batch = config.training.local_batch_size;
+  if (has_pipeline)
+    smaller_batch("parallelism.pipeline_parallel_microbatch_size",
+                  parallelism.pipeline_parallel_microbatch_size, local_batch);
+  else
+    smaller_batch("training.local_batch_size", local_batch,
+                  sequences_of(config, world_size) * parallelism.tensor_parallel_degree *
+                      parallelism.context.degree / world_size);
   if (parallelism.data_parallel_replicate_degree > 1)
     changes.push_back(
-        {"--parallelism.data_parallel_replicate_degree=1", "--parallelism.data_parallel_shard_degree=-1"});
+        {{"--parallelism.data_parallel_replicate_degree=1", "--parallelism.data_parallel_shard_degree=-1"}});
   if (parallelism.fsdp_reshard_after_forward != "always")
-    changes.push_back({"--parallelism.fsdp_reshard_after_forward=always"});
+    changes.push_back({{"--parallelism.fsdp_reshard_after_forward=always"}});
   if (!parallelism.fsdp_reduce_every_micro_batch && !has_pipeline)
-    changes.push_back({"--parallelism.fsdp_reduce_every_micro_batch=true"});
+    changes.push_back({{"--parallelism.fsdp_reduce_every_micro_batch=true"}});
   const auto doubled = [&](const char* key, int64_t degree) {
     changes.push_back(
-        {str("--parallelism.", key, "=", 2 * degree), "--parallelism.data_parallel_shard_degree=-1"});
+        {{str("--parallelism.", key, "=", 2 * degree), "--parallelism.data_parallel_shard_degree=-1"}});
   };
-  if (!config.optimizer.state_dtype) changes.push_back({"--optimizer.state_dtype=bfloat16"});
+  if (!config.optimizer.state_dtype) changes.push_back({{"--optimizer.state_dtype=bfloat16"}});
   doubled("tensor_parallel_degree", parallelism.tensor_parallel_degree);
   doubled("context_parallel_degree", parallelism.context.degree);
   doubled("pipeline_parallel_degree", parallelism.pipeline_parallel_degree);
@@ -287,10 +302,10 @@ std::vector<std::vector<std::string>> smaller_jobs(const train::JobConfig& confi
 
 constexpr size_t kMostChanges = 3;
 
-// The fastest of those that fit, with as many sequences a step.
-std::vector<Change> changes_that_fit(const Plan& plan, plan::PlannedGpu& gpu) {
-  std::vector<Change> changes;
-  for (std::vector<std::string>& words : smaller_jobs(plan.config)) {
+// The first step that fits, with as many sequences a step.
+std::optional<Change> first_that_fits(const Plan& plan, plan::PlannedGpu& gpu,
+                                      const std::vector<Words>& steps) {
+  for (Words words : steps) {
     PlanArguments arguments = plan.arguments;
     // Otherwise the batch of a step would follow the local one, and the number of replicas.
     if (plan.config.training.global_batch_size <= 0)
@@ -300,11 +315,35 @@ std::vector<Change> changes_that_fit(const Plan& plan, plan::PlannedGpu& gpu) {
       const train::JobConfig config = load_planned_job(arguments);
       train::JobPlan changed = train::plan_job(config, arguments.world_size, plan.job.cluster, gpu,
                                                {.kernels = kernels_of(arguments.kernels)});
-      if (changed.fits()) changes.push_back({std::move(words), std::move(changed)});
+      if (changed.fits()) return Change{std::move(words), std::move(changed)};
     } catch (const Error&) {
       // The program refuses it, or can't plan it: not a way.
     }
   }
+  return std::nullopt;
+}
+
+// The fastest of those that fit. If none does, of those that fit with more recomputation.
+std::vector<Change> changes_that_fit(const Plan& plan, plan::PlannedGpu& gpu) {
+  std::vector<Change> changes;
+  const auto try_change = [&](const std::vector<Words>& steps) {
+    std::optional<Change> change = first_that_fits(plan, gpu, steps);
+    if (change) changes.push_back(std::move(*change));
+    return change.has_value();
+  };
+  const std::vector<Words> recomputation = more_recomputation(plan.config);
+  const std::vector<std::vector<Words>> smaller = smaller_jobs(plan.config, plan.arguments.world_size);
+  for (const Words& recompute : recomputation) try_change({recompute});
+  for (const std::vector<Words>& steps : smaller) try_change(steps);
+  const bool needs_two = changes.empty();
+  for (const std::vector<Words>& steps : smaller)
+    // Less of it doesn't fit where most of it doesn't.
+    for (auto recompute = recomputation.rbegin(); needs_two && recompute != recomputation.rend();
+         ++recompute) {
+      std::vector<Words> both = steps;
+      for (Words& words : both) words.insert(words.begin(), recompute->begin(), recompute->end());
+      if (!try_change(both)) break;
+    }
   std::ranges::stable_sort(changes, std::greater<>(),
                            [](const Change& change) { return change.plan.tokens_per_s_per_device(); });
   if (changes.size() > kMostChanges) changes.resize(kMostChanges);
@@ -313,8 +352,8 @@ std::vector<Change> changes_that_fit(const Plan& plan, plan::PlannedGpu& gpu) {
 
 std::string changes_text(const std::vector<Change>& changes) {
   if (changes.empty())
-    return "no single change of a degree, the batch or recomputation makes it fit; titan plan --search tries "
-           "combinations of them\n";
+    return "no single change of a degree, the batch or recomputation makes it fit, nor one with more "
+           "recomputation; titan plan --search tries all combinations of them\n";
   TextTable table{{{"what makes it fit", "GiB", "tokens/s of a device"}}, {false, true, true}};
   for (const Change& change : changes)
     table.rows.push_back({c10::Join(" ", change.words), gib_text(change.plan.needed_bytes()),

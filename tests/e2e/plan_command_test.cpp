@@ -118,22 +118,45 @@ TEST(PlanCommand, SaysWhatWouldMakeAJobFit) {
   EXPECT_EQ(fitting.at("memory").at("peak_gib"), changes[0].at("peak_gib"));
 }
 
-// Doubled degrees leave half as many replicas, which then have twice as many sequences each.
+// Doubled degrees leave half as many replicas, which then have twice as many sequences each. A batch of 3 has only itself and 1 as divisors.
 TEST(PlanCommand, KeepsTheBatchInEveryChange) {
   const json found =
       plan_json("llama3_8b", 8, {"--activation_checkpoint.mode=none", "--training.local_batch_size=3"});
   EXPECT_EQ(found.at("fits"), false);
   const json& changes = found.at("changes_that_fit");
   ASSERT_FALSE(changes.empty());
+  EXPECT_EQ(changes[0].at("settings"),
+            json({"--training.local_batch_size=1", "--training.global_batch_size=24"}));
   for (const json& change : changes)
     EXPECT_THAT(change.at("settings").dump(), HasSubstr("--training.global_batch_size=24"));
+}
+
+TEST(PlanCommand, FindsTheLargestBatchThatFits) {
+  Words words = {"--model.args.n_layers=8", "--activation_checkpoint.mode=none",
+                 "--training.local_batch_size=24"};
+  const json changes = plan_json("llama3_8b", 1, words).at("changes_that_fit");
+  ASSERT_FALSE(changes.empty());
+  EXPECT_EQ(changes[0].at("settings")[0], "--training.local_batch_size=4");
+  words.back() = "--training.local_batch_size=6";
+  EXPECT_EQ(plan_json("llama3_8b", 1, words).at("fits"), false);
+}
+
+TEST(PlanCommand, CombinesRecomputationWithAnotherChange) {
+  const json found = plan_json(
+      "llama3_8b", 1,
+      {"--model.args.n_layers=16", "--activation_checkpoint.mode=none", "--training.local_batch_size=9"});
+  const json& changes = found.at("changes_that_fit");
+  ASSERT_EQ(changes.size(), 2U);
+  EXPECT_EQ(changes[1].at("settings"),
+            json({"--activation_checkpoint.mode=full", "--training.local_batch_size=1",
+                  "--training.global_batch_size=9"}));
 }
 
 TEST(PlanCommand, SaysThatNoSingleChangeMakesAJobFit) {
   EXPECT_THAT(
       plan("llama3_405b", 8, {"--model.args.n_layers=32", "--parallelism.tensor_parallel_degree=8"}).out,
-      HasSubstr(
-          "no single change of a degree, the batch or recomputation makes it fit; titan plan --search"));
+      HasSubstr("no single change of a degree, the batch or recomputation makes it fit, nor one with more "
+                "recomputation; titan plan --search"));
 }
 
 // This pipeline takes half a minute and more.
