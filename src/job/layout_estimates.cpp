@@ -36,9 +36,10 @@ bool exchanges_once_a_step(const Layout& kind) {
   return kind.keeps_gathered || kind.replicate > 1 || kind.only_degrees;
 }
 
-// A whole parameter's and its gradient's.
-double whole_bytes(const ParameterBytes& bytes, const Layout& layout) {
-  return (bytes.gathered + bytes.whole_gradient) / static_cast<double>(layout.tensor);
+// A whole parameter's and its gradient's, which lives on until the last micro-batch's.
+double whole_bytes(const ParameterBytes& bytes, const Layout& layout, bool has_one_micro_batch) {
+  return (bytes.gathered + (has_one_micro_batch ? 0 : bytes.whole_gradient)) /
+         static_cast<double>(layout.tensor);
 }
 
 }  // namespace
@@ -91,21 +92,28 @@ BlockCosts block_costs(const Layout& kind, const std::vector<PlanAnswer>& answer
                    .once = once,
                    .computing = amount(0, during(plan::Activity::Compute)),
                    .bytes = {},
+                   .bytes_of_one = {},
                    .parameters = amount(0, parameters),
                    .error = {}};
   // With the layers grow shards, their gradients, their states and what is saved for the backward. The rest of what each category takes at most
   // belongs to the modules that a step is at, or to embedding and output.
-  const auto most = [&](plan::Category category) {
-    return amount(last, [category](const PlanAnswer& answer) {
-      return static_cast<double>(answer.most_bytes[static_cast<size_t>(category)]);
-    });
+  const auto bytes_of = [&](size_t first, bool has_one_micro_batch) {
+    const auto most = [&](plan::Category category) {
+      return amount(first, [category](const PlanAnswer& answer) {
+        return static_cast<double>(answer.most_bytes[static_cast<size_t>(category)]);
+      });
+    };
+    const auto saved = [](const PlanAnswer& answer) { return static_cast<double>(answer.saved_bytes); };
+    BlockCosts::Amount sum;
+    sum.of_layer =
+        2 * most(plan::Category::Parameters).of_layer + most(plan::Category::Optimizer).of_layer +
+        amount(first, saved).of_layer +
+        (kind.keeps_gathered ? whole_bytes(bytes, kind, has_one_micro_batch) * costs.parameters.of_layer : 0);
+    sum.rest = static_cast<double>(plan::total(answers[first + 1].most_bytes)) - kMoreLayers * sum.of_layer;
+    return sum;
   };
-  const auto saved = [](const PlanAnswer& answer) { return static_cast<double>(answer.saved_bytes); };
-  costs.bytes.of_layer = 2 * most(plan::Category::Parameters).of_layer +
-                         most(plan::Category::Optimizer).of_layer + amount(last, saved).of_layer +
-                         (kind.keeps_gathered ? whole_bytes(bytes, kind) * costs.parameters.of_layer : 0);
-  costs.bytes.rest =
-      static_cast<double>(plan::total(answers[last + 1].most_bytes)) - kMoreLayers * costs.bytes.of_layer;
+  costs.bytes = bytes_of(last, /*has_one_micro_batch=*/false);
+  costs.bytes_of_one = bytes_of(0, /*has_one_micro_batch=*/true);
   return costs;
 }
 
@@ -115,7 +123,8 @@ LayoutEstimator::LayoutEstimator(const JobConfig& base, const SearchOptions& opt
 LayoutEstimate LayoutEstimator::of(const Layout& layout, const BlockCosts& block) {
   const auto layers = static_cast<double>(layers_), batches = static_cast<double>(micro_batches(layout));
   if (layout.pipeline == 1)
-    return {batches * block.seconds.of(layers) + block.once.of(layers), block.bytes.of(layers)};
+    return {batches * block.seconds.of(layers) + block.once.of(layers),
+            (has_one_micro_batch(layout) ? block.bytes_of_one : block.bytes).of(layers)};
   const auto [schedule_time, live] = schedule_figures(layout);
   const auto depth = static_cast<double>(layout.pipeline),
              stages = static_cast<double>(layout.stages_of_rank);
@@ -136,8 +145,8 @@ LayoutEstimate LayoutEstimator::of(const Layout& layout, const BlockCosts& block
   const double stages_gathered = std::min(1.0, 3 / stages);
   const double whole = parameters / static_cast<double>(layout.tensor) *
                        (bytes_.whole_gradient + bytes_.gathered * stages_gathered);
-  const double of_parameter =
-      bytes_.state / of_replica + (block_kind(layout).keeps_gathered ? whole_bytes(bytes_, layout) : 0);
+  const double of_parameter = bytes_.state / of_replica +
+                              (block_kind(layout).keeps_gathered ? whole_bytes(bytes_, layout, false) : 0);
   const double activations = std::max(0.0, block.bytes.of_layer - of_parameter * block.parameters.of_layer);
   const double others = std::max(0.0, block.bytes.rest - of_parameter * block.parameters.rest);
   return {step_s, bytes_.state * parameters / sharing + whole + live * of_stage * activations + others};
@@ -147,7 +156,8 @@ double LayoutEstimator::bytes_of_copies(const Layout& layout, const BlockCosts& 
   const double parameters = block.parameters.of(static_cast<double>(layers_));
   const double of_replicas =
       bytes_.state * static_cast<double>(layout.replicate - 1) / static_cast<double>(options_.world);
-  return parameters * (of_replicas + (layout.keeps_gathered ? whole_bytes(bytes_, layout) : 0));
+  const double whole = layout.keeps_gathered ? whole_bytes(bytes_, layout, has_one_micro_batch(layout)) : 0;
+  return parameters * (of_replicas + whole);
 }
 
 int64_t LayoutEstimator::micro_batches(const Layout& layout) const {

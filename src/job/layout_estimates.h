@@ -34,10 +34,12 @@ struct BlockCosts {
     Amount operator-(const Amount& other) const { return {of_layer - other.of_layer, rest - other.rest}; }
   };
 
-  Amount seconds{};    ///< a micro-batch's
-  Amount once{};       ///< seconds of a step, whatever its micro-batches
-  Amount computing{};  ///< seconds of a micro-batch, without any waiting
-  Amount bytes{}, parameters{};
+  Amount seconds{};       ///< a micro-batch's
+  Amount once{};          ///< seconds of a step, whatever its micro-batches
+  Amount computing{};     ///< seconds of a micro-batch, without any waiting
+  Amount bytes{};         ///< a step's
+  Amount bytes_of_one{};  ///< a step's with one micro-batch, whose gradients are reduced at once
+  Amount parameters{};
   std::string error;        ///< if it can't be planned
   bool has_failed = false;  ///< as a PlanAnswer's
 };
@@ -82,6 +84,9 @@ class LayoutEstimator {
   };
 
   ScheduleFigures schedule_figures(const Layout& layout);
+  bool has_one_micro_batch(const Layout& layout) const {
+    return layout.pipeline == 1 && micro_batches(layout) == 1;
+  }
 
   const SearchOptions& options_;
   int64_t layers_;

@@ -89,12 +89,12 @@ class Layouts {
   }
 
   void add_schedules(Layout layout, int64_t micro_batches) {
-    if (layout.pipeline == 1) return add_policies(layout, micro_batches);
+    if (layout.pipeline == 1) return add_policies(layout);
     for (const pipeline::ScheduleTraits& traits : pipeline::all_schedule_traits())
       for (const int64_t stages : stages_of_rank(traits, layout.pipeline, micro_batches)) {
         layout.schedule = traits.name;
         layout.stages_of_rank = stages;
-        add_policies(layout, micro_batches);
+        add_policies(layout);
       }
   }
 
@@ -114,7 +114,7 @@ class Layouts {
     return result;
   }
 
-  void add_policies(Layout layout, int64_t micro_batches) {
+  void add_policies(Layout layout) {
     if (options_.only_degrees) {
       layout.only_degrees = true;
       return layouts_.push_back(layout);
@@ -128,8 +128,7 @@ class Layouts {
           if (asynchronous && layout.tensor == 1) continue;
           layout.asynchronous = asynchronous;
           for (const bool keeps : {false, true}) {
-            // A pipeline keeps them anyway; a single micro-batch uses them once.
-            if (keeps && (layout.pipeline > 1 || micro_batches == 1)) continue;
+            if (keeps && layout.pipeline > 1) continue;  // it keeps them anyway
             layout.keeps_gathered = keeps;
             layouts_.push_back(layout);
           }

@@ -103,12 +103,14 @@ struct FakeCluster {
     PlanAnswer answer{.tokens = 1, .parameters = parameters};
     const double computing = work + fixed_s;
     const double shard = parameters * replicate / world;
-    double activations = 0, whole = 0;
+    double activations = 0, gathered = 0, whole_gradients = 0;
     if (depth == 1) {
-      const double exchanges = keeps ? 1 : micro_batches;
+      // Half of a gather is the forward's, and half the backward's.
+      const double exchanges = keeps ? 0.5 : micro_batches;
       answer.step_s = layers * (micro_batches * (computing + exposed) + exchanges * gather + sum);
       activations = layers * activation;
-      whole = keeps ? parameters / tensor : 0;
+      gathered = keeps ? parameters / tensor : 0;
+      whole_gradients = micro_batches > 1 ? gathered : 0;
     } else {
       const std::string quoted = values["parallelism.pipeline_parallel_schedule"];
       const double stages = layers / number("parallelism.pipeline_parallel_layers_per_stage");
@@ -116,15 +118,15 @@ struct FakeCluster {
                                              static_cast<int>(stages), static_cast<int>(micro_batches));
       answer.step_s = time * layers / stages * (computing + exposed) + 0.01 * layers / depth * (gather + sum);
       activations = live * layers / stages * activation;
-      whole = parameters / tensor / depth;
+      gathered = whole_gradients = parameters / tensor / depth;
     }
     const auto set = [&](plan::Category category, double bytes) {
       answer.most_bytes[static_cast<size_t>(category)] = static_cast<int64_t>(bytes);
     };
     set(plan::Category::Parameters, 4 * shard);
     set(plan::Category::Optimizer, 8 * shard);
-    set(plan::Category::Gradients, 4 * shard + 4 * whole);
-    set(plan::Category::Gathered, 2 * whole);
+    set(plan::Category::Gradients, 4 * shard + 4 * whole_gradients);
+    set(plan::Category::Gathered, 2 * gathered);
     set(plan::Category::Activations, activations);
     answer.seconds[static_cast<size_t>(plan::Activity::Compute)] = layers * micro_batches * computing / depth;
     answer.saved_bytes = static_cast<int64_t>(activations);
@@ -177,15 +179,15 @@ std::vector<int64_t> powers(int64_t most) {
 /// Calls `each` for all layouts within the options' limits, also those that the search leaves out.
 template <class Each>
 void for_each_layout(const SearchOptions& options, const Each& each) {
-  const auto policies = [&](Layout layout, int64_t micro_batches) {
+  const auto policies = [&](Layout layout) {
     for (const char* recompute : {"none", "selective", "full"})
       for (int bits = 0; bits < 8; ++bits) {
         layout.recompute = recompute;
         layout.float8 = (bits & 1) != 0;
         layout.asynchronous = (bits & 2) != 0;
         layout.keeps_gathered = (bits & 4) != 0;
-        const bool may_keep = layout.pipeline == 1 && micro_batches > 1;
-        if ((layout.asynchronous && layout.tensor == 1) || (layout.keeps_gathered && !may_keep)) continue;
+        if ((layout.asynchronous && layout.tensor == 1) || (layout.keeps_gathered && layout.pipeline > 1))
+          continue;
         each(layout);
       }
   };
@@ -204,7 +206,7 @@ void for_each_layout(const SearchOptions& options, const Each& each) {
                           .micro_batch = micro_batch};
             const int64_t micro_batches = kSequences / replicas / micro_batch;
             if (pipeline == 1) {
-              policies(layout, micro_batches);
+              policies(layout);
               continue;
             }
             for (const auto& traits : pipeline::all_schedule_traits())
@@ -215,7 +217,7 @@ void for_each_layout(const SearchOptions& options, const Each& each) {
                   continue;
                 layout.schedule = traits.name;
                 layout.stages_of_rank = stages;
-                policies(layout, micro_batches);
+                policies(layout);
               }
           }
       }
@@ -276,6 +278,18 @@ TEST(PlanSearch, TriesReplicasOfParametersAndLargeMicroBatches) {
   SearchOptions options = options_for(slow_start);
   options.tensor = 8;
   EXPECT_GT(search_with(slow_start, options).best[0].layout.micro_batch, 8);
+}
+
+// Also in a step of one micro-batch, whose gradients are never whole: they would not fit.
+TEST(PlanSearch, TriesParametersThatStayGathered) {
+  const FakeCluster cluster{.exchange = 2, .usable_bytes = 65e9};
+  SearchOptions options = options_for(cluster);
+  options.sequences = kWorld;
+  options.tensor = options.context = options.pipeline = options.replicate = 1;
+  options.may_use_float8 = false;
+  const FoundLayout best = search_with(cluster, options).best[0];
+  EXPECT_TRUE(best.layout.keeps_gathered) << best.layout.text();
+  EXPECT_EQ(best.layout.recompute, "none");
 }
 
 TEST(PlanSearch, TriesEverySchedule) {
