@@ -112,7 +112,7 @@ std::string why_it_loses(const FoundLayout& best, const FoundLayout& second, boo
   if (by_memory)
     return str("The second one (", second.layout.text(), ") takes ",
                number("%.2f", static_cast<double>(second.plan.needed_bytes - best.plan.needed_bytes) / kGiB),
-               " GiB more.\n");
+               " GiB more.");
   struct Part {
     std::string name;
     double seconds;
@@ -129,7 +129,7 @@ std::string why_it_loses(const FoundLayout& best, const FoundLayout& second, boo
   }
   return str("The second one (", second.layout.text(), ") takes ",
              short_number(std::round(1e3 * (second.plan.step_s - best.plan.step_s))), " ms more for a step",
-             text.empty() ? "" : ": ", text, ".\n");
+             text.empty() ? "" : ": ", text, ".");
 }
 
 std::string to_text(const train::SearchResult& result, int world, bool by_memory) {
@@ -148,7 +148,7 @@ std::string to_text(const train::SearchResult& result, int world, bool by_memory
          percent(plan, plan::Activity::Bubble)});
   }
   std::string text = to_string(table);
-  if (result.best.size() > 1) text += "\n" + why_it_loses(result.best[0], result.best[1], by_memory);
+  if (result.best.size() > 1) text += "\n" + why_it_loses(result.best[0], result.best[1], by_memory) + "\n";
   return text;
 }
 
@@ -376,22 +376,23 @@ int search_command(const PlanArguments& arguments) {
   }
   json best = json::array();
   for (const FoundLayout& found : result.best) best.push_back(to_json(found, arguments.world_size));
-  return print(json{{"world", arguments.world_size},
-                    {"device", cluster.device.name},
-                    {"config", output_of(arguments).string()},
-                    {"sequences", options.sequences},
-                    {"notes", plan_notes(base)},
-                    {"layouts", result.num_layouts},
-                    {"estimated", result.num_estimated},
-                    {"planned", result.num_planned},
-                    {"too_large", result.num_too_large},
-                    {"time_is_up", result.time_is_up},
-                    {"left", result.num_left},
-                    {"refused", to_json(result.refused)},
-                    {"failed", to_json(result.failed)},
-                    {"best", best}}
-                   .dump(1) +
-               "\n");
+  json object{{"world", arguments.world_size},
+              {"device", cluster.device.name},
+              {"config", output_of(arguments).string()},
+              {"sequences", options.sequences},
+              {"notes", plan_notes(base)},
+              {"layouts", result.num_layouts},
+              {"estimated", result.num_estimated},
+              {"planned", result.num_planned},
+              {"too_large", result.num_too_large},
+              {"time_is_up", result.time_is_up},
+              {"left", result.num_left},
+              {"refused", to_json(result.refused)},
+              {"failed", to_json(result.failed)},
+              {"best", best}};
+  if (result.best.size() > 1)
+    object["why_the_second_loses"] = why_it_loses(result.best[0], result.best[1], arguments.least_memory);
+  return print(object.dump(1) + "\n");
 }
 
 }  // namespace titan::cli

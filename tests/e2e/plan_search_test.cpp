@@ -1,7 +1,10 @@
 // titan plan --search.
 
 #include <algorithm>
+#include <cmath>
 #include <fstream>
+#include <limits>
+#include <regex>
 
 #include <gtest/gtest.h>
 
@@ -31,6 +34,26 @@ TEST(PlanCommand, SearchesForTheFastestLayout) {
     EXPECT_THAT(layouts[i].at("layout").get<std::string>(), Not(HasSubstr("Float8")));
     if (i > 0) EXPECT_GE(layouts[i].at("step_s"), layouts[i - 1].at("step_s"));
   }
+  // The second one's times less the best one's, the largest difference first.
+  const std::string why = found.at("why_the_second_loses");
+  const auto milliseconds = [&](size_t place, const json::json_pointer& key) {
+    return 1e3 * layouts[place].at(key).get<double>();
+  };
+  const auto difference = [&](const std::string& key) {
+    return milliseconds(1, json::json_pointer("/" + key)) - milliseconds(0, json::json_pointer("/" + key));
+  };
+  EXPECT_THAT(why, ::testing::StartsWith(str("The second one (", layouts[1].at("layout").get<std::string>(),
+                                             ") takes ", std::lround(difference("step_s")),
+                                             " ms more for a step: ")));
+  double last = std::numeric_limits<double>::infinity();
+  const std::regex part("([a-z_]+) ([+-][0-9]+) ms[,.]");
+  for (std::sregex_iterator each(why.begin(), why.end(), part), none; each != none; ++each) {
+    const double value = std::stod((*each)[2]);
+    EXPECT_NEAR(value, difference(str("time/", (*each)[1].str())), 0.5) << why;
+    EXPECT_LE(std::abs(value), last) << why;
+    last = std::abs(value);
+  }
+  EXPECT_TRUE(std::isfinite(last)) << why;
   // The written config is that layout's: planned alone, it takes the same.
   const CommandResult again = run({titan_program(), "plan", best, "--world", "8", "--json"}, {}, 100);
   ASSERT_EQ(again.status, 0) << again.err;
