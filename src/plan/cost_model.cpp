@@ -21,21 +21,26 @@ namespace {
 constexpr double kNetworkShare = 0.94;
 // NVLink's switches add up by themselves: 476 GB/s of 450 in an all_reduce on 8 H100 (the same issue; 480 in issue 212).
 constexpr double kSwitchSumShare = 1.06;
-constexpr double kSwitchSumLatencyUs = 25;  // tuning.cc of NVIDIA/nccl: NVLS
+constexpr double kSwitchSumLatencyUs = 23;  // tuning.cc of NVIDIA/nccl: NVLS
 // How many times the bytes of our casts to Float8 those that Inductor makes of torchao's move. Fitted.
 constexpr double kCompiledCasts = 2.1;
-// Host time of a transformer block by its launches (benchmarks/results/host_time.md).
+// Host time of a transformer block on CPU tensors by its launches (benchmarks/results/host_time.md, which has 15 to 18 us on virtual GPUs).
 constexpr double kHostUs = 8, kHostUsCompiled = 20, kHostUsEager = 30;
-// The share of the links' speed that a tree reaches of a ring's (tuning.cc).
-constexpr double kTreeShare = 0.92;
 
-/// NCCL's protocols: the latency of the first hop, hops relative to the Simple protocol's, and the share of the links' speed (tuning.cc).
+/// NCCL's protocols: the latency of the first hop, hops relative to those of rings with the Simple protocol, and the share of the links' speed
+/// (tuning.cc).
 struct Protocol {
   double base_us, host_hop, network_hop, share;
 };
 constexpr std::array<Protocol, 3> kProtocols = {Protocol{8.4, 1.0, 1.0, 1.0},                 // Simple
                                                 Protocol{14.0, 1.9 / 3.4, 4.0 / 14.0, 0.92},  // LL128
                                                 Protocol{6.6, 0.6 / 3.4, 2.7 / 14.0, 0.25}};  // LL
+constexpr double kTreeShare = 0.92;
+std::array<Protocol, 3> tree_protocols(bool between_hosts) {
+  return {Protocol{0.0, 28.0 / 3.4, 28.0 / 14.0, kTreeShare},
+          Protocol{14.0, 1.25 / 3.4, 8.5 / 14.0, kTreeShare * (between_hosts ? 120.0 / 128 : 7.0 / 9)},
+          Protocol{6.8, 0.6 / 3.4, 5.0 / 14.0, kTreeShare / 3.8}};
+}
 
 // ---- products
 
@@ -267,15 +272,17 @@ CostModel::Transfer CostModel::of(std::string_view op, double bytes,
   if (cluster_.device.is_cpu)
     return {1e-6 * (host_hops * host_hop + network_hops * network_hop) + passed / speed, between_hosts};
   double best = std::numeric_limits<double>::infinity();
-  for (const Protocol& protocol : kProtocols) {
-    const double latency = protocol.base_us + host_hops * protocol.host_hop * host_hop +
-                           network_hops * protocol.network_hop * network_hop;
-    best = std::min(best, 1e-6 * latency + passed / (speed * protocol.share));
-    if (!is_sum) continue;
-    // A tree between the hosts, a chain in each.
-    const double of_tree = protocol.base_us + 2 * ((per_host - 1) * protocol.host_hop * host_hop +
-                                                   std::log2(num_hosts) * protocol.network_hop * network_hop);
-    best = std::min(best, 1e-6 * of_tree + passed / (speed * kTreeShare * protocol.share));
+  for (const Protocol& ring : kProtocols) {
+    const double latency =
+        ring.base_us + host_hops * ring.host_hop * host_hop + network_hops * ring.network_hop * network_hop;
+    best = std::min(best, 1e-6 * latency + passed / (speed * ring.share));
+  }
+  // A tree between the hosts, a chain in each.
+  for (const Protocol& tree : tree_protocols(between_hosts)) {
+    if (!is_sum) break;
+    const double latency = tree.base_us + 2 * ((per_host - 1) * tree.host_hop * host_hop +
+                                               std::log2(num_hosts) * tree.network_hop * network_hop);
+    best = std::min(best, 1e-6 * latency + passed / (speed * tree.share));
   }
   if (is_sum && !between_hosts && cluster_.device.compute_capability >= 90 && n > 2)
     best = std::min(best,

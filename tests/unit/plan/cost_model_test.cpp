@@ -55,6 +55,35 @@ TEST(CostModel, RingsGoBySlowestLink) {
   EXPECT_GT(costs.of("all_reduce", bytes, ranks(64)).seconds, 1.5 * all.seconds);
 }
 
+// The formulas by hand, in microseconds and bytes per microsecond.
+TEST(CostModel, SumsTakeTheFastestOfSwitchesRingsAndTrees) {
+  const CostModel hopper(load_device("h100"), Kernels::Ours), ampere(load_device("a100"), Kernels::Ours);
+  const auto us = [](const CostModel& costs, double bytes, const std::vector<int>& members) {
+    return 1e6 * costs.of("all_reduce", bytes, members).seconds;
+  };
+  // NVLink's switches, which two ranks don't need and an A100 hasn't got.
+  EXPECT_NEAR(us(hopper, 1e9, ranks(8)), 23 + 1e9 * 2 * 7 / 8 / (1.06 * 450e3), 1e-3);
+  EXPECT_NEAR(us(hopper, 1e9, ranks(2)), 8.4 + 2 * 3.4 + 1e9 / (0.8 * 450e3), 1e-3);
+  EXPECT_NEAR(us(ampere, 1e9, ranks(8)), 8.4 + 14 * 3.4 + 1e9 * 2 * 7 / 8 / (0.8 * 300e3), 1e-3);
+  // Trees between 64 hosts with one card each: LL128 for a megabyte, LL for less. In a host, a chain.
+  EXPECT_NEAR(us(hopper, 1e6, ranks(64, 8)),
+              14 + 2 * 6 * 8.5 + 1e6 * 2 * 63 / 64 / (0.92 * 120 / 128 * 0.94 * 50e3), 1e-3);
+  EXPECT_NEAR(us(hopper, 8, ranks(64, 8)), 6.8 + 2 * 6 * 5.0, 0.01);
+  EXPECT_NEAR(us(ampere, 1e6, ranks(8)), 14 + 14 * 1.25 + 1e6 * 2 * 7 / 8 / (0.92 * 7 / 9 * 0.8 * 300e3),
+              1e-3);
+}
+
+TEST(CostModel, BroadcastsAndExchangesGoByTheirBytes) {
+  const CostModel costs(load_device("h100"), Kernels::Ours);
+  const auto us = [&](const char* op, const std::vector<int>& members) {
+    return 1e6 * costs.of(op, 1e9, members).seconds;
+  };
+  EXPECT_NEAR(us("broadcast", ranks(8)), 8.4 + 7 * 3.4 + 1e9 / (0.8 * 450e3), 1e-3);
+  EXPECT_NEAR(us("all_to_all", ranks(8)), 8.4 + 3.4 + 1e9 * 7 / 8 / (0.8 * 450e3), 1e-3);
+  // Half of it leaves the host.
+  EXPECT_NEAR(us("all_to_all", ranks(16)), 8.4 + 14 + 1e9 / 2 / (0.94 * 50e3), 1e-3);
+}
+
 TEST(CostModel, ACpusCollectivesTakeWhatWasMeasured) {
   ClusterSpec cluster = load_device("cpu");
   cluster.host = {.devices = 4, .gb_per_s = 10 / kHostLinkShare, .latency_us = 50};
