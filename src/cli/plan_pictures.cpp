@@ -90,7 +90,8 @@ std::vector<Lane> lanes_of(const train::JobPlan& plan, size_t rank) {
 
 // ---- the image
 
-constexpr double kWidth = 1200, kLeft = 150, kRight = 20, kLane = 16, kGap = 10, kTop = 64, kMemory = 240;
+constexpr double kWidth = 1200, kLeft = 150, kRight = 20, kLane = 16, kThinLane = 5, kGap = 10, kTop = 64,
+                 kMemory = 240;
 
 struct Colour {
   const char* name;
@@ -132,8 +133,7 @@ class Image {
     double y = kTop;
     const bool is_pipeline = plan_.step.ranks.size() > 1;
     for (size_t rank = 0; rank < plan_.step.ranks.size(); ++rank) {
-      streams += streams_of(rank, /*only_default=*/is_pipeline, y);
-      if (!is_pipeline) y += kGap;
+      streams += is_pipeline ? rank_of_pipeline(rank, y) : streams_of(rank, y);
     }
     // Later parts cover earlier ones.
     const std::string body = label(10, 22, title) + legend() + time_axis(y) + streams + memory(y + 50);
@@ -161,7 +161,7 @@ class Image {
   }
 
   // Spans that would be thinner than a third of a pixel are drawn as one with their neighbours of the same colour.
-  std::string lane(std::vector<const Span*>& spans, double y) const {
+  std::string lane(std::vector<const Span*>& spans, double y, double height = kLane - 2) const {
     std::ranges::sort(spans, {}, &Span::begin);
     std::string text;
     for (size_t i = 0; i < spans.size();) {
@@ -170,24 +170,38 @@ class Image {
       size_t next = i + 1;
       for (; next < spans.size() && kind_of(*spans[next]) == kind; ++next) {
         if (x_of(spans[next]->begin - plan_.step.begin) - end > 0.3) break;
-        end = x_of(spans[next]->end - plan_.step.begin);
+        end = std::max(end, x_of(spans[next]->end - plan_.step.begin));
       }
       begin = std::max(begin, kLeft);
       end = std::min(end, kWidth - kRight);
-      if (end > begin) text += box(begin, y, std::max(end - begin, 0.2), kLane - 2, kWork[kind].fill);
+      if (end > begin) text += box(begin, y, std::max(end - begin, 0.2), height, kWork[kind].fill);
       i = next;
     }
     return text;
   }
 
-  std::string streams_of(size_t rank, bool only_default, double& y) const {
+  std::string streams_of(size_t rank, double& y) const {
     std::string text;
     for (Lane& each : lanes_of(plan_, rank)) {
-      const std::string& name = only_default ? plan_.roles[rank].rank.role.name : each.name;
-      text += label(kLeft - 6, y + 11, name, "end") + lane(each.spans, y);
+      text += label(kLeft - 6, y + 11, each.name, "end") + lane(each.spans, y);
       y += kLane;
-      if (only_default) break;
     }
+    y += kGap;
+    return text;
+  }
+
+  // The computation, and in a thin lane below it all communication, because all streams of all ranks would be too many.
+  std::string rank_of_pipeline(size_t rank, double& y) const {
+    std::vector<const Span*> computation, communication;
+    for (const Lane& each : lanes_of(plan_, rank))
+      for (const Span* span : each.spans)
+        if (span->activity == Activity::ExposedCommunication)
+          communication.push_back(span);
+        else if (span->stream == 0)
+          computation.push_back(span);
+    std::string text = label(kLeft - 6, y + 11, plan_.roles[rank].rank.role.name, "end") +
+                       lane(computation, y) + lane(communication, y + kLane - 2, kThinLane);
+    y += kLane + kThinLane;
     return text;
   }
 

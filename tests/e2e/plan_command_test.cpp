@@ -249,20 +249,33 @@ std::map<std::pair<int, std::string>, std::vector<json>> lanes_of(const std::str
   return lanes;
 }
 
-TEST(PlanCommand, DrawsEachGroupOfAPipelineInALaneOfItsOwn) {
-  const std::string timeline = fresh_folder("plan") / "step.json";
+TEST(PlanCommand, ShowsAPipelinesCommunication) {
+  const fs::path folder = fresh_folder("plan");
+  const std::string timeline = folder / "step.json", picture = folder / "step.svg";
   const Words words = {"--model.args.n_layers=4",
                        "--parallelism.pipeline_parallel_degree=2",
                        "--parallelism.tensor_parallel_degree=2",
                        "--training.local_batch_size=2",
                        "--timeline",
-                       timeline};
+                       timeline,
+                       "--svg",
+                       picture};
   ASSERT_EQ(plan("llama3_8b", 8, words).status, 0);
   const auto lanes = lanes_of(timeline);
   for (const int rank : {0, 4})
     for (const char* name : {"calls of pp.0-1", "calls of tp", "calls of dp_shard"})
       EXPECT_TRUE(lanes.contains({rank, name})) << rank << name;
   EXPECT_GT(lanes.at({0, "default"}).size(), 100U);
+  // In the picture, each of the two ranks has its communication below its computation; one more such box is the legend's.
+  std::ifstream image(picture);
+  const std::string svg((std::istreambuf_iterator<char>(image)), {});
+  std::map<std::string, int> boxes;  // by height on the page
+  const std::regex box("<rect x=\"[0-9.]+\" y=\"([0-9.]+)\" [^>]*fill=\"#ccbb44\"/>");
+  for (std::sregex_iterator each(svg.begin(), svg.end(), box), none; each != none; ++each)
+    ++boxes[(*each)[1]];
+  ASSERT_EQ(boxes.size(), 3U);
+  EXPECT_EQ(boxes.at("36.0"), 1);
+  for (const char* y : {"78.0", "99.0"}) EXPECT_GT(boxes.at(y), 5) << y;
 }
 
 TEST(PlanCommand, WritesATimelineAndAPicture) {
