@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 #include <utility>
 
 #include "core/process.h"
@@ -36,6 +37,20 @@ std::vector<double> others_of(const std::vector<RankPace>& ranks, size_t rank) {
   return own;
 }
 
+// A lower bound of the median of a rank's others, by stage: that of all but the slowest. Only ranks above it need an exact one, so that the time
+// for thousands of ranks doesn't grow with their square.
+std::map<int, double> least_medians(const std::vector<RankPace>& ranks) {
+  std::map<int, std::vector<double>> of_stage;
+  for (const RankPace& pace : ranks)
+    if (pace.own_s > 0) of_stage[pace.stage].push_back(pace.own_s);
+  std::map<int, double> medians;
+  for (auto& [stage, own] : of_stage) {
+    own.erase(std::ranges::max_element(own));
+    if (!own.empty()) medians.emplace(stage, median_of(std::move(own)));
+  }
+  return medians;
+}
+
 double sigma_of(const std::vector<double>& values, double median) {
   if (values.size() == 1) return kSigmaOfOne * median;
   std::vector<double> distances;
@@ -61,12 +76,15 @@ void describe(config::Table<StragglerSettings>& table) {
 std::optional<Straggler> find_straggler(const std::vector<RankPace>& ranks, const StragglerSettings& settings,
                                         double least_share) {
   std::optional<Straggler> worst;
+  const std::map<int, double> least = least_medians(ranks);
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    const double own = ranks[rank].own_s;
+    const auto found = least.find(ranks[rank].stage);
+    if (own <= 0 || found == least.end() || own <= found->second * settings.ratio) continue;
     const std::vector<double> others = others_of(ranks, rank);
-    if (others.empty()) continue;
-    const double median = median_of(others), own = ranks[rank].own_s;
+    const double median = median_of(others);
     const double sigma = sigma_of(others, median);
-    if (own <= 0 || own <= median * settings.ratio || own <= median + settings.sigma * sigma) continue;
+    if (own <= median * settings.ratio || own <= median + settings.sigma * sigma) continue;
     if (own <= median + least_share * ranks[rank].step_s) continue;
     if (worst && own - median <= worst->pace.own_s - worst->median_s) continue;
     worst = Straggler{static_cast<int>(rank), ranks[rank], median, sigma > 0 ? (own - median) / sigma : 0};
