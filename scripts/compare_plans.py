@@ -354,7 +354,7 @@ def memory_table(runs, plans):
 
 MOST_DIFFERENCE = 0.002  # from the page
 MOST_MEDIAN, MOST_TIME, MOST_MEMORY = 0.06, 0.15, 0.015  # errors against published numbers; of memory, without TorchTitan's rows
-EXPLAINED = {"r10", "r43", "r44", "r63"}  # larger errors of time, of which docs/plan.md says why, or that nobody knows
+LARGER = {"r10": 0.17, "r43": 0.18, "r44": 0.18, "r63": 0.24}  # errors of time; docs/plan.md explains them as far as it can
 SLOW = {"r21", "r22", "r23", "r24", "r62", "r63"}
 
 
@@ -388,8 +388,8 @@ def too_large(name, answered):
                      for entry, (value, items) in zip(run["memory"], plan["memory"]) if entry["number"] != "reserved" and items]
         return [f"{title}: memory is {100 * error:+.1f} % off" for title, error in of_memory if abs(error) > MOST_MEMORY]
     errors = {run["id"]: abs(plan["value"] / run["published"] - 1) for run, plan in answered if not run["fit"]}
-    problems = [f"{name}: time is {100 * error:.1f} % off" for name, error in errors.items() if error > MOST_TIME and name not in EXPLAINED]
-    if statistics.median(errors.values()) > MOST_MEDIAN:
+    problems = [f"{name}: time is {100 * error:.1f} % off" for name, error in errors.items() if error > LARGER.get(name, MOST_TIME)]
+    if errors and statistics.median(errors.values()) > MOST_MEDIAN:
         problems.append(f"the median error of time is {100 * statistics.median(errors.values()):.1f} %")
     return problems
 
@@ -404,6 +404,8 @@ def main():
     parser.add_argument("--check", action="store_true", help="compare a table, of time or memory, with the page's")
     parser.add_argument("--runs", default=ROOT / "benchmarks/published_runs.json")
     arguments = parser.parse_args()
+    if arguments.write and (arguments.only or arguments.check):
+        sys.exit("--write writes whole tables: leave out --only and --check")
     runs = json.loads(pathlib.Path(arguments.runs).read_text())
     if arguments.memory:
         runs = [run for run in runs if "memory" in run]
@@ -419,8 +421,6 @@ def main():
         for run, plan in zip(runs, pool.map(lambda run: planned(run, arguments.memory), runs)):
             print(run["id"], run["title"], plan.get("error") or json.dumps(plan), file=sys.stderr)
             plans.append(plan)
-    if arguments.write and arguments.only:
-        sys.exit("--write writes whole tables: leave out --only")
     answered = [(run, plan) for run, plan in zip(runs, plans) if "error" not in plan]
     wanted = ["memory"] if arguments.memory else ["time", "memory"]
     makers = {"time": time_table, "memory": memory_table}

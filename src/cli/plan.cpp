@@ -7,6 +7,7 @@
 #include <csignal>
 #include <iostream>
 #include <optional>
+#include <span>
 #include <utility>
 
 #include <ATen/Parallel.h>
@@ -305,7 +306,7 @@ constexpr size_t kMostChanges = 3;
 // The first step that fits, with as many sequences a step.
 std::optional<Change> first_that_fits(const Plan& plan, plan::PlannedGpu& gpu,
                                       const std::vector<Words>& steps) {
-  for (Words words : steps) {
+  const auto planned = [&](Words words) -> std::optional<Change> {
     PlanArguments arguments = plan.arguments;
     // Otherwise the batch of a step would follow the local one, and the number of replicas.
     if (plan.config.training.global_batch_size <= 0)
@@ -319,8 +320,15 @@ std::optional<Change> first_that_fits(const Plan& plan, plan::PlannedGpu& gpu,
     } catch (const Error&) {
       // The program refuses it, or can't plan it: not a way.
     }
-  }
-  return std::nullopt;
+    return std::nullopt;
+  };
+  // Where the last one, which takes the least, doesn't fit, no other does.
+  std::optional<Change> least;
+  if (!steps.empty()) least = planned(steps.back());
+  if (!least || steps.size() == 1) return least;
+  for (const Words& words : std::span(steps).first(steps.size() - 1))
+    if (std::optional<Change> change = planned(words)) return change;
+  return least;
 }
 
 // The fastest of those that fit. If none does, of those that fit with more recomputation.
@@ -335,15 +343,13 @@ std::vector<Change> changes_that_fit(const Plan& plan, plan::PlannedGpu& gpu) {
   const std::vector<std::vector<Words>> smaller = smaller_jobs(plan.config, plan.arguments.world_size);
   for (const Words& recompute : recomputation) try_change({recompute});
   for (const std::vector<Words>& steps : smaller) try_change(steps);
-  const bool needs_two = changes.empty();
-  for (const std::vector<Words>& steps : smaller)
-    // Less of it doesn't fit where most of it doesn't.
-    for (auto recompute = recomputation.rbegin(); needs_two && recompute != recomputation.rend();
-         ++recompute) {
-      std::vector<Words> both = steps;
-      for (Words& words : both) words.insert(words.begin(), recompute->begin(), recompute->end());
-      if (!try_change(both)) break;
-    }
+  if (changes.empty())
+    for (const std::vector<Words>& steps : smaller)
+      for (auto recompute = recomputation.rbegin(); recompute != recomputation.rend(); ++recompute) {
+        std::vector<Words> both = steps;
+        for (Words& words : both) words.insert(words.begin(), recompute->begin(), recompute->end());
+        if (!try_change(both)) break;  // less of it doesn't fit, either
+      }
   std::ranges::stable_sort(changes, std::greater<>(),
                            [](const Change& change) { return change.plan.tokens_per_s_per_device(); });
   if (changes.size() > kMostChanges) changes.resize(kMostChanges);

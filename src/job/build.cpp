@@ -157,8 +157,7 @@ void describe_job(const JobConfig& config, const dist::World& world, const Meshe
   if (config.compile.enable && meshes.pp.size() > 1)
     log::warning_rank0(
         "compile.enable: graphs of a pipeline's schedule have run on virtual GPUs only; if a step hangs, "
-        "turn "
-        "it off (docs/gpu_performance.md)");
+        "turn it off (docs/gpu_performance.md)");
   std::string rows;
   for (const RowMesh& axis : meshes.row_axes) rows += str(", ", axis.kind, " parallel ", axis.mesh.size());
   ModelSizes sizes = config.spec().sizes(config.args());

@@ -41,8 +41,8 @@ struct Layout {
   int64_t micro_batch = 1;         ///< sequences
   bool only_degrees = false;       ///< the policies below are the base's own
   std::string recompute = "none";  ///< activation_checkpoint.mode
-  bool keeps_gathered =
-      false;  ///< parameters stay gathered for the backward and from a micro-batch to the next
+  /// Parameters stay gathered for the backward and from a micro-batch to the next.
+  bool keeps_gathered = false;
   bool float8 = false, asynchronous = false;
 
   // Tried for the best layout only.

@@ -277,12 +277,12 @@ CostModel::Transfer CostModel::of(std::string_view op, double bytes,
         ring.base_us + host_hops * ring.host_hop * host_hop + network_hops * ring.network_hop * network_hop;
     best = std::min(best, 1e-6 * latency + passed / (speed * ring.share));
   }
-  // A tree between the hosts, a chain in each.
+  // A tree between the hosts, a chain in each. All bytes pass twice: to the root and back.
   for (const Protocol& tree : tree_protocols(between_hosts)) {
     if (!is_sum) break;
     const double latency = tree.base_us + 2 * ((per_host - 1) * tree.host_hop * host_hop +
                                                std::log2(num_hosts) * tree.network_hop * network_hop);
-    best = std::min(best, 1e-6 * latency + passed / (speed * tree.share));
+    best = std::min(best, 1e-6 * latency + 2 * bytes / (speed * tree.share));
   }
   if (is_sum && !between_hosts && cluster_.device.compute_capability >= 90 && n > 2)
     best = std::min(best,

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Compares the registers, the shared memory and the occupancy of each GPU kernel with src/cuda_plugin/kernel_resources.txt, and checks that
 none spills. The tables of kernels in docs/gpu_performance.md have to have every kernel, and in the column "asks for at once" the bytes of a thread and
-what they make for the threads of a multiprocessor (compute capability 9.0, bf16). In their PTX, kernels read and write 16 bytes at a time.
+what they make for the threads of a multiprocessor (compute capability 9.0, bf16). In PTX, each kernel has a read and a write of 16 bytes.
 
 usage: check_kernel_resources.py [--write] BUILD_FOLDER
 
 Registers and shared memory are ptxas's, from the build of the CUDA plugin. Occupancy is the share of a multiprocessor's warps that run at
 the same time, by the formula of CUDA's occupancy calculator. --write writes the table. Another release of nvcc allocates registers
-differently, so then only spills are checked.
+differently, so then these aren't compared.
 """
 
 import pathlib
@@ -141,7 +141,7 @@ def main():
         sys.exit("\n".join(problems))
     recorded = table.read_text()
     if recorded.split(";")[0] != text.split(";")[0]:
-        print(f"only spills are checked: {table.name} is by another nvcc")
+        print(f"registers aren't compared: {table.name} is by another nvcc")
     elif recorded != text:
         old, new = set(recorded.splitlines()), set(text.splitlines())
         sys.exit(

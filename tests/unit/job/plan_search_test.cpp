@@ -282,14 +282,17 @@ TEST(PlanSearch, TriesReplicasOfParametersAndLargeMicroBatches) {
 
 // Also in a step of one micro-batch, whose gradients are never whole: they would not fit.
 TEST(PlanSearch, TriesParametersThatStayGathered) {
-  const FakeCluster cluster{.exchange = 2, .usable_bytes = 65e9};
+  const FakeCluster cluster{.exchange = 2, .usable_bytes = 50e9, .activation_bytes = 0.3e9};
   SearchOptions options = options_for(cluster);
-  options.sequences = kWorld;
   options.tensor = options.context = options.pipeline = options.replicate = 1;
   options.may_use_float8 = false;
-  const FoundLayout best = search_with(cluster, options).best[0];
-  EXPECT_TRUE(best.layout.keeps_gathered) << best.layout.text();
-  EXPECT_EQ(best.layout.recompute, "none");
+  for (const int64_t rows : {1, 2}) {
+    options.sequences = rows * kWorld;
+    const FoundLayout best = search_with(cluster, options).best[0];
+    EXPECT_TRUE(best.layout.keeps_gathered) << best.layout.text();
+    EXPECT_EQ(best.layout.recompute, "none");
+    EXPECT_EQ(best.layout.micro_batch, rows) << "several micro-batches would take whole gradients";
+  }
 }
 
 TEST(PlanSearch, TriesEverySchedule) {

@@ -98,6 +98,7 @@ TEST(OverlappedBackward, TakesNoPassForASumOrForSwigluAlone) {
   EXPECT_EQ(calls["aten::addmm_"], ranks);
   EXPECT_EQ(calls["titan::swiglu_with_backward"], 1);
   EXPECT_EQ(calls["titan::swiglu"], 0);
+  EXPECT_EQ(calls["titan::swiglu_backward"], 0);
 }
 
 }  // namespace
