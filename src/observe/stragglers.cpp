@@ -37,18 +37,15 @@ std::vector<double> others_of(const std::vector<RankPace>& ranks, size_t rank) {
   return own;
 }
 
-// A lower bound of the median of a rank's others, by stage: that of all but the slowest. Only ranks above it need an exact one, so that the time
-// for thousands of ranks doesn't grow with their square.
-std::map<int, double> least_medians(const std::vector<RankPace>& ranks) {
-  std::map<int, std::vector<double>> of_stage;
-  for (const RankPace& pace : ranks)
-    if (pace.own_s > 0) of_stage[pace.stage].push_back(pace.own_s);
-  std::map<int, double> medians;
-  for (auto& [stage, own] : of_stage) {
-    own.erase(std::ranges::max_element(own));
-    if (!own.empty()) medians.emplace(stage, median_of(std::move(own)));
+// By stage. No other rank of a stage is further above the median of its others.
+std::map<int, size_t> slowest_ranks(const std::vector<RankPace>& ranks) {
+  std::map<int, size_t> slowest;
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    if (ranks[rank].own_s <= 0) continue;
+    size_t& found = slowest.try_emplace(ranks[rank].stage, rank).first->second;
+    if (ranks[rank].own_s > ranks[found].own_s) found = rank;
   }
-  return medians;
+  return slowest;
 }
 
 double sigma_of(const std::vector<double>& values, double median) {
@@ -76,12 +73,10 @@ void describe(config::Table<StragglerSettings>& table) {
 std::optional<Straggler> find_straggler(const std::vector<RankPace>& ranks, const StragglerSettings& settings,
                                         double least_share) {
   std::optional<Straggler> worst;
-  const std::map<int, double> least = least_medians(ranks);
-  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+  for (const auto& [stage, rank] : slowest_ranks(ranks)) {
     const double own = ranks[rank].own_s;
-    const auto found = least.find(ranks[rank].stage);
-    if (own <= 0 || found == least.end() || own <= found->second * settings.ratio) continue;
     const std::vector<double> others = others_of(ranks, rank);
+    if (others.empty()) continue;
     const double median = median_of(others);
     const double sigma = sigma_of(others, median);
     if (own <= median * settings.ratio || own <= median + settings.sigma * sigma) continue;
