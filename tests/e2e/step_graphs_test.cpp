@@ -158,6 +158,19 @@ TEST_P(StepGraphs, AreRecordedAgainForOtherRows) {
   expect_equal(10, 10);
 }
 
+// A buffer was replaced on the last rank only: the others' recordings would do, and theirs are dropped with it.
+TEST_P(StepGraphs, AreRecordedAgainForOneRanksBuffers) {
+  if (GetParam().ranks == 1) GTEST_SKIP() << "there is no other rank";
+  const std::string log = run_both(
+      write_text(config_), 10,
+      {"--training.dataset", "text", "--training.seq_len", "48", "--training.local_batch_size", "4",
+       "--experimental.custom_import", std::string(TITAN_BINARY_DIR) + "/lib/libreplaced_memory.so"});
+  EXPECT_EQ(count(log, "step 3 is recorded as a CUDA graph"), 1) << log;
+  EXPECT_EQ(count(log, "step 6 can't launch the CUDA graph"), 1) << log;
+  EXPECT_EQ(count(log, "step 7 is recorded as a CUDA graph"), 1) << log;
+  expect_equal(10, 10);
+}
+
 INSTANTIATE_TEST_SUITE_P(
     Layouts, StepGraphs,
     ::testing::Values(GraphCase{"OneGpu", 1, 0, {}},
