@@ -24,7 +24,7 @@ namespace titan::train {
 /// A rank's part of an agreement.
 struct Ballot {
   Vote vote = Vote::Go;
-  bool drops_graph = false;                 ///< as StepGraphs::can_launch says
+  bool drops_graph = false;                 ///< StepGraphs::can_launch is false here
   std::optional<int64_t> tokens_seen = {};  ///< by this rank's rows up to this step, if it is logged
   std::vector<double> figures = {};         ///< for all ranks to see; equally many on each
 };
