@@ -12,5 +12,9 @@ if(TITAN_MOLD)
 elseif(TITAN_LLD)
   add_link_options(-fuse-ld=lld)
 endif()
+# GCC would collect its garbage often, which takes 6 % of the time of compiling and saves half a gigabyte.
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  add_compile_options($<$<COMPILE_LANGUAGE:CXX>:--param=ggc-min-expand=500> $<$<COMPILE_LANGUAGE:CXX>:--param=ggc-min-heapsize=1500000>)
+endif()
 # Libraries that a program doesn't use would cost start-up time.
 add_link_options(-Wl,--as-needed)

@@ -1,12 +1,14 @@
 # titan_unit_test(<layer>) builds tests/unit/<layer>/**/*_test.cpp as one program and adds one test, unit.<layer>, with label fast. To run one
 # case: build/bin/titan_<layer>_test --gtest_filter=Suite.Case. tests/seed.cpp seeds random numbers before each case, also in distributed
 # tests. tests/filters.cpp fails a program whose filter chooses no test.
-# titan_distributed_test(<name> RANKS n... [NIGHTLY_RANKS n...] [TIMEOUT s] [CUDA] [CUDA_RANKS n...] [VIRTUAL_RANKS n...]
-# [VIRTUAL_AT_NIGHT] [APART]) adds tests/distributed/<name>.cpp
-# to the program distributed_tests, and a test that runs the cases of this file for each listed number of local ranks; the time limit ends
-# all processes. Tests for NIGHTLY_RANKS are called nightly.* and run only at night. With CUDA, all these and CUDA_RANKS also run with
-# --cuda, and are skipped if no GPU is visible. VIRTUAL_RANKS run over NCCL on a virtual GPU for each rank (docs/virtual_gpu.md),
-# where a race ends the test, and whose NCCL is strict; all other numbers of ranks do so at night, with VIRTUAL_AT_NIGHT too and an NCCL that buffers. With APART, the file becomes a separate program, because it replaces functions of the C++ library.
+# titan_distributed_test(<name> RANKS n... [NIGHTLY_RANKS n...] [AT_NIGHT case...] [TIMEOUT s] [CUDA] [CUDA_RANKS n...] [VIRTUAL_RANKS n...]
+# [VIRTUAL_AT_NIGHT] [APART]) adds tests/distributed/<name>.cpp to the program distributed_tests, and a test that runs the cases of this file
+# for each listed number of local ranks; the time limit ends all processes. Tests for NIGHTLY_RANKS are called nightly.* and run only at
+# night, and so do the cases of RANKS that match AT_NIGHT. With CUDA, all these and CUDA_RANKS also run with --cuda, and are skipped if no GPU
+# is visible; at night they run on one virtual GPU that the ranks share. VIRTUAL_RANKS run over NCCL on a virtual GPU for each rank
+# (docs/virtual_gpu.md), where a race ends the test, and whose NCCL is strict; all other numbers of ranks do so at night, with
+# VIRTUAL_AT_NIGHT too and an NCCL that buffers. With APART, the file becomes a separate program, because it replaces functions of the C++
+# library.
 # Unity builds put up to six files into one: names in their anonymous namespaces must differ, also from those of headers.
 include(GoogleTest)
 
@@ -94,7 +96,7 @@ function(titan_distributed_program program)
 endfunction()
 
 function(titan_distributed_test name)
-  cmake_parse_arguments(ARG "CUDA;APART;VIRTUAL_AT_NIGHT" "TIMEOUT" "RANKS;NIGHTLY_RANKS;CUDA_RANKS;VIRTUAL_RANKS" ${ARGN})
+  cmake_parse_arguments(ARG "CUDA;APART;VIRTUAL_AT_NIGHT" "TIMEOUT" "RANKS;NIGHTLY_RANKS;CUDA_RANKS;VIRTUAL_RANKS;AT_NIGHT" ${ARGN})
   if(NOT ARG_TIMEOUT)
     set(ARG_TIMEOUT 300)
   endif()
@@ -116,8 +118,17 @@ function(titan_distributed_test name)
     set_tests_properties(${nightly_test} PROPERTIES LABELS nightly TIMEOUT ${ARG_TIMEOUT} PROCESSORS 2)
   endforeach()
   foreach(ranks IN LISTS ARG_RANKS)
-    add_test(NAME distributed.${name}.${ranks}_ranks COMMAND titan launch -n ${ranks} -- ${program})
-    set_tests_properties(distributed.${name}.${ranks}_ranks PROPERTIES LABELS ci TIMEOUT ${ARG_TIMEOUT} PROCESSORS 2)
+    set(ci_test distributed.${name}.${ranks}_ranks)
+    if(ARG_AT_NIGHT)
+      list(JOIN ARG_AT_NIGHT ":" at_night)
+      add_test(NAME ${ci_test} COMMAND titan launch -n ${ranks} -- ${program} --gtest_filter=-${at_night})
+      set(nightly_test nightly.${name}.${ranks}_ranks.rest)
+      add_test(NAME ${nightly_test} COMMAND titan launch -n ${ranks} -- ${program} --gtest_filter=${at_night})
+      set_tests_properties(${nightly_test} PROPERTIES LABELS nightly TIMEOUT ${ARG_TIMEOUT} PROCESSORS 2)
+    else()
+      add_test(NAME ${ci_test} COMMAND titan launch -n ${ranks} -- ${program})
+    endif()
+    set_tests_properties(${ci_test} PROPERTIES LABELS ci TIMEOUT ${ARG_TIMEOUT} PROCESSORS 2)
   endforeach()
   if(TARGET virtual_gpu AND (ARG_VIRTUAL_RANKS OR ARG_VIRTUAL_AT_NIGHT))
     set(all_ranks ${ARG_VIRTUAL_RANKS} ${ARG_RANKS} ${ARG_NIGHTLY_RANKS} ${ARG_CUDA_RANKS})
@@ -145,5 +156,10 @@ function(titan_distributed_test name)
     set(cuda_test distributed.${name}.${ranks}_ranks.cuda)
     add_test(NAME ${cuda_test} COMMAND ${PROJECT_SOURCE_DIR}/tests/distributed/on_gpu.sh $<TARGET_FILE:titan> launch -n ${ranks} -- ${program} --cuda)
     set_tests_properties(${cuda_test} PROPERTIES LABELS "ci;cuda" TIMEOUT ${ARG_TIMEOUT} PROCESSORS 2 SKIP_RETURN_CODE 77)
+    if(TARGET virtual_gpu)
+      set(virtual_test nightly.${name}.${ranks}_ranks.cuda.virtual)
+      add_test(NAME ${virtual_test} COMMAND ${PROJECT_SOURCE_DIR}/scripts/virtual_gpus.sh 1 -- $<TARGET_FILE:titan> launch -n ${ranks} -- ${program} --cuda)
+      set_tests_properties(${virtual_test} PROPERTIES LABELS "nightly;virtual_gpu" TIMEOUT 3600 PROCESSORS 2 ENVIRONMENT VIRTUAL_GPU_RACES=fatal)
+    endif()
   endforeach()
 endfunction()

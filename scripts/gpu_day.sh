@@ -19,7 +19,7 @@ for needed in titan distributed_tests attention_bench overlap_bench ../virtual_g
   [ -e $programs/$needed ] || { echo "gpu_day.sh: $programs/$needed is missing: scripts/build.sh all benchmarks virtual_gpu" >&2; exit 2; }
 done
 # With a virtual GPU (scripts/virtual_gpus.sh 1 -- scripts/gpu_day.sh) it tries its own commands without limits of time. Times mean nothing there,
-# compute-sanitizer needs a driver, and of the tests that take an hour there (nightly.cuda_forms.virtual) it runs a few.
+# compute-sanitizer needs a driver, and of the tests that take hours there (nightly.*.cuda.virtual) it runs a few.
 export on_virtual=false
 if [ ! -e /dev/nvidia0 ]; then
   [ -n "${VIRTUAL_GPU_DEVICES:-}" ] || { echo "gpu_day.sh: no GPU is visible" >&2; exit 2; }

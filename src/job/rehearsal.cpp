@@ -10,7 +10,7 @@
 #include "dist/stream.h"
 #include "job/pipeline_stages.h"
 #include "nn/trace_labels.h"
-#include "plan/ranges.h"
+#include "plan/gpu/ranges.h"
 #include "titan/core/error.h"
 #include "titan/nn/layers.h"
 #include "titan/optim/clip.h"

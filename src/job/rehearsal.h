@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "job/build.h"
+#include "plan/gpu/planned_gpu.h"
 #include "plan/outside_memory.h"
-#include "plan/planned_gpu.h"
 #include "titan/optim/optimizer.h"
 
 namespace titan::train {

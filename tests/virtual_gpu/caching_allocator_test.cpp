@@ -1,4 +1,4 @@
-// The model of LibTorch's caching allocator (src/plan/caching_allocator.h) against the real one, on a virtual GPU: the same random requests,
+// The model of LibTorch's caching allocator (src/plan/gpu/caching_allocator.h) against the real one, on a virtual GPU: the same random requests,
 // frees and uses by other streams, and the same bytes after each.
 
 #include <random>
@@ -14,7 +14,7 @@
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
-#include "plan/caching_allocator.h"
+#include "plan/gpu/caching_allocator.h"
 
 namespace titan::plan {
 namespace {

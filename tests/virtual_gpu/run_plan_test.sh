@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# run_plan_test.sh TITAN FOLDER: titan train plans its own run on GPUs, and compares itself with the plan.
+# run_plan_test.sh TITAN HELD_STEP FOLDER: titan train plans its own run on GPUs, and compares itself with the plan.
 set -euo pipefail
-titan=$1 folder=$2
+titan=$1 held_step=$2 folder=$3
 source_folder=$(cd "$(dirname "$0")/../.." && pwd)
 export VIRTUAL_GPU_RACES=fatal OMP_NUM_THREADS=1
 rm -rf "$folder"
@@ -22,11 +22,18 @@ grep -q "this run has no plan: no file of configs/devices has the device Virtual
   failed "the log doesn't say why there is no plan:" "$folder/log"
 test ! -e "$folder/run/plan.json" || failed "there is a plan:" "$folder/log"
 
-# It doesn't wait for its plan, so this does, and until after the third step, when memory is compared, and the roofline report of the fourth.
+# It doesn't wait for its plan, so this holds it until the plan is there, and then waits until after the third step, when memory is compared, and the
+# roofline report of the fourth.
 run_beyond_the_plan() {
   rm -rf "$folder/run"
-  "${train[@]}" --training.steps=100000 --metrics.plan_device=h100 "$@" >"$folder/log" 2>&1 &
+  touch "$folder/hold.3"
+  TITAN_TEST_STEPS=$folder "${train[@]}" --training.steps=100000 --metrics.plan_device=h100 --experimental.custom_import="$held_step" "$@" >"$folder/log" 2>&1 &
   run=$!
+  until [ -e "$folder/run/plan.json" ]; do
+    kill -0 $run 2>"$folder/missing" || failed "the run ends before its plan:" "$folder/log"
+    sleep 0.2
+  done
+  rm "$folder/hold.3"
   until grep -q '"step": [5-9].*"percent_of_plan": \|"step": [0-9]\{2,\}.*"percent_of_plan": ' "$folder/run/metrics.jsonl" 2>"$folder/missing"; do
     kill -0 $run 2>"$folder/missing" || failed "the run ends:" "$folder/log"
     sleep 0.2
@@ -46,7 +53,7 @@ sys.exit(not 0.05 < abs(second / first - 1))
 PY
 
 # Validation, which a plan leaves out, has large batches here, so the run takes more than was planned.
-run_beyond_the_plan --report-roofline --validation.enable --validation.freq=2 --validation.steps=1 --validation.local_batch_size=128 --validation.seq_len=64
+run_beyond_the_plan --report-roofline --validation.enable --validation.freq=2 --validation.steps=1 --validation.local_batch_size=32 --validation.seq_len=64
 for text in "the plan for NVIDIA H100 80GB HBM3: a step in .* GiB from the device; written to " "mfu: .*  of plan: [0-9.]*%" \
   "of rank [01] has taken up to [0-9.]* GiB from the device, [0-9.]* % more than the [0-9.]* GiB of the plan (every rank); 1 other rank is"; do
   grep -q -- "$text" "$folder/log" || failed "the log has no '$text':" "$folder/log"

@@ -5,12 +5,12 @@ set -euo pipefail
 titan=$1 folder=$2
 shift 2
 source_folder=$(cd "$(dirname "$0")/../.." && pwd)
-export VIRTUAL_GPU_RACES=fatal
+export VIRTUAL_GPU_RACES=fatal OMP_NUM_THREADS=1
 numbers() { sed -n 's/.*\(step: .*grad_norm: *[0-9.]*\).*/\1/p' "$1"; }
 failed=0
 cd "$source_folder"  # paths in the config are relative to the working directory
 for layout in "" "$@"; do
-  train=("$titan" train "$source_folder/configs/llama3_debug.toml" --nproc 2 --job.dump_folder="$folder/run" --training.steps=3
+  train=("$titan" train "$source_folder/configs/llama3_debug.toml" --nproc 2 --job.dump_folder="$folder/run" --training.steps=3 --training.seq_len=64
     --training.mixed_precision_param=float32 $layout)
   for device in cpu gpu; do
     rm -rf "$folder"
@@ -29,7 +29,7 @@ grep -q "GPU settings: CUDA [0-9.]*, .*, NCCL 2.*, allocator expandable_segments
 # Counts are written although the program ends without destructors.
 rm -f "$folder.counts"
 VIRTUAL_GPU_COUNTERS="$folder.counts" "$source_folder/scripts/virtual_gpus.sh" 1 -- "$titan" train "$source_folder/configs/llama3_debug.toml" \
-  --nproc 1 --job.dump_folder="$folder/run" --training.steps=1 >"$folder.counted" 2>&1 || { tail -30 "$folder.counted"; exit 1; }
+  --nproc 1 --job.dump_folder="$folder/run" --training.steps=1 --training.seq_len=64 >"$folder.counted" 2>&1 || { tail -30 "$folder.counted"; exit 1; }
 grep -q '"aten::mm": {"launches": [1-9]' "$folder.counts" || { echo "no counts in $folder.counts"; failed=1; }
 # Three ranks on two GPUs are refused before they start.
 check=("$source_folder/scripts/virtual_gpus.sh" 2 -- "$titan" train "$source_folder/configs/llama3_debug.toml" --nproc 3 --check)

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include "operator_calls.h"
 #include "tensor/memory.h"
 #include "titan/core/error.h"
 #include "titan/ops/functional.h"
@@ -135,29 +136,17 @@ TEST(SavedInput, RecomputesSwigluInTheBackward) {
   EXPECT_TRUE(at::allclose(c.gate.grad(), grad_hidden * c.up.detach() * s * (1 + c.gate.detach() * (1 - s))));
 }
 
-// The operators of LibTitan that a backward calls.
-std::vector<std::string> operators_of(const at::Tensor& out) {
-  static std::vector<std::string> names;
-  names.clear();
-  const auto handle = at::addThreadLocalCallback(
-      at::RecordFunctionCallback([](const at::RecordFunction& call) -> std::unique_ptr<at::ObserverContext> {
-        if (std::string(call.name()).starts_with("titan::swiglu")) names.emplace_back(call.name());
-        return nullptr;
-      }).scopes({at::RecordScope::FUNCTION}));
-  out.backward();
-  at::removeCallback(handle);
-  return names;
-}
-
 // The weight's gradient needs SwiGLU's output. The pass that computes it has SwiGLU's backward, too.
 TEST(SavedInput, RecomputesSwigluInThePassOfItsBackward) {
   const SwigluThenLinear c;
-  EXPECT_EQ(operators_of(c.product(swiglu(c.gate, c.up)).sum()),
-            std::vector<std::string>{"titan::swiglu_with_backward"});
+  std::map<std::string, int> calls = testing::operators_of_backward(c.product(swiglu(c.gate, c.up)).sum());
+  EXPECT_EQ(calls["titan::swiglu_with_backward"], 1);
+  EXPECT_EQ(calls["titan::swiglu"] + calls["titan::swiglu_backward"], 0);
   const SwigluThenLinear frozen;
   frozen.weight.set_requires_grad(false);
-  EXPECT_EQ(operators_of(frozen.product(swiglu(frozen.gate, frozen.up)).sum()),
-            std::vector<std::string>{"titan::swiglu_backward"});
+  calls = testing::operators_of_backward(frozen.product(swiglu(frozen.gate, frozen.up)).sum());
+  EXPECT_EQ(calls["titan::swiglu_backward"], 1);
+  EXPECT_EQ(calls["titan::swiglu"] + calls["titan::swiglu_with_backward"], 0);
 }
 
 // Gradients of gate, up and weight if `use` makes the result from SwiGLU's output, which `copy` can hide from products.

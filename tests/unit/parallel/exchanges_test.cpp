@@ -3,13 +3,11 @@
 
 #include <gtest/gtest.h>
 
-#include <map>
-
 #include <ATen/ATen.h>
-#include <ATen/record_function.h>
 
 #include "dist/flight_record.h"
 #include "float8/products.h"
+#include "operator_calls.h"
 #include "parallel/tensor/exchanges.h"
 #include "titan/core/error.h"
 #include "titan/dist/device_mesh.h"
@@ -68,20 +66,6 @@ TEST_P(ExchangeOrder, SendsOneMessageToEachPeerInEachExchange) {
 
 INSTANTIATE_TEST_SUITE_P(Sizes, ExchangeOrder, ::testing::Values(2, 3, 4, 5, 7, 8, 16));
 
-// Calls of operators that a backward makes, by name.
-std::map<std::string, int> operators_of(const at::Tensor& out) {
-  static std::map<std::string, int> calls;
-  calls.clear();
-  const auto handle = at::addThreadLocalCallback(
-      at::RecordFunctionCallback([](const at::RecordFunction& call) -> std::unique_ptr<at::ObserverContext> {
-        ++calls[call.name()];
-        return nullptr;
-      }).scopes({at::RecordScope::FUNCTION}));
-  out.backward();
-  at::removeCallback(handle);
-  return calls;
-}
-
 // The second product of each part adds to the first one's result, and SwiGLU's output is computed again in the
 // pass of its backward.
 TEST(OverlappedBackward, TakesNoPassForASumOrForSwigluAlone) {
@@ -93,7 +77,7 @@ TEST(OverlappedBackward, TakesNoPassForASumOrForSwigluAlone) {
   const ops::SharedProducts products = ops::default_products();
   const std::vector<at::Tensor> hidden =
       ops::gathered_linears(mlp.x, {mlp.gate, mlp.up}, {products, products}, exchange);
-  std::map<std::string, int> calls = operators_of(
+  std::map<std::string, int> calls = testing::operators_of_backward(
       ops::scattered_linear(ops::swiglu(hidden[0], hidden[1]), mlp.down, products, exchange).sum());
   EXPECT_EQ(calls["aten::addmm_"], ranks);
   EXPECT_EQ(calls["titan::swiglu_with_backward"], 1);

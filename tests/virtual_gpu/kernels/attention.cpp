@@ -11,7 +11,7 @@
 #include <torch/library.h>
 
 #include "kernels/call.h"
-#include "plan/shapes.h"
+#include "plan/gpu/shapes.h"
 
 namespace virtual_gpu {
 namespace {

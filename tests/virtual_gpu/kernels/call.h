@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "plan/stand_ins.h"
+#include "plan/gpu/stand_ins.h"
 #include "runtime/virtual_gpu.h"
 
 namespace virtual_gpu {

@@ -20,7 +20,7 @@
 #include <unordered_set>
 
 #include "kernels/call.h"
-#include "plan/shapes.h"
+#include "plan/gpu/shapes.h"
 #include "runtime/faults.h"
 
 namespace virtual_gpu {

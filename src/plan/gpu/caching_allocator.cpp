@@ -1,4 +1,4 @@
-#include "plan/caching_allocator.h"
+#include "plan/gpu/caching_allocator.h"
 
 #include <algorithm>
 #include <tuple>

@@ -1,4 +1,4 @@
-#include "plan/groups.h"
+#include "plan/gpu/groups.h"
 
 #include <optional>
 #include <string>
@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "dist/backends.h"
-#include "plan/planned_gpu.h"
-#include "plan/ranges.h"
+#include "plan/gpu/planned_gpu.h"
+#include "plan/gpu/ranges.h"
 
 namespace titan::plan {
 

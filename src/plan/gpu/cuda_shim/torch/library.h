@@ -4,7 +4,7 @@
 
 #include_next <torch/library.h>
 
-#include "plan/planned_gpu.h"
+#include "plan/gpu/planned_gpu.h"
 
 #undef TORCH_LIBRARY_IMPL
 #define TORCH_LIBRARY_IMPL(ns, key, library)                                                  \

@@ -27,8 +27,8 @@
 #include <c10/core/ScalarType.h>
 
 #include "dist/device_backend.h"
-#include "plan/caching_allocator.h"
 #include "plan/cluster.h"
+#include "plan/gpu/caching_allocator.h"
 #include "plan/trace.h"
 
 namespace torch {

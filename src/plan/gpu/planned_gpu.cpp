@@ -1,4 +1,4 @@
-#include "plan/planned_gpu.h"
+#include "plan/gpu/planned_gpu.h"
 
 #include <algorithm>
 #include <atomic>
@@ -15,8 +15,8 @@
 
 #include "core/units.h"
 #include "dist/planned_devices.h"
-#include "plan/groups.h"
-#include "plan/ranges.h"
+#include "plan/gpu/groups.h"
+#include "plan/gpu/ranges.h"
 #include "titan/core/error.h"
 
 namespace titan::plan {

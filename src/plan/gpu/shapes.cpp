@@ -1,4 +1,4 @@
-#include "plan/shapes.h"
+#include "plan/gpu/shapes.h"
 
 #include <algorithm>
 #include <unordered_map>

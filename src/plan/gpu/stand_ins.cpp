@@ -1,4 +1,4 @@
-#include "plan/stand_ins.h"
+#include "plan/gpu/stand_ins.h"
 
 #include <ATen/ops/clone.h>
 #include <ATen/ops/empty.h>

@@ -6,7 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "plan/shapes.h"
+#include "plan/gpu/shapes.h"
 
 namespace titan::plan {
 

@@ -5,7 +5,7 @@
 #include <span>
 
 #include "ops/adam_formula.h"
-#include "plan/planned_gpu.h"
+#include "plan/gpu/planned_gpu.h"
 
 #pragma GCC visibility push(hidden)
 #include "cuda_plugin/adam_kernels.h"

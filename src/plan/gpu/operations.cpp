@@ -16,9 +16,9 @@
 #include <torch/library.h>
 
 #include "observe/operation_costs.h"
-#include "plan/gpu_shapes.h"
-#include "plan/planned_gpu.h"
-#include "plan/stand_ins.h"
+#include "plan/gpu/gpu_shapes.h"
+#include "plan/gpu/planned_gpu.h"
+#include "plan/gpu/stand_ins.h"
 #include "titan/core/error.h"
 
 namespace titan::plan {

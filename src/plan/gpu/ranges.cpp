@@ -1,4 +1,4 @@
-#include "plan/ranges.h"
+#include "plan/gpu/ranges.h"
 
 #include <array>
 #include <string_view>

@@ -4,7 +4,7 @@
 
 #include <c10/core/Device.h>
 
-#include "plan/planned_gpu.h"
+#include "plan/gpu/planned_gpu.h"
 
 namespace at::cuda {
 

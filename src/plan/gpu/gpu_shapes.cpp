@@ -1,4 +1,4 @@
-#include "plan/gpu_shapes.h"
+#include "plan/gpu/gpu_shapes.h"
 
 #include <unordered_map>
 
