@@ -5,8 +5,8 @@
     scripts/compare_plans.py --memory                      only the table of memory
     scripts/compare_plans.py --write                       writes them into docs/plan.md, too
     scripts/compare_plans.py [--memory] --check            fails if a row of docs/plan.md has another number than the plan now, or errors are too large;
-                                                           of time, without the rows that take more than a minute
-    scripts/compare_plans.py --ours                        the tables of LibTitan's own speed beside published runs
+                                                           of time, without the rows that take more than a minute: --check --slow takes those
+    scripts/compare_plans.py --ours [--check]              the tables of LibTitan's own speed beside published runs
 
 The runs, their sources and how each is planned stand in benchmarks/published_runs.json. An adjustment adds to the planned step, or to the planned
 memory, what a run did or kept and the program doesn't, item by item (ADJUSTMENTS and MEMORY_ADJUSTMENTS below)."""
@@ -371,7 +371,7 @@ def rows_of(table, columns):
 def differences(name, table):
     """Between the page's table and this one, as text."""
     begin, end = MARKERS[name]
-    columns = {"time": [2], "memory": [3, 4]}[name]
+    columns = {"time": [2], "memory": [3, 4], "ours": [2], "jobs": [2]}[name]
     written = rows_of((ROOT / "docs/plan.md").read_text().split(begin)[1].split(end)[0], columns)
     problems = []
     for key, now in rows_of(table, columns).items():
@@ -401,7 +401,8 @@ def main():
     parser.add_argument("--memory", action="store_true", help="only the table of memory, which is quicker")
     parser.add_argument("--ours", action="store_true", help="TorchTitan's and Megatron-Bridge's runs with LibTitan's kernels, and LibTitan's own jobs")
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--check", action="store_true", help="compare a table, of time or memory, with the page's")
+    parser.add_argument("--check", action="store_true", help="compare tables with the page's")
+    parser.add_argument("--slow", action="store_true", help="only the rows that take more than a minute")
     parser.add_argument("--runs", default=ROOT / "benchmarks/published_runs.json")
     arguments = parser.parse_args()
     if arguments.write and (arguments.only or arguments.check):
@@ -412,8 +413,8 @@ def main():
     if arguments.ours:
         others = [run | {"kernels": "ours"} for run in runs if run["source"].startswith(("TorchTitan", "Megatron-Bridge"))]
         runs = others + our_jobs(runs)
-    if arguments.check and not arguments.memory:
-        runs = [run for run in runs if run["id"] not in SLOW]
+    if arguments.slow or (arguments.check and not arguments.memory):
+        runs = [run for run in runs if (run["id"] in SLOW) == arguments.slow]
     if arguments.only:
         runs = [run for run in runs if run["id"] in arguments.only.split(",")]
     plans = []
@@ -437,10 +438,10 @@ def main():
             before, rest = page.read_text().split(begin)
             page.write_text(before + begin + "\n" + table + "\n" + end + rest.split(end)[1])
 
-
     if arguments.check:
-        name = wanted[0]
-        problems = differences(name, tables[name]) + too_large(name, answered)
+        checked = list(tables) if arguments.ours else wanted[:1]
+        problems = [problem for name in checked for problem in differences(name, tables[name])]
+        problems += [] if arguments.ours else too_large(wanted[0], answered)
         if problems:
             sys.exit("\n".join(problems + ["scripts/compare_plans.py --write writes the tables"]))
     if any("error" in plan for plan in plans):

@@ -141,13 +141,15 @@ def table(options: argparse.Namespace) -> str:
     lines = ["| model | recipe | tokens/s | ratio to bf16 | TFLOP/s | MFU | peak GiB | casts, of casts and products | torchao, eager: tokens/s | GiB | compiled: tokens/s | GiB | LibTitan / compiled |"]
     lines.append("| --- " * 13 + "|")
     for name in options.models:
-        base = None
+        base, compiled = None, {}
         for recipe in options.recipes:
             result = attempt(ours, MODELS[name], recipe, options)
             others = [attempt(torchao, MODELS[name], recipe, compiles, options) if recipe in TORCHAO else None for compiles in (False, True)]
             print(json.dumps({"model": name, "recipe": recipe, "titan": result, "torchao": others}), file=sys.stderr, flush=True)
             base = result if recipe == "bf16" else base
-            ratio, to_compiled = ratio_of(result, base), ratio_of(result, others[1])
+            compiled[recipe] = others[1]
+            # A form of a recipe, such as bf16:graphs, is compared with the recipe's own.
+            ratio, to_compiled = ratio_of(result, base), ratio_of(result, others[1] or compiled.get(recipe.split(":")[0]))
             tflops, mfu = (f"{result[name]:.1f}{unit}" if name in result else "" for name, unit in (("tflops", ""), ("mfu", " %")))
             casts = "" if "problem" in result else f"{100 * result['casts']:.1f} %"
             speed, memory = cells(result)

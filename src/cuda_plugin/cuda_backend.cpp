@@ -181,7 +181,8 @@ class CudaBackend final : public DeviceBackend {
     const std::string allocator = c10::CachingAllocator::getAllocatorSettings();
     return str("CUDA ", cuda_version(runtime), ", driver for CUDA ", cuda_version(driver), ", NCCL ",
                c10d::getNcclVersion(), ", allocator ", allocator.empty() ? "as LibTorch sets it" : allocator,
-               ", NCCL on streams of high priority; environment: ", variables_of_gpus());
+               ", NCCL on streams of high priority, messages of rings and pipelines on at most ",
+               kMostCtasOfLongReceives, " multiprocessors; environment: ", variables_of_gpus());
   }
   int compute_capability(int index) const override {
     const auto* properties = at::cuda::getDeviceProperties(index);

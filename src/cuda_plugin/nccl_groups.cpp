@@ -33,10 +33,6 @@
 namespace titan::dist {
 namespace {
 
-// A queued receive holds a multiprocessor for each CTA until its message has come; NCCL would take up to 32. Four keep up with a network of
-// 400 Gb/s, and a message of 50 MB within a host takes tenths of a millisecond. A pipeline's schedule hides that, and a ring's blocks of attention hide longer ones.
-constexpr int kMostCtasOfLongReceives = 4;
-
 /// Known to abort_all() as long as it lives.
 class NcclGroup final : public c10d::ProcessGroupNCCL {
  public:

@@ -9,6 +9,10 @@
 
 namespace titan::dist {
 
+// A queued receive holds a multiprocessor for each CTA until its message has come; NCCL would take up to 32. Four keep up with a network of
+// 400 Gb/s, and a message of 50 MB within a host takes tenths of a millisecond. A pipeline's schedule hides that, and a ring's blocks of attention hide longer ones.
+constexpr int kMostCtasOfLongReceives = 4;
+
 /// Connects. All members have to come within the group's time limit.
 c10::intrusive_ptr<c10d::Backend> make_nccl_group(const GroupSpec& spec);
 /// DeviceBackend::abort_groups().

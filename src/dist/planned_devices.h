@@ -1,6 +1,6 @@
 #pragma once
 
-// Devices that count what they are given instead of computing (src/plan). For the library they are GPUs.
+// Devices that count what they are given instead of computing (src/plan/gpu). For the library they are GPUs.
 
 #include <c10/core/Device.h>
 

@@ -337,6 +337,26 @@ TEST(Communicators, NeverShareAStream) {
   for (size_t i = 0; i < kGroups; ++i) EXPECT_EQ(messages[i].sum().item<float>(), i == 0 ? 14 : 10);
 }
 
+// Over NCCL the end of a group aborts its calls.
+TEST(Communicators, EndAfterTheirMessagesHaveArrived) {
+  if (world().size() != 2) GTEST_SKIP() << "made for 2 ranks";
+  auto group = world().group(world().everyone()->ranks(), "pair", "late receive");
+  const at::Tensor message = at::zeros({1000}, options_of(at::kFloat));
+  const auto pass = [&] {
+    if (world().rank() == 0) {
+      group->send(message, 1, kLabel).wait();
+    } else {
+      group->receive(message, 0, kLabel).wait();
+    }
+  };
+  pass();  // connects
+  if (world().rank() == 0) message.fill_(5);
+  if (world().rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  pass();
+  group.reset();
+  if (world().rank() == 1) EXPECT_EQ(message.sum().item<float>(), 5000);
+}
+
 // Rank 0 waits for a call that the others never make.
 TEST(Failures, TimeoutNamesTheCall) {
   if (world().size() == 1) GTEST_SKIP() << "needs a peer";

@@ -22,6 +22,9 @@ using nlohmann::json;
 const Words kModel = {"--model.args.dim=512", "--training.seq_len=512"};
 const Words kTwoRows = {"--training.local_batch_size=2"};
 const Words kPipeline = {"--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=8"};
+const Words kTensor = {"--parallelism.tensor_parallel_degree=2"};
+const Words kContext = {"--parallelism.context_parallel_degree=2"};
+const Words kReplicas = {"--parallelism.data_parallel_replicate_degree=2"};
 const Words kFloat8 = {"--model.converters=quantize.linear.float8", "--quantize.linear.float8.emulate"};
 Words schedule(const std::string& name) { return {"--parallelism.pipeline_parallel_schedule=" + name}; }
 
@@ -73,6 +76,7 @@ INSTANTIATE_TEST_SUITE_P(
         Layout{"FullRecompute", 1, kTwoRows + Words{"--activation_checkpoint.mode=full"}},
         Layout{"Accumulates", 1, kTwoRows + Words{"--training.global_batch_size=8"}},
         Layout{"Bfloat16States", 1, kTwoRows + Words{"--optimizer.state_dtype=bfloat16"}},
+        Layout{"TiedEmbeddings", 1, kTwoRows + Words{"--model.args.tie_embeddings=true"}},
         Layout{"Float8", 1, kTwoRows + kFloat8},
         Layout{"Float8Rowwise", 1,
                kTwoRows + kFloat8 + Words{"--quantize.linear.float8.recipe_name=rowwise"}},
@@ -81,23 +85,32 @@ INSTANTIATE_TEST_SUITE_P(
         Layout{"Ddp", 2,
                kTwoRows + Words{"--parallelism.data_parallel_replicate_degree=2",
                                 "--parallelism.data_parallel_shard_degree=1"}},
-        Layout{"Tensor", 2, kTwoRows + Words{"--parallelism.tensor_parallel_degree=2"}},
-        Layout{"AsyncTensor", 2,
-               kTwoRows + Words{"--parallelism.tensor_parallel_degree=2",
-                                "--parallelism.enable_async_tensor_parallel"}},
-        Layout{"Context", 2, kTwoRows + Words{"--parallelism.context_parallel_degree=2"}},
+        Layout{"Tensor", 2, kTwoRows + kTensor},
+        Layout{"AsyncTensor", 2, kTwoRows + kTensor + Words{"--parallelism.enable_async_tensor_parallel"}},
+        Layout{"TensorWithWholeSequences", 2,
+               kTwoRows + kTensor + Words{"--parallelism.no_enable_sequence_parallel"}},
+        Layout{"TensorWithWholeLogits", 2, kTwoRows + kTensor + Words{"--parallelism.disable_loss_parallel"}},
+        Layout{"Float8Tensor", 2, kTwoRows + kTensor + kFloat8}, Layout{"Context", 2, kTwoRows + kContext},
+        Layout{"ContextAllToAll", 2,
+               kTwoRows + kContext + Words{"--parallelism.context_parallel_rotate_method=alltoall"}},
+        Layout{"ContextWithAllKeys", 2,
+               kTwoRows + kContext + Words{"--parallelism.context_parallel_attention=allgather_kv"}},
         Layout{"Float8Fsdp", 2, kTwoRows + kFloat8}, Layout{"Pipeline", 2, kPipeline},
+        Layout{"Float8Pipeline", 2, kPipeline + kFloat8},
+        Layout{"GpipePipeline", 2, kPipeline + schedule("GPipe")},
+        Layout{"BreadthFirstPipeline", 2, kPipeline + schedule("LoopedBFS")},
         Layout{"InterleavedPipeline", 2, kPipeline + schedule("Interleaved1F1B")},
         Layout{"ZeroBubblePipeline", 2, kPipeline + schedule("InterleavedZeroBubble")},
         Layout{"VPipeline", 2, kPipeline + schedule("ZBVZeroBubble")},
         Layout{"DualPipeline", 2, kPipeline + schedule("DualPipeV")}, Layout{"FsdpOf4", 4, kTwoRows},
-        Layout{"Hsdp", 4, kTwoRows + Words{"--parallelism.data_parallel_replicate_degree=2"}},
-        Layout{"FsdpTensor", 4, kTwoRows + Words{"--parallelism.tensor_parallel_degree=2"}},
-        Layout{"FsdpContext", 4, kTwoRows + Words{"--parallelism.context_parallel_degree=2"}},
-        Layout{"FsdpPipeline", 4, kPipeline},
+        Layout{"Hsdp", 4, kTwoRows + kReplicas},
+        Layout{"ReplicatedTensor", 4, kTwoRows + kReplicas + kTensor},
+        Layout{"ReplicatedContext", 4, kTwoRows + kReplicas + kContext},
+        Layout{"TensorContext", 4, kTwoRows + kTensor + kContext},
+        Layout{"ReplicatedPipeline", 4, kPipeline + kReplicas}, Layout{"FsdpTensor", 4, kTwoRows + kTensor},
+        Layout{"FsdpContext", 4, kTwoRows + kContext}, Layout{"FsdpPipeline", 4, kPipeline},
         Layout{"PipelineOf4", 4, kPipeline + Words{"--parallelism.pipeline_parallel_degree=4"}},
-        Layout{"TensorPipeline", 4, kPipeline + Words{"--parallelism.tensor_parallel_degree=2"}},
-        Layout{"ContextPipeline", 4, kPipeline + Words{"--parallelism.context_parallel_degree=2"}}),
+        Layout{"TensorPipeline", 4, kPipeline + kTensor}, Layout{"ContextPipeline", 4, kPipeline + kContext}),
     [](const auto& info) { return std::string(info.param.name); });
 
 }  // namespace

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Installs into an empty folder, builds docs/examples/custom_trainer against it, and runs it with one and two ranks: the loss falls, and
 # both runs have the same curve. Then three ranks resume from what two have saved. docs/examples/custom_model is built against it, too,
-# and its model is trained as a shared object. check_install.sh BUILD_DIR SOURCE_DIR [COMMAND...], where the programs run through the command;
-# then the model is trained by its own program, too, which takes as long to compile again.
+# and its model is trained as a shared object. check_install.sh BUILD_DIR SOURCE_DIR [COMMAND...]: with a COMMAND (at night), the programs run through
+# it, and the model's own program is built and run, too, which takes as long to compile again.
 set -euo pipefail
 build=$1
 source=$2
@@ -18,7 +18,7 @@ grep -rl virtual_gpu "$folder/prefix" >>"$folder/virtual" || true
 find "$folder/prefix" -type f -exec readelf -d {} + 2>"$folder/no_elf" | grep -E "NEEDED.*\[lib(kernels|c_library|titan_kernels)\.so\]" >>"$folder/virtual" || true
 [ ! -s "$folder/virtual" ] || { echo "parts of virtual GPUs are installed, or needed:" >&2; cat "$folder/virtual" >&2; exit 1; }
 [ "$(wc -l <"$source/docs/examples/custom_trainer/main.cpp")" -le 80 ] || { echo "the example has grown over 80 lines" >&2; exit 1; }
-cmake -S "$source/docs/examples/custom_trainer" -B "$folder/build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_CXX_FLAGS_RELEASE=-O0 -DCMAKE_PREFIX_PATH="$folder/prefix" >"$folder/configure.log" || { cat "$folder/configure.log" >&2; exit 1; }
+cmake -S "$source/docs/examples/custom_trainer" -B "$folder/build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_CXX_FLAGS_RELEASE="-O0 -DNDEBUG" -DCMAKE_PREFIX_PATH="$folder/prefix" >"$folder/configure.log" || { cat "$folder/configure.log" >&2; exit 1; }
 cmake --build "$folder/build"
 VIRTUAL_GPU_COUNTERS=$folder/launches "${run[@]}" "$folder/build/custom_trainer" "$folder/steps_of_one" | tee "$folder/one"
 [ ${#run[@]} = 0 ] || grep -q aten::addmm "$folder/launches" || { echo "the installed library didn't train on the virtual GPU" >&2; exit 1; }
@@ -33,7 +33,7 @@ assert one[-1] < 0.8 * one[0], f"the loss didn't fall: {one}"
 assert all(abs(a - b) <= 1e-4 * abs(a) for a, b in zip(one, two)), f"two ranks differ: {one} {two}"
 PY
 
-cmake -S "$source/docs/examples/custom_model" -B "$folder/model" -G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_CXX_FLAGS_RELEASE=-O0 -DCMAKE_PREFIX_PATH="$folder/prefix" >"$folder/configure.log" || { cat "$folder/configure.log" >&2; exit 1; }
+cmake -S "$source/docs/examples/custom_model" -B "$folder/model" -G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_CXX_FLAGS_RELEASE="-O0 -DNDEBUG" -DCMAKE_PREFIX_PATH="$folder/prefix" >"$folder/configure.log" || { cat "$folder/configure.log" >&2; exit 1; }
 cmake --build "$folder/model" --target ngram
 cd "$source"
 "${run[@]}" "$folder/prefix/bin/titan" train docs/examples/custom_model/ngram.toml --experimental.custom_import "$folder/model/libngram.so" --training.steps 2 --job.dump_folder "$folder/module_run"

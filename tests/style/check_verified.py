@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Every feature in docs/verified_on.md says something of virtual GPUs, the tests that it and the pages on GPUs name exist, and a name with a
-star for its ranks is followed by those of CI and of the night: check_verified.py SOURCE BUILD.
+star for its ranks is followed by those of CI and of the night. Every test has a program: check_verified.py SOURCE BUILD.
 The build folder has the virtual GPUs' tests. A name stands for the tests that it matches, and for those that it begins."""
 
 import fnmatch
+import json
 import pathlib
 import re
 import subprocess
@@ -34,9 +35,14 @@ def ranks_of(name: str, tests: list[str]) -> str:
     return text
 
 
-def tests_of(build: pathlib.Path) -> list[str]:
-    listing = subprocess.run(["ctest", "--test-dir", build, "-N"], capture_output=True, text=True, check=True)
-    return re.findall(r"^ *Test +#\d+: (\S+)", listing.stdout, flags=re.M)
+def listed_tests(build: pathlib.Path) -> list[dict]:
+    listing = subprocess.run(["ctest", "--test-dir", build, "--show-only=json-v1"], capture_output=True, text=True, check=True)
+    return json.loads(listing.stdout)["tests"]
+
+
+def cannot_start(test: dict) -> bool:
+    """A target that doesn't exist becomes a bare word, or no command at all."""
+    return not test.get("command") or not pathlib.Path(test["command"][0]).is_file()
 
 
 def problems_of(page: str, tests: list[str]) -> list[str]:
@@ -59,8 +65,10 @@ def problems_of(page: str, tests: list[str]) -> list[str]:
 
 def main() -> int:
     source, build = map(pathlib.Path, sys.argv[1:])
-    tests = tests_of(build)
-    problems = [f"{page}, {problem}" for page in PAGES for problem in problems_of((source / page).read_text(encoding="utf-8"), tests)]
+    listed = listed_tests(build)
+    tests = [test["name"].split()[0] for test in listed]
+    problems = [f"{test['name']} has no program that could be started: {test.get('command', [''])[0]}" for test in listed if cannot_start(test)]
+    problems += [f"{page}, {problem}" for page in PAGES for problem in problems_of((source / page).read_text(encoding="utf-8"), tests)]
     for problem in problems:
         print(problem)
     if not problems:

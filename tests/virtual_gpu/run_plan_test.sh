@@ -22,7 +22,7 @@ grep -q "this run has no plan: no file of configs/devices has the device Virtual
   failed "the log doesn't say why there is no plan:" "$folder/log"
 test ! -e "$folder/run/plan.json" || failed "there is a plan:" "$folder/log"
 
-# It doesn't wait for its plan, so this holds it until the plan is there, and then waits until after the third step, when memory is compared, and the
+# A run doesn't wait for its plan, so this holds it until the plan is there, and then waits until after the third step, when memory is compared, and the
 # roofline report of the fourth.
 run_beyond_the_plan() {
   rm -rf "$folder/run"

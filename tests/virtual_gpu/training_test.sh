@@ -24,13 +24,14 @@ for layout in "" "$@"; do
     failed=1
   fi
 done
-grep -q "GPU settings: CUDA [0-9.]*, .*, NCCL 2.*, allocator expandable_segments:True, .*; environment: " "$folder.gpu" ||
+grep -q "GPU settings: CUDA [0-9.]*, .*, NCCL 2.*, allocator expandable_segments:True, .*on at most 4 multiprocessors; environment: " "$folder.gpu" ||
   { echo "the log doesn't show the GPUs' settings"; failed=1; }
 # Counts are written although the program ends without destructors.
 rm -f "$folder.counts"
 VIRTUAL_GPU_COUNTERS="$folder.counts" "$source_folder/scripts/virtual_gpus.sh" 1 -- "$titan" train "$source_folder/configs/llama3_debug.toml" \
   --nproc 1 --job.dump_folder="$folder/run" --training.steps=1 --training.seq_len=64 >"$folder.counted" 2>&1 || { tail -30 "$folder.counted"; exit 1; }
 grep -q '"aten::mm": {"launches": [1-9]' "$folder.counts" || { echo "no counts in $folder.counts"; failed=1; }
+grep -q "attention of BFloat16 heads of 16 features uses cuDNN's kernel" "$folder.counted" || { echo "the log doesn't say which kernel attention uses"; failed=1; }
 # Three ranks on two GPUs are refused before they start.
 check=("$source_folder/scripts/virtual_gpus.sh" 2 -- "$titan" train "$source_folder/configs/llama3_debug.toml" --nproc 3 --check)
 status=0
