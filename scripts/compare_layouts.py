@@ -64,7 +64,7 @@ def measured(settings, steps):
             raise SystemExit(f"{' '.join(command)}\n{result.stderr[-2000:]}")
         rows = [json.loads(line) for line in (pathlib.Path(folder) / "metrics.jsonl").read_text().splitlines()]
     seconds = [row["step_s"] for row in rows if "step_s" in row]
-    return statistics.median(seconds[2:])
+    return min(seconds[2:])  # other processes only make a step longer
 
 
 def order(values):

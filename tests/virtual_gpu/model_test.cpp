@@ -376,8 +376,8 @@ void expect_as_planned(const json& plan, int rank, const dist::DeviceMemory& mem
     EXPECT_NEAR(planned, static_cast<double>(measured), tolerance) << what;
   };
   near("in tensors", memory.peak_allocated_bytes, planned.at("peak_allocated_bytes"), 4 << 20);
-  // The 2 MiB in tensors by which a Float8 plan is lower may go to other segments, which have 20 MiB each.
-  near("from the device", memory.peak_reserved_bytes, planned.at("peak_reserved_bytes"), 40 << 20);
+  // The 2 MiB in tensors by which a Float8 plan is lower may go to up to two other segments, which have 20 MiB each.
+  near("from the device", memory.peak_reserved_bytes, planned.at("peak_reserved_bytes"), 42 << 20);
   for (const json& step : plan.at("step"))
     if (step.at("role") == planned.at("role")) {
       const double planned_allocations = step.at("allocations");
@@ -399,11 +399,8 @@ TEST_P(Recipes, FitTheirGpu) {
   const JobConfig config = load_preset(recipe.name, recipe.world_size, recipe.words);
   double largest = 0;
   const json plan = plan_of(recipe.name, recipe.world_size, recipe.words);
-  // The first, the last, and the one that takes most, which is another one in pipelines only.
-  std::set<int> ranks{0, recipe.world_size - 1};
-  const auto peak = [](const json& role) { return role.at("peak_reserved_bytes").get<double>(); };
-  const json& roles = plan.at("memory").at("by_role");
-  ranks.insert(std::ranges::max_element(roles, {}, peak)->at("rank").get<int>());
+  std::set<int> ranks{recipe.world_size - 1};
+  for (const json& role : plan.at("memory").at("by_role")) ranks.insert(role.at("rank").get<int>());
   for (const int rank : ranks) {
     const dist::World world = dist::init({.backend = "fake",
                                           .device = "cuda",
