@@ -182,7 +182,8 @@ class CudaBackend final : public DeviceBackend {
     return str("CUDA ", cuda_version(runtime), ", driver for CUDA ", cuda_version(driver), ", NCCL ",
                c10d::getNcclVersion(), ", allocator ", allocator.empty() ? "as LibTorch sets it" : allocator,
                ", NCCL on streams of high priority, messages of rings and pipelines on at most ",
-               kMostCtasOfLongReceives, " multiprocessors; environment: ", variables_of_gpus());
+               kMostCtasOfLongReceives,
+               " multiprocessors unless NCCL_MAX_CTAS is set; environment: ", variables_of_gpus());
   }
   int compute_capability(int index) const override {
     const auto* properties = at::cuda::getDeviceProperties(index);

@@ -174,7 +174,8 @@ struct Check {
   void check_model() {
     std::vector<std::string> found;
     config.spec().check(config.args(), found);
-    for (const std::string& problem : found) problems.push_back(str("model.args: ", problem));
+    for (const std::string& problem : found)
+      problems.push_back(problem.starts_with("model.args") ? problem : str("model.args: ", problem));
     const ActivationCheckpointSettings& activations = config.activation_checkpoint;
     if (activations.mode != "selective" || activations.selective_ac_option == "op" || !found.empty()) return;
     const int64_t layers = config.spec().sizes(config.args()).num_layers;

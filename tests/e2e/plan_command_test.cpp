@@ -365,7 +365,7 @@ TEST(PlanCommand, NamesTheKeyOfAWrongValue) {
   expect_refused(plan("llama3_8b", 8, {"--comm.register_buffers"}), "comm.register_buffers");
   expect_refused(plan("llama3_8b", 8, {"--model.args.attn_mask_type=block_causal", "--model.args.eos_id=5"}),
                  "this model attends within documents, whose lengths a plan doesn't know; with "
-                 "--model.args.attn_mask_type=causal: model.args: model.args: eos_id");
+                 "--model.args.attn_mask_type=causal: model.args: eos_id");
   expect_refused(plan("llama3_8b", 8, {"--for-run", "1"}), "process 1 of --for-run didn't start this one");
   expect_refused(plan("llama3_8b", 8, {"--max-tp", "2"}), "need --search");
   expect_refused(plan("llama3_8b", 8, {"--search", "--svg", "a.svg"}), "--search plans many");

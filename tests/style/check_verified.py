@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 
-NAME = re.compile(r"`((?:e2e|distributed|nightly|unit|virtual_gpu|style)\.[^`\s]+)`")
+NAME = re.compile(r"`((?:(?:e2e|distributed|nightly|unit|virtual_gpu|style)\.|\*\.\w+\.)[^`\s]+)`")
 
 
 OF_RANKS = re.compile(r"`(?:distributed|nightly)\.(\w+)\.\*\.virtual`(?: \(([^)]*)\))?")
@@ -41,8 +41,10 @@ def listed_tests(build: pathlib.Path) -> list[dict]:
 
 
 def cannot_start(test: dict) -> bool:
-    """A target that doesn't exist becomes a bare word, or no command at all."""
-    return not test.get("command") or not pathlib.Path(test["command"][0]).is_file()
+    """A target that doesn't exist becomes a bare word, or no command at all; also after a program that starts others."""
+    command = test.get("command")
+    started = [word for before, word in zip(command or [], (command or [])[1:]) if before == "--"]
+    return not command or not pathlib.Path(command[0]).is_file() or any("/" not in word for word in started)
 
 
 def problems_of(page: str, tests: list[str]) -> list[str]:
@@ -67,7 +69,7 @@ def main() -> int:
     source, build = map(pathlib.Path, sys.argv[1:])
     listed = listed_tests(build)
     tests = [test["name"].split()[0] for test in listed]
-    problems = [f"{test['name']} has no program that could be started: {test.get('command', [''])[0]}" for test in listed if cannot_start(test)]
+    problems = [f"{test['name']} has no program that could be started: {' '.join(test.get('command', []))}" for test in listed if cannot_start(test)]
     problems += [f"{page}, {problem}" for page in PAGES for problem in problems_of((source / page).read_text(encoding="utf-8"), tests)]
     for problem in problems:
         print(problem)

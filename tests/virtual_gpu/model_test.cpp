@@ -376,8 +376,8 @@ void expect_as_planned(const json& plan, int rank, const dist::DeviceMemory& mem
     EXPECT_NEAR(planned, static_cast<double>(measured), tolerance) << what;
   };
   near("in tensors", memory.peak_allocated_bytes, planned.at("peak_allocated_bytes"), 4 << 20);
-  // The 2 MiB in tensors by which a Float8 plan is lower may go to up to two other segments, which have 20 MiB each.
-  near("from the device", memory.peak_reserved_bytes, planned.at("peak_reserved_bytes"), 42 << 20);
+  // The 2 MiB in tensors by which a Float8 plan is lower may go to other segments, which have 20 MiB each.
+  near("from the device", memory.peak_reserved_bytes, planned.at("peak_reserved_bytes"), 40 << 20);
   for (const json& step : plan.at("step"))
     if (step.at("role") == planned.at("role")) {
       const double planned_allocations = step.at("allocations");
