@@ -36,15 +36,17 @@ endforeach()
 foreach(source IN LISTS titan_cuda_kernels)
   get_filename_component(stem ${source} NAME_WE)
   set(object ${CMAKE_CURRENT_BINARY_DIR}/cuda/${stem}.o)
-  # ptxas's report of each kernel's registers and memory goes to a file, for tests/style/check_kernel_resources.py; warnings are shown.
+  # ptxas's report of each kernel's registers and memory goes to a file, and PTX stays in a folder, for tests/style/check_kernel_resources.py; warnings
+  # are shown.
   set(report "'${object}.ptxas'")
   set(run_and_report "(\"$@\" 2>${report} || (cat ${report} >&2 && false)) && (grep -v -e '^ptxas info' -e '^    ' ${report} >&2 || true)")
   add_custom_command(
     OUTPUT ${object}
     BYPRODUCTS ${object}.ptxas
-    COMMAND ${CMAKE_COMMAND} -E make_directory ${CMAKE_CURRENT_BINARY_DIR}/cuda
+    COMMAND ${CMAKE_COMMAND} -E make_directory ${CMAKE_CURRENT_BINARY_DIR}/cuda/${stem}
     COMMAND sh -c ${run_and_report} sh
-      ${TITAN_NVCC} -std=c++20 -O3 ${titan_nvcc_targets} -Xptxas=-v,-warn-spills -I${CMAKE_CURRENT_SOURCE_DIR}/src -Xcompiler=-fPIC,-Wall -MD -MF ${object}.d -c ${source} -o ${object}
+      ${TITAN_NVCC} -std=c++20 -O3 ${titan_nvcc_targets} -Xptxas=-v,-warn-spills -I${CMAKE_CURRENT_SOURCE_DIR}/src -Xcompiler=-fPIC,-Wall -keep -keep-dir ${CMAKE_CURRENT_BINARY_DIR}/cuda/${stem}
+      -MD -MF ${object}.d -c ${source} -o ${object}
     DEPENDS ${source} DEPFILE ${object}.d
     COMMENT "Compiling ${source}" VERBATIM)
   list(APPEND titan_cuda_objects ${object})
@@ -60,5 +62,5 @@ target_include_directories(titan_cuda SYSTEM PRIVATE "${cuda_root}/include" ${nv
 target_compile_definitions(titan_cuda PRIVATE USE_C10D_NCCL)
 target_link_libraries(titan_cuda PRIVATE libtitan_train Titan::torch_cuda Titan::c10_cuda)
 target_link_options(titan_cuda PRIVATE -Wl,--no-as-needed -Wl,--allow-shlib-undefined)
-set_target_properties(titan_cuda PROPERTIES INSTALL_RPATH "$ORIGIN;${TITAN_TORCH_LIB_DIR}")
+set_target_properties(titan_cuda PROPERTIES UNITY_BUILD ${TITAN_UNITY} UNITY_BUILD_BATCH_SIZE ${TITAN_UNITY_BATCH_SIZE} INSTALL_RPATH "$ORIGIN;${TITAN_TORCH_LIB_DIR}")
 target_compile_options(titan_cuda PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra $<$<BOOL:${TITAN_WERROR}>:-Werror>>)

@@ -4,7 +4,7 @@
 # titan_distributed_test(<name> RANKS n... [NIGHTLY_RANKS n...] [AT_NIGHT case...] [TIMEOUT s] [CUDA] [CUDA_RANKS n...] [VIRTUAL_RANKS n...]
 # [VIRTUAL_AT_NIGHT] [APART]) adds tests/distributed/<name>.cpp to the program distributed_tests, and a test that runs the cases of this file
 # for each listed number of local ranks; the time limit ends all processes. Tests for NIGHTLY_RANKS are called nightly.* and run only at
-# night, and so do the cases of RANKS that match AT_NIGHT. With CUDA, all these and CUDA_RANKS also run with --cuda, and are skipped if no GPU
+# night, with --all (testing::all_cases()), and so do the cases of RANKS that match AT_NIGHT. With CUDA, all these and CUDA_RANKS also run with --cuda, and are skipped if no GPU
 # is visible; at night they run on one virtual GPU that the ranks share. VIRTUAL_RANKS run over NCCL on a virtual GPU for each rank
 # (docs/virtual_gpu.md), where a race ends the test, and whose NCCL is strict; all other numbers of ranks do so at night, with
 # VIRTUAL_AT_NIGHT too and an NCCL that buffers. With APART, the file becomes a separate program, because it replaces functions of the C++
@@ -114,7 +114,7 @@ function(titan_distributed_test name)
   endif()
   foreach(ranks IN LISTS ARG_NIGHTLY_RANKS)
     set(nightly_test nightly.${name}.${ranks}_ranks)
-    add_test(NAME ${nightly_test} COMMAND titan launch -n ${ranks} -- ${program})
+    add_test(NAME ${nightly_test} COMMAND titan launch -n ${ranks} -- ${program} --all)
     set_tests_properties(${nightly_test} PROPERTIES LABELS nightly TIMEOUT ${ARG_TIMEOUT} PROCESSORS 2)
   endforeach()
   foreach(ranks IN LISTS ARG_RANKS)
@@ -152,7 +152,9 @@ function(titan_distributed_test name)
   if(NOT ARG_CUDA)
     return()
   endif()
-  foreach(ranks IN LISTS ARG_RANKS ARG_NIGHTLY_RANKS ARG_CUDA_RANKS)
+  set(all_ranks ${ARG_RANKS} ${ARG_NIGHTLY_RANKS} ${ARG_CUDA_RANKS})
+  list(REMOVE_DUPLICATES all_ranks)
+  foreach(ranks IN LISTS all_ranks)
     set(cuda_test distributed.${name}.${ranks}_ranks.cuda)
     add_test(NAME ${cuda_test} COMMAND ${PROJECT_SOURCE_DIR}/tests/distributed/on_gpu.sh $<TARGET_FILE:titan> launch -n ${ranks} -- ${program} --cuda)
     set_tests_properties(${cuda_test} PROPERTIES LABELS "ci;cuda" TIMEOUT ${ARG_TIMEOUT} PROCESSORS 2 SKIP_RETURN_CODE 77)

@@ -50,7 +50,7 @@ struct Case {
   train::ActivationCheckpoint checkpoint;
 };
 
-std::vector<Case> all_cases() {
+std::vector<Case> cases() {
   const ActivationCheckpointOptions to_the_end{.early_stop = false};
   return {{"full", {FullRecompute{}, {}}},
           {"full to the end", {FullRecompute{}, to_the_end}},
@@ -99,13 +99,16 @@ Outcome run(train::TrainableModel& model, const train::Meshes& meshes, int micro
   return outcome;
 }
 
-// Runs on every layout.
+// Runs on every layout, by default with one and two micro-batches in turn.
 void expect_bit_equal_to_none(const std::vector<Case>& cases) {
   // Some GPU kernels would otherwise sum in a random order.
   if (device().is_cuda()) at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true);
+  int turn = 0;
   for (const train::ParallelDims& dims : all_dims()) {
     const train::Meshes meshes = train::build_meshes(world(), dims);
+    ++turn;
     for (const int micro_batches : {1, 2}) {
+      if (micro_batches == 1 + turn % 2 && !testing::all_cases()) continue;
       const auto plain = build(meshes, {});
       const Outcome expected = run(*plain, meshes, micro_batches);
       for (const Case& each : cases) {
@@ -124,7 +127,7 @@ void expect_bit_equal_to_none(const std::vector<Case>& cases) {
   }
 }
 
-TEST(ActivationCheckpoint, IsBitEqualToNoneOnEveryLayout) { expect_bit_equal_to_none(all_cases()); }
+TEST(ActivationCheckpoint, IsBitEqualToNoneOnEveryLayout) { expect_bit_equal_to_none(cases()); }
 
 // The GPU memory that a forward keeps for its backward.
 int64_t held_on_the_gpu(const train::Meshes& meshes, const train::ActivationCheckpoint& checkpoint) {

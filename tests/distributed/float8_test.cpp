@@ -75,10 +75,11 @@ TEST(Float8, CpuProductsMatchOneRank) {
   if (!device().is_cpu()) GTEST_SKIP() << "the other tests use the GPU's products";
   for (const StackLayout& layout : layouts())
     for (const bool in_float8 : {false, true})
-      expect_one_ranks({.layout = layout,
-                        .gather = {.in_float8 = in_float8},
-                        .mixed = true,
-                        .arithmetic = float8::Arithmetic::Hardware});
+      if (layout.shard > 1 || !in_float8)
+        expect_one_ranks({.layout = layout,
+                          .gather = {.in_float8 = in_float8},
+                          .mixed = true,
+                          .arithmetic = float8::Arithmetic::Hardware});
 }
 
 // The layers that multiply activations gather them, in one collective or part by part.

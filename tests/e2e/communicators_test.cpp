@@ -64,6 +64,20 @@ INSTANTIATE_TEST_SUITE_P(
             {"--parallelism.tensor_parallel_degree", "2", "--parallelism.context_parallel_degree", "2"},
             {"world", "cp", "cp, gradient_ring", "fsdp.reduce", "tp", "tp.gradient"}},
         CommunicatorCase{
+            "AsyncTensor",
+            2,
+            {"--parallelism.tensor_parallel_degree", "2", "--parallelism.enable_async_tensor_parallel"},
+            {"world", "tp.gradient"}},
+        CommunicatorCase{"AllToAll",
+                         2,
+                         {"--parallelism.context_parallel_degree", "2",
+                          "--parallelism.context_parallel_rotate_method", "alltoall"},
+                         {"world", "world, ring", "world, gradient_ring", "fsdp.reduce"}},
+        CommunicatorCase{"FsdpPipeline",
+                         4,
+                         {"--parallelism.pipeline_parallel_degree", "2"},
+                         {"world", "stage", "dp_shard.reduce", "pp", "pp.0-1", "pp.1-0"}},
+        CommunicatorCase{
             "Pipeline", 2, {"--parallelism.pipeline_parallel_degree", "2"}, {"world", "pp.0-1", "pp.1-0"}}),
     [](const auto& info) { return info.param.name; });
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Installs into an empty folder, builds docs/examples/custom_trainer against it, and runs it with one and two ranks: the loss falls, and
-# both runs have the same curve. Then three ranks resume from what two have saved. docs/examples/custom_model is built against it, too,
-# and its model is trained as a shared object. check_install.sh BUILD_DIR SOURCE_DIR [COMMAND...]: with a COMMAND (at night), the programs run through
-# it, and the model's own program is built and run, too, which takes as long to compile again.
+# both runs have the same curve. Then three ranks resume from what two have saved. check_install.sh BUILD_DIR SOURCE_DIR [COMMAND...]: with a COMMAND
+# (at night), the programs run through it, and docs/examples/custom_model is built against it, too, which takes as long to compile again; its model is
+# trained as a shared object and as a program.
 set -euo pipefail
 build=$1
 source=$2
@@ -33,10 +33,10 @@ assert one[-1] < 0.8 * one[0], f"the loss didn't fall: {one}"
 assert all(abs(a - b) <= 1e-4 * abs(a) for a, b in zip(one, two)), f"two ranks differ: {one} {two}"
 PY
 
+[ ${#run[@]} != 0 ] || exit 0
 cmake -S "$source/docs/examples/custom_model" -B "$folder/model" -G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_CXX_FLAGS_RELEASE="-O0 -DNDEBUG" -DCMAKE_PREFIX_PATH="$folder/prefix" >"$folder/configure.log" || { cat "$folder/configure.log" >&2; exit 1; }
 cmake --build "$folder/model" --target ngram
 cd "$source"
 "${run[@]}" "$folder/prefix/bin/titan" train docs/examples/custom_model/ngram.toml --experimental.custom_import "$folder/model/libngram.so" --training.steps 2 --job.dump_folder "$folder/module_run"
-[ ${#run[@]} != 0 ] || exit 0
 cmake --build "$folder/model"
 "${run[@]}" "$folder/model/ngram_titan" train docs/examples/custom_model/ngram.toml --training.steps 2 --job.dump_folder "$folder/program_run"

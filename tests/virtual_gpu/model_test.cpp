@@ -23,7 +23,15 @@
 #include "nn/trace_labels.h"
 #include "plan_of.h"
 #include "titan/core/error.h"
+#include "titan/nn/hooks.h"
 #include "unit/job/load_preset.h"
+
+namespace titan::nn {
+
+// Takes the library's place: memory-only mode keeps no values, and drawing initial weights took three quarters of these tests' time.
+void fill(const at::Tensor&, const Init&, const InitStream&, at::IntArrayRef, const Box&) {}
+
+}  // namespace titan::nn
 
 namespace titan::train {
 namespace {
@@ -82,17 +90,20 @@ Words with_sizes(Words words, int64_t num_layers, int64_t tokens, int64_t vocabu
   return words;
 }
 
-/// The sixth step of an 8B model with so many blocks and tokens a rank. From the third step on (with tensor parallelism, the fourth), none takes
+/// The sixth step of an 8B model with so many blocks and tokens a rank. From the third step on (with tensor parallelism the fourth, with micro-batches the fifth), none takes
 /// memory from a device that keeps up with its host. The bytes of LibTitan's kernels are counted only if they run.
 StepCounts count_step(const dist::World& world, int64_t num_layers, int64_t tokens, const Words& words,
                       Kernels kernels = Kernels::Launched, int64_t vocabulary = 1024) {
+  SCOPED_TRACE(str(num_layers, " blocks, ", tokens, " tokens"));
   JobConfig config =
       load_preset("llama3_8b", world.size(), with_sizes(words, num_layers, tokens, vocabulary));
   config.training.seq_len *= resolve_parallel_dims(config.parallelism, world.size()).row_degree();
   Rehearsal training(config, world);
   const nn::TraceLabels labels(training.built().models[0]->root());
-  // The second step leaves gaps between its blocks, which the third one of 8 tensor-parallel ranks misses by one segment of 20 MiB.
-  const int last_to_grow = config.parallelism.tensor_parallel_degree > 1 ? 3 : 2;
+  // A step leaves gaps between its blocks, which the next one misses by a segment of 20 MiB: the third step of 8 tensor-parallel ranks by one, and
+  // the fourth of two micro-batches by two.
+  const bool accumulates = config.training.global_batch_size > 0;
+  const int last_to_grow = accumulates ? 4 : config.parallelism.tensor_parallel_degree > 1 ? 3 : 2;
   for (int step = 1; step <= 6; ++step) {
     function_of<void()>("virtual_gpu_start_counting")();
     training.step();
@@ -245,6 +256,10 @@ INSTANTIATE_TEST_SUITE_P(
                2,
                {"--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"},
                {47, 44, 6'600'000'000}},
+        Layout{"FsdpInTwoMicroBatches",
+               2,
+               {"--activation_checkpoint.mode=none", "--training.global_batch_size=4"},
+               {83, 77, 13'200'000'000}},
         Layout{"TensorParallel",
                8,
                {"--activation_checkpoint.mode=none", "--parallelism.tensor_parallel_degree=8"},
@@ -370,23 +385,21 @@ int64_t num_allocations() {
 void expect_as_planned(const json& plan, int rank, const dist::DeviceMemory& memory,
                        const Counts& collectives, int64_t allocations) {
   const json& planned = planned_memory(plan, rank);
-  const auto near = [](const char* what, int64_t measured, double planned, int tolerance) {
-    std::printf("  %s: %.3f GiB, planned %.3f (%+.2f %%)\n", what, static_cast<double>(measured) / (1 << 30),
-                planned / (1 << 30), 100 * (planned / static_cast<double>(measured) - 1));
-    EXPECT_NEAR(planned, static_cast<double>(measured), tolerance) << what;
+  const auto expect_equal = [](const char* what, int64_t measured, int64_t planned) {
+    std::printf("  %s: %.3f GiB, planned %.3f\n", what, static_cast<double>(measured) / (1 << 30),
+                static_cast<double>(planned) / (1 << 30));
+    EXPECT_EQ(planned, measured) << what;
   };
-  near("in tensors", memory.peak_allocated_bytes, planned.at("peak_allocated_bytes"), 4 << 20);
-  // The 2 MiB in tensors by which a Float8 plan is lower may go to other segments, which have 20 MiB each.
-  near("from the device", memory.peak_reserved_bytes, planned.at("peak_reserved_bytes"), 40 << 20);
+  expect_equal("in tensors", memory.peak_allocated_bytes, planned.at("peak_allocated_bytes"));
+  expect_equal("from the device", memory.peak_reserved_bytes, planned.at("peak_reserved_bytes"));
   for (const json& step : plan.at("step"))
     if (step.at("role") == planned.at("role")) {
-      const double planned_allocations = step.at("allocations");
-      std::printf("  allocations: %lld, planned %.0f\n", static_cast<long long>(allocations),
-                  planned_allocations);
+      const int64_t planned_allocations = step.at("allocations");
+      std::printf("  allocations: %lld, planned %lld\n", static_cast<long long>(allocations),
+                  static_cast<long long>(planned_allocations));
       // A group's last rank in asynchronous tensor parallelism makes fewer than the one that is planned for all.
-      const double tolerance = rank == step.at("rank") ? 0.015 : 0.03;
-      EXPECT_NEAR(planned_allocations, static_cast<double>(allocations),
-                  tolerance * static_cast<double>(allocations));
+      const double tolerance = rank == step.at("rank") ? 0 : 0.03 * static_cast<double>(allocations);
+      EXPECT_NEAR(static_cast<double>(planned_allocations), static_cast<double>(allocations), tolerance);
     }
   EXPECT_EQ(planned_collectives(plan, planned.at("role")), collectives);
   const Counts launches = planned_launches(plan, planned.at("role"));

@@ -28,7 +28,7 @@ using dist::FlightReport;
 using dist::FlightState;
 
 constexpr size_t kMostRankColumns = 8;
-constexpr size_t kMostRows = 16;  // ranks in a table
+constexpr size_t kMostListed = 16;  // ranks in a table
 
 std::string duration_text(int64_t ns) {
   const auto seconds = static_cast<double>(std::max<int64_t>(ns, 0)) / 1e9;
@@ -122,13 +122,13 @@ std::string cell_of(const std::map<int, const FlightFile*>& files, const FlightL
 std::string flight_records_table(const std::vector<FlightFile>& files) {
   TextTable table{{{"rank", "host", "written", "at", "calls", "because of"}}, {}};
   for (const FlightFile& file : files) {
-    if (table.rows.size() > kMostRows) break;
+    if (table.rows.size() > kMostListed) break;
     table.rows.push_back({std::to_string(file.rank), file.host.empty() ? "-" : file.host,
                           clock_text(file.time_ns), place_text(file), std::to_string(file.calls.size()),
                           file.reason.substr(0, 60)});
   }
   std::string text = to_string(table);
-  if (files.size() > kMostRows) text += str("  and ", files.size() - kMostRows, " more ranks\n");
+  if (files.size() > kMostListed) text += str("  and ", files.size() - kMostListed, " more ranks\n");
   return text;
 }
 

@@ -104,7 +104,7 @@ class Call {
     PlannedGpu& gpu = PlannedGpu::get();
     for (size_t i = base_; i < stack_.size(); ++i)
       if (stack_[i].isTensor() && stack_[i].toTensor().is_cuda()) gpu.reads(stack_[i].toTensor());
-    if (known_.is_product) gpu.take_workspace();
+    if (known_.is_product) gpu.take_workspaces(known_.name == "aten::_scaled_mm");
     StandIns shapes(StandIns::Kind::meta);
     const Stack of_results = shapes_of_results(shapes);
     resize_outputs(shapes);

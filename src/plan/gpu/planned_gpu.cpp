@@ -331,15 +331,20 @@ void PlannedGpu::launch(const Work& work) {
                     .shape = work.shape});
 }
 
-void PlannedGpu::take_workspace() {
+// Sizes are LibTorch's own (aten/src/ATen/cuda/CublasHandlePool.cpp).
+void PlannedGpu::take_workspaces(bool is_scaled_product) {
   if (device_.is_cpu) return;
   const std::lock_guard lock(mutex_);
   const auto thread = static_cast<uint64_t>(std::hash<std::thread::id>()(std::this_thread::get_id()));
-  uintptr_t& workspace = workspaces_[{thread, current_stream()}];
-  if (workspace) return;
+  const auto take = [&](bool is_of_cublaslt, int64_t bytes) {
+    uintptr_t& workspace = workspaces_[{thread, current_stream(), is_of_cublaslt}];
+    if (workspace) return;
+    workspace = allocate(bytes);
+    trace_->set_category(workspace, Category::Buffers);
+  };
   const bool is_large = device_.compute_capability >= 90;
-  workspace = allocate(is_large ? 4096 * 8 * 1024 : 4096 * 1024 * 2 + 16 * 1024 * 8);
-  trace_->set_category(workspace, Category::Buffers);
+  take(false, is_large ? 4096 * 8 * 1024 : 4096 * 1024 * 2 + 16 * 1024 * 8);
+  if (is_scaled_product) take(true, 1024 * 1024);
 }
 
 }  // namespace titan::plan

@@ -19,6 +19,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <tuple>
 #include <unordered_set>
 #include <vector>
 
@@ -70,8 +71,9 @@ class PlannedGpu {
     train::ProductShape shape{};
   };
   void launch(const Work& work);
-  /// cuBLAS's workspace of this thread's handle and the current stream, which LibTorch takes at the first product.
-  void take_workspace();
+  /// The workspaces of this thread's handles and the current stream, which LibTorch takes at the first product and keeps: cuBLAS's, and for a
+  /// scaled product (Float8) cuBLASLt's, too.
+  void take_workspaces(bool is_scaled_product);
 
  private:
   explicit PlannedGpu(const DeviceSpec& device);
@@ -83,7 +85,8 @@ class PlannedGpu {
   std::unique_ptr<CachingAllocator> allocator_;
   std::shared_ptr<Trace> trace_;
   std::unordered_set<const c10::StorageImpl*> parameters_;
-  std::map<std::pair<uint64_t, int64_t>, uintptr_t> workspaces_;  // by thread and stream
+  std::map<std::tuple<uint64_t, int64_t, bool>, uintptr_t>
+      workspaces_;  // by thread and stream, and whether it is cuBLASLt's
 };
 
 /// The stream that is current on this thread; 0 is the default one.

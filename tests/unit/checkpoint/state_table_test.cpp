@@ -14,7 +14,7 @@ namespace {
 using ::testing::HasSubstr;
 using Shape = std::vector<int64_t>;
 
-std::shared_ptr<const TensorLayout> layout(std::vector<LayoutAxis> axes) {
+std::shared_ptr<const TensorLayout> shared_layout(std::vector<LayoutAxis> axes) {
   return std::make_shared<const TensorLayout>(TensorLayout{std::move(axes)});
 }
 
@@ -65,7 +65,7 @@ class RandomTable {
                        .layout = nullptr};
     for (int64_t i = number(0, 3); i > 0; --i)
       tensor.shape.push_back(i == 1 ? number(0, 3) * kLong : number(0, 9));
-    tensor.layout = layout(axes(static_cast<int64_t>(tensor.shape.size()) - 1));
+    tensor.layout = shared_layout(axes(static_cast<int64_t>(tensor.shape.size()) - 1));
     return tensor;
   }
 
@@ -224,13 +224,14 @@ void expect_balanced(const StateTable& table, int64_t num_layouts_of_a_rank) {
 }
 
 TEST(StateTable, BalancesReplicas) {
-  const auto whole = layout({});
+  const auto whole = shared_layout({});
   for (int64_t ranks : {2, 3, 8, 16})
     expect_balanced(StateTable(model([&](int64_t, bool) { return whole; }), ranks), 1);
 }
 
 TEST(StateTable, BalancesReplicatedShards) {
-  const auto rows = layout({{.name = "dp_shard", .size = 4, .stride = 1, .dim = 0}}), whole = layout({});
+  const auto rows = shared_layout({{.name = "dp_shard", .size = 4, .stride = 1, .dim = 0}}),
+             whole = shared_layout({});
   auto tensors = model([&](int64_t, bool) { return rows; });
   for (StateTensor& tensor : tensors)
     if (tensor.shape.empty()) tensor.layout = whole;
@@ -238,9 +239,9 @@ TEST(StateTable, BalancesReplicatedShards) {
 }
 
 TEST(StateTable, BalancesShardsOfTensorParallelParts) {
-  const auto matrix = layout(
+  const auto matrix = shared_layout(
       {{.name = "tp", .size = 2, .stride = 1, .dim = 0}, {.name = "fsdp", .size = 4, .stride = 2, .dim = 0}});
-  const auto whole = layout({});
+  const auto whole = shared_layout({});
   expect_balanced(StateTable(model([&](int64_t, bool is_matrix) { return is_matrix ? matrix : whole; }), 8),
                   2);
 }
@@ -248,7 +249,7 @@ TEST(StateTable, BalancesShardsOfTensorParallelParts) {
 TEST(StateTable, BalancesCopiesWithinAStage) {
   std::vector<std::shared_ptr<const TensorLayout>> stages;
   for (int64_t stage = 0; stage < 4; ++stage)
-    stages.push_back(layout({{.name = "pp", .size = 4, .stride = 4, .only = stage}}));
+    stages.push_back(shared_layout({{.name = "pp", .size = 4, .stride = 4, .only = stage}}));
   // Interleaved: the layers are dealt to the stages in turn.
   expect_balanced(
       StateTable(model([&](int64_t layer, bool) { return stages[static_cast<size_t>(layer % 4)]; }), 16), 1);
@@ -257,7 +258,8 @@ TEST(StateTable, BalancesCopiesWithinAStage) {
 TEST(StateTable, SpreadsSmallTensorsOverTheRanks) {
   std::vector<StateTensor> tensors;
   for (int64_t i = 0; i < 64; ++i)
-    tensors.push_back({.name = str("step", i), .dtype = at::kFloat, .shape = {}, .layout = layout({})});
+    tensors.push_back(
+        {.name = str("step", i), .dtype = at::kFloat, .shape = {}, .layout = shared_layout({})});
   const StateTable table(std::move(tensors), 8);
   for (int64_t rank = 0; rank < 8; ++rank) EXPECT_EQ(table.pieces_of(rank).size(), 8u) << rank;
 }
@@ -266,7 +268,8 @@ TEST(StateTable, SpreadsSmallTensorsOverTheRanks) {
 TEST(StateTable, PiecesHaveAboutOneMiB) {
   const auto pieces = [](const Shape& shape, int64_t copies) {
     return all_pieces(
-               StateTable({{.name = "t", .dtype = at::kFloat, .shape = shape, .layout = layout({})}}, copies),
+               StateTable({{.name = "t", .dtype = at::kFloat, .shape = shape, .layout = shared_layout({})}},
+                          copies),
                0)
         .size();
   };
@@ -286,7 +289,7 @@ TEST(StateTable, PiecesHaveAboutOneMiB) {
 // ---- names, order, refusals
 
 TEST(StateTable, IsInFileOrderAndFindsByName) {
-  const auto whole = layout({});
+  const auto whole = shared_layout({});
   std::vector<StateTensor> tensors;
   for (const auto& [name, dtype] : std::vector<std::pair<std::string, at::ScalarType>>{
            {"b", at::kFloat}, {"z", at::kDouble}, {"a", at::kBFloat16}, {"c", at::kInt}, {"y", at::kByte}})
@@ -305,7 +308,7 @@ TEST(StateTable, IsInFileOrderAndFindsByName) {
 }
 
 TEST(StateTable, RefusesInvalidTables) {
-  const auto whole = layout({});
+  const auto whole = shared_layout({});
   const auto named = [&](std::string name, at::ScalarType dtype = at::kFloat) {
     return StateTensor{.name = std::move(name), .dtype = dtype, .shape = {2}, .layout = whole};
   };
@@ -322,9 +325,9 @@ TEST(StateTable, RefusesInvalidTables) {
   EXPECT_THAT(problem({named("__metadata__")}, 1), HasSubstr("is reserved by safetensors"));
   EXPECT_THAT(problem({named("a", at::kComplexFloat)}, 1), HasSubstr("tensor 'a': safetensors can't hold"));
   StateTensor bad = named("a");
-  bad.layout = layout({{.name = "x", .size = 2, .stride = 1, .dim = 1}});
+  bad.layout = shared_layout({{.name = "x", .size = 2, .stride = 1, .dim = 1}});
   EXPECT_THAT(problem({bad}, 2), HasSubstr("tensor 'a': axis 'x' (size 2, stride 1) splits dim 1"));
-  bad.layout = layout({{.name = "x\n", .size = 2, .stride = 1, .dim = 0}});
+  bad.layout = shared_layout({{.name = "x\n", .size = 2, .stride = 1, .dim = 0}});
   EXPECT_THAT(problem({bad}, 2), HasSubstr("an axis' name contains control characters"));
   bad.layout = nullptr;
   EXPECT_THAT(problem({bad}, 2), HasSubstr("tensor 'a': it has no layout"));
@@ -335,14 +338,15 @@ TEST(StateTable, LimitsTheTotalSize) {
   std::vector<StateTensor> tensors;
   for (const char* name : {"a", "b", "c", "d", "e", "f", "g", "h"})
     tensors.push_back(
-        {.name = name, .dtype = at::kDouble, .shape = {int64_t{1} << 56}, .layout = layout({})});
+        {.name = name, .dtype = at::kDouble, .shape = {int64_t{1} << 56}, .layout = shared_layout({})});
   EXPECT_EQ(problem(tensors, 1), "");
-  tensors.push_back({.name = "i", .dtype = at::kByte, .shape = {1}, .layout = layout({})});
+  tensors.push_back({.name = "i", .dtype = at::kByte, .shape = {1}, .layout = shared_layout({})});
   EXPECT_THAT(problem(tensors, 1), HasSubstr("bytes together, up to 'i'"));
 }
 
 TEST(StateTable, RefusesUnknownTensorsAndBoxes) {
-  const StateTable table({{.name = "a", .dtype = at::kFloat, .shape = {4, 2}, .layout = layout({})}}, 2);
+  const StateTable table({{.name = "a", .dtype = at::kFloat, .shape = {4, 2}, .layout = shared_layout({})}},
+                         2);
   EXPECT_THROW(table.pieces_of(-1), Error);
   EXPECT_THROW(table.pieces_of(2), Error);
   EXPECT_THROW(table.sources_of(1, {{0, 0}, {4, 2}}), Error);
@@ -359,12 +363,13 @@ TEST(StateTable, RefusesUnknownTensorsAndBoxes) {
 // With a million ranks, a search for a few rows must not visit all of them.
 TEST(StateTable, SearchesOnlyIntersectingParts) {
   constexpr int64_t kRanks = 1'000'000;
-  const StateTable table({{.name = "a",
-                           .dtype = at::kFloat,
-                           .shape = {4'000'000, 16},
-                           .layout = layout({{.name = "dp", .size = kRanks / 10, .stride = 10, .dim = 0},
-                                             {.name = "tp", .size = 10, .stride = 1, .dim = 1}})}},
-                         kRanks);
+  const StateTable table(
+      {{.name = "a",
+        .dtype = at::kFloat,
+        .shape = {4'000'000, 16},
+        .layout = shared_layout({{.name = "dp", .size = kRanks / 10, .stride = 10, .dim = 0},
+                                 {.name = "tp", .size = 10, .stride = 1, .dim = 1}})}},
+      kRanks);
   const std::clock_t start = std::clock();
   for (int64_t row = 0; row < 4'000'000; row += 40'000)
     EXPECT_EQ(table.sources_of(0, {{row, 0}, {1, 2}}).size(), 1u) << row;

@@ -52,7 +52,7 @@ TEST(SweepPlan, ReadsNamedRunsAndAllKindsOfValues) {
   const Plan plan = plan_of(
       "folder = \"runs\"\n[run.plain]\n[run.\"two words\"]\ncheckpoint.enable = true\n"
       "checkpoint.exclude_from_loading = [\"optimizer\", \"rng\"]\nmodel.name = \"llama3\"\n");
-  EXPECT_THAT(names_of(plan), testing::UnorderedElementsAre("plain", "two words"));
+  EXPECT_THAT(names_of(plan), ::testing::UnorderedElementsAre("plain", "two words"));
   for (const sweep::Run& run : plan.runs)
     if (run.name == "two words")
       EXPECT_THAT(run.settings, ElementsAre(Setting{"checkpoint.enable", "true"},

@@ -27,7 +27,7 @@ std::vector<std::string> problems_of(const std::string& preset, std::vector<std:
   }
 }
 
-class Preset : public testing::TestWithParam<std::string> {};
+class Preset : public ::testing::TestWithParam<std::string> {};
 
 TEST_P(Preset, IsAcceptedUnchanged) {
   std::vector<std::string> problems = problems_of(GetParam());
@@ -77,7 +77,7 @@ TEST_P(Preset, AcceptsCheckpointSettings) {
   EXPECT_EQ(problems_of(GetParam(), on + Words{"--checkpoint.exclude_from_loading", "model"}).size(), 1u);
 }
 
-INSTANTIATE_TEST_SUITE_P(Llama, Preset, testing::Values("debug.toml", "llama3_8b.toml"),
+INSTANTIATE_TEST_SUITE_P(Llama, Preset, ::testing::Values("debug.toml", "llama3_8b.toml"),
                          [](const auto& info) { return info.param.substr(0, info.param.find('.')); });
 
 }  // namespace

@@ -184,6 +184,8 @@ TEST_P(Float8Device, CastsOfManyEqualTheComposition) {
           for (const bool power_of_two : {false, true}) {
             if (power_of_two && (from != at::kBFloat16 || transposed))
               continue;  // it concerns the scale alone
+            // All four ways for one pair of types, two of them for the others.
+            if (by_vector != transposed && (from != at::kBFloat16 || to != at::kFloat8_e4m3fn)) continue;
             // Rows that a GPU's kernel takes, of several lengths in one launch, or matrices of any size.
             std::vector<at::Tensor> xs, moved;
             for (const at::Tensor& x : matrices(from, to))

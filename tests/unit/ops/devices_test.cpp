@@ -7,6 +7,7 @@
 #include <limits>
 #include <set>
 #include <string>
+#include <tuple>
 
 #include <ATen/record_function.h>
 
@@ -273,12 +274,15 @@ TEST(AttentionOnGpu, TakesTheFastestKernel) {
   for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf, at::kFloat, at::kDouble})
     for (const int64_t features : {20, 36, 64, 96, 128, 192, 256, 512})
       for (const bool grouped : {false, true})
-        for (const bool causal : {false, true}) {
+        // In a ring, half of the queries attend to all keys, or all queries to half of the keys.
+        for (const auto& [causal, queries, keys] :
+             {std::tuple{false, 40, 40}, {true, 40, 40}, {false, 20, 40}, {false, 40, 20}}) {
           const auto options = at::TensorOptions().device(at::kCUDA).dtype(dtype);
-          const auto heads = [&](int64_t count) {
-            return at::ones({1, 40, count, features}, options).transpose(1, 2);
+          const auto heads = [&](int64_t length, int64_t count) {
+            return at::ones({1, length, count, features}, options).transpose(1, 2);
           };
-          const QueriesKeysValues in{heads(4), heads(grouped ? 2 : 4), heads(grouped ? 2 : 4)};
+          const QueriesKeysValues in{heads(queries, 4), heads(keys, grouped ? 2 : 4),
+                                     heads(keys, grouped ? 2 : 4)};
           called.clear();
           const auto handle = at::addThreadLocalCallback(at::RecordFunctionCallback(
               [](const at::RecordFunction& call) -> std::unique_ptr<at::ObserverContext> {
@@ -293,7 +297,8 @@ TEST(AttentionOnGpu, TakesTheFastestKernel) {
               EXPECT_EQ(called.contains(str("aten::_scaled_dot_product_", kernel, "_attention", backward)),
                         expected(dtype, features, grouped) == kernel)
                   << kernel << backward << " for " << dtype << " heads of " << features
-                  << (grouped ? ", grouped" : "") << (causal ? ", causal" : "");
+                  << (grouped ? ", grouped" : "") << (causal ? ", causal" : "") << ", " << queries
+                  << " queries, " << keys << " keys";
         }
 }
 

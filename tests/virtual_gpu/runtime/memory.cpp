@@ -189,7 +189,7 @@ cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t stream, 
   return cudaSuccess;
 }
 
-void*& kernels() {
+void*& library_of_kernels() {
   static void* library = nullptr;
   return library;
 }
@@ -206,8 +206,8 @@ void load_kernels() {
     find_allocator();
     const char* path = std::getenv("VIRTUAL_GPU_KERNELS");
     if (!path) return;
-    kernels() = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-    if (!kernels()) not_supported(dlerror(), "VIRTUAL_GPU_KERNELS can't be loaded.");
+    library_of_kernels() = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    if (!library_of_kernels()) not_supported(dlerror(), "VIRTUAL_GPU_KERNELS can't be loaded.");
   });
   is_loading = false;
 }
@@ -216,8 +216,8 @@ void begin_allocating() {
   load_kernels();
   static std::once_flag once;
   std::call_once(once, [] {
-    if (!kernels()) return;
-    reinterpret_cast<void (*)()>(dlsym(kernels(), "virtual_gpu_watch_allocator"))();
+    if (!library_of_kernels()) return;
+    reinterpret_cast<void (*)()>(dlsym(library_of_kernels(), "virtual_gpu_watch_allocator"))();
   });
 }
 
