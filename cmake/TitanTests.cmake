@@ -4,12 +4,14 @@
 # titan_distributed_test(<name> RANKS n... [NIGHTLY_RANKS n...] [AT_NIGHT case...] [TIMEOUT s] [CUDA] [CUDA_RANKS n...] [VIRTUAL_RANKS n...]
 # [VIRTUAL_AT_NIGHT] [APART]) adds tests/distributed/<name>.cpp to the program distributed_tests, and a test that runs the cases of this file
 # for each listed number of local ranks; the time limit ends all processes. Tests for NIGHTLY_RANKS are called nightly.* and run only at
-# night, with --all (testing::all_cases()), and so do the cases of RANKS that match AT_NIGHT. With CUDA, all these and CUDA_RANKS also run with --cuda, and are skipped if no GPU
-# is visible; at night they run on one virtual GPU that the ranks share. VIRTUAL_RANKS run over NCCL on a virtual GPU for each rank
-# (docs/virtual_gpu.md), where a race ends the test, and whose NCCL is strict; all other numbers of ranks do so at night, with
-# VIRTUAL_AT_NIGHT too and an NCCL that buffers. With APART, the file becomes a separate program, because it replaces functions of the C++
-# library.
-# Unity builds put up to six files into one: names in their anonymous namespaces must differ, also from those of headers.
+# night, with --all; the cases of RANKS that match AT_NIGHT run at night, too. A test that runs fewer cases without --all
+# (testing::all_cases()) has the same number in RANKS and in NIGHTLY_RANKS. With CUDA, all these and CUDA_RANKS also run with --cuda, and are
+# skipped if no GPU is visible; at night they run on one virtual GPU that the ranks share. VIRTUAL_RANKS run over NCCL on a virtual GPU for
+# each rank (docs/virtual_gpu.md), where a race ends the test, and whose NCCL is strict; all other numbers of ranks do so at night, with
+# VIRTUAL_AT_NIGHT too, an NCCL that buffers, and --all if the number is in both lists. With APART, the file becomes a separate program,
+# because it replaces functions of the C++ library.
+# Unity builds put several files into one, of distributed tests up to six: names in their anonymous namespaces must differ, also from those of
+# headers.
 include(GoogleTest)
 
 # Tests are compiled without optimization, because compiling them takes longer than running them. The library under test is optimized.
@@ -145,7 +147,11 @@ function(titan_distributed_test name)
         list(APPEND environment VIRTUAL_GPU_NCCL=strict)
       endif()
       set(virtual_test ${prefix}.${name}.${ranks}_ranks.virtual)
-      add_test(NAME ${virtual_test} COMMAND ${PROJECT_SOURCE_DIR}/scripts/virtual_gpus.sh ${ranks} -- $<TARGET_FILE:titan> launch -n ${ranks} -- ${program} --nccl)
+      set(all)
+      if(prefix STREQUAL "nightly" AND ranks IN_LIST ARG_RANKS AND ranks IN_LIST ARG_NIGHTLY_RANKS)
+        set(all --all)
+      endif()
+      add_test(NAME ${virtual_test} COMMAND ${PROJECT_SOURCE_DIR}/scripts/virtual_gpus.sh ${ranks} -- $<TARGET_FILE:titan> launch -n ${ranks} -- ${program} --nccl ${all})
       set_tests_properties(${virtual_test} PROPERTIES LABELS "${label};virtual_gpu" TIMEOUT ${limit} PROCESSORS 2 ENVIRONMENT "${environment}")
     endforeach()
   endif()

@@ -64,11 +64,12 @@ def nvcc_of(build):
 
 
 def narrow_accesses(build):
-    codes = sorted((build / "cuda").glob("*/*.compute_90.ptx"))
-    if not codes:
-        yield f"{build}/cuda has no PTX for compute capability 9.0"
-    for code in codes:
-        for kernel in re.split(r"\.entry ", code.read_text())[1:]:
+    for code in sorted((source / "src/cuda_plugin").glob("*.cu")):
+        ptx = build / "cuda" / code.stem / f"{code.stem}.compute_90.ptx"
+        if not ptx.exists():
+            yield f"{ptx} is missing: build the CUDA plugin for compute capability 9.0"
+            continue
+        for kernel in re.split(r"\.entry ", ptx.read_text())[1:]:
             name = demangled(re.match(r"\w+", kernel)[0])
             widest = {"ld": 0, "st": 0}
             for verb, count, bits in ACCESS.findall(kernel):

@@ -41,7 +41,7 @@ def listed_tests(build: pathlib.Path) -> list[dict]:
 
 
 def cannot_start(test: dict) -> bool:
-    """A target that doesn't exist becomes a bare word, or no command at all; also after a program that starts others."""
+    """A target that doesn't exist becomes a bare word, or no command at all. So does the one after `--`, which the first program starts."""
     command = test.get("command")
     started = [word for before, word in zip(command or [], (command or [])[1:]) if before == "--"]
     return not command or not pathlib.Path(command[0]).is_file() or any("/" not in word for word in started)

@@ -26,12 +26,9 @@
 #include "titan/nn/hooks.h"
 #include "unit/job/load_preset.h"
 
-namespace titan::nn {
-
-// Takes the library's place: memory-only mode keeps no values, and drawing initial weights took three quarters of these tests' time.
-void fill(const at::Tensor&, const Init&, const InitStream&, at::IntArrayRef, const Box&) {}
-
-}  // namespace titan::nn
+// A program's function takes the place of a shared library's. Memory-only mode keeps no values, and drawing initial weights took three quarters
+// of these tests' time.
+void titan::nn::fill(const at::Tensor&, const Init&, const InitStream&, at::IntArrayRef, const Box&) {}
 
 namespace titan::train {
 namespace {
@@ -90,8 +87,8 @@ Words with_sizes(Words words, int64_t num_layers, int64_t tokens, int64_t vocabu
   return words;
 }
 
-/// The sixth step of an 8B model with so many blocks and tokens a rank. From the third step on (with tensor parallelism the fourth, with micro-batches the fifth), none takes
-/// memory from a device that keeps up with its host. The bytes of LibTitan's kernels are counted only if they run.
+/// The sixth step of an 8B model with so many blocks and tokens a rank. From the third step on, with the exceptions below, none takes memory from a
+/// device that keeps up with its host. The bytes of LibTitan's kernels are counted only if they run.
 StepCounts count_step(const dist::World& world, int64_t num_layers, int64_t tokens, const Words& words,
                       Kernels kernels = Kernels::Launched, int64_t vocabulary = 1024) {
   SCOPED_TRACE(str(num_layers, " blocks, ", tokens, " tokens"));
@@ -100,15 +97,15 @@ StepCounts count_step(const dist::World& world, int64_t num_layers, int64_t toke
   config.training.seq_len *= resolve_parallel_dims(config.parallelism, world.size()).row_degree();
   Rehearsal training(config, world);
   const nn::TraceLabels labels(training.built().models[0]->root());
-  // A step leaves gaps between its blocks, which the next one misses by a segment of 20 MiB: the third step of 8 tensor-parallel ranks by one, and
-  // the fourth of two micro-batches by two.
-  const bool accumulates = config.training.global_batch_size > 0;
-  const int last_to_grow = accumulates ? 4 : config.parallelism.tensor_parallel_degree > 1 ? 3 : 2;
+  // A step leaves gaps between its blocks, which a later one misses by segments of 20 MiB: the third step of 8 tensor-parallel ranks by one, and the
+  // fourth by two with two micro-batches and three blocks.
+  const int last_to_grow = config.parallelism.tensor_parallel_degree > 1 ? 3 : 2;
+  const bool misses_two = config.training.global_batch_size > 0 && num_layers == 3 && tokens == 8192;
   for (int step = 1; step <= 6; ++step) {
     function_of<void()>("virtual_gpu_start_counting")();
     training.step();
     if (step > last_to_grow)
-      EXPECT_EQ(count("calls", nullptr), 0)
+      EXPECT_EQ(count("calls", nullptr), step == 4 && misses_two ? 2 : 0)
           << "allocations of the device's memory, or communicators, in step " << step;
   }
   EXPECT_EQ(count("host_waits", nullptr), 0);
@@ -303,8 +300,8 @@ INSTANTIATE_TEST_SUITE_P(
 struct Recipe {
   const char* name;
   int world_size;
-  double peak_gib;           ///< in tensors, on the rank with most
-  const char* variant = "";  ///< a name for what the words change
+  double tensors_gib, device_gib;  ///< peaks in tensors and from the device, each on the rank with most
+  const char* variant = "";        ///< a name for what the words change
   Words words = {};
 };
 void PrintTo(const Recipe& recipe, std::ostream* out) { *out << recipe.name << recipe.variant; }
@@ -410,7 +407,7 @@ TEST_P(Recipes, FitTheirGpu) {
   if (!in_memory_only_mode()) GTEST_SKIP() << "runs on virtual GPUs in memory-only mode";
   const Recipe& recipe = GetParam();
   const JobConfig config = load_preset(recipe.name, recipe.world_size, recipe.words);
-  double largest = 0;
+  double in_tensors = 0, of_device = 0;
   const json plan = plan_of(recipe.name, recipe.world_size, recipe.words);
   std::set<int> ranks{recipe.world_size - 1};
   for (const json& role : plan.at("memory").at("by_role")) ranks.insert(role.at("rank").get<int>());
@@ -439,19 +436,23 @@ TEST_P(Recipes, FitTheirGpu) {
                 static_cast<double>(memory.peak_reserved_bytes) / gib,
                 static_cast<double>(memory.total_bytes) / gib);
     EXPECT_EQ(memory.allocation_retries, 0);
-    largest = std::max(largest, static_cast<double>(memory.peak_allocated_bytes) / gib);
+    in_tensors = std::max(in_tensors, static_cast<double>(memory.peak_allocated_bytes) / gib);
+    of_device = std::max(of_device, static_cast<double>(memory.peak_reserved_bytes) / gib);
   }
-  EXPECT_NEAR(largest, recipe.peak_gib, 0.005 * recipe.peak_gib) << "docs/plan.md has a table of these";
+  EXPECT_NEAR(in_tensors, recipe.tensors_gib, 0.0051) << "docs/plan.md has a table of these";
+  EXPECT_NEAR(of_device, recipe.device_gib, 0.0051) << "docs/plan.md has a table of these";
 }
 
 INSTANTIATE_TEST_SUITE_P(
     All, Recipes,
-    ::testing::Values(Recipe{"llama3_8b", 8, 33.95}, Recipe{"llama3_8b_2d", 8, 34.14},
-                      Recipe{"llama3_8b_3d", 8, 21.42}, Recipe{"llama3_8b_long", 8, 25.60},
-                      Recipe{"llama3_70b", 256, 22.66}, Recipe{"llama3_70b_2d", 256, 22.66},
-                      Recipe{"llama3_70b_3d", 256, 35.09}, Recipe{"llama3_405b", 512, 28.60},
-                      Recipe{"llama3_405b_2d", 512, 28.60}, Recipe{"llama3_405b_3d", 512, 22.76},
-                      Recipe{"llama3_405b_pp", 512, 35.28}, Recipe{"llama3_405b_pp_interleaved", 512, 37.16}),
+    ::testing::Values(Recipe{"llama3_8b", 8, 33.95, 34.84}, Recipe{"llama3_8b_2d", 8, 34.14, 34.53},
+                      Recipe{"llama3_8b_3d", 8, 21.42, 21.80}, Recipe{"llama3_8b_long", 8, 25.60, 26.57},
+                      Recipe{"llama3_70b", 256, 22.66, 24.60}, Recipe{"llama3_70b_2d", 256, 22.66, 24.60},
+                      Recipe{"llama3_70b_3d", 256, 35.09, 35.94}, Recipe{"llama3_405b", 512, 28.60, 29.09},
+                      Recipe{"llama3_405b_2d", 512, 28.60, 29.09},
+                      Recipe{"llama3_405b_3d", 512, 22.76, 23.15},
+                      Recipe{"llama3_405b_pp", 512, 35.28, 35.47},
+                      Recipe{"llama3_405b_pp_interleaved", 512, 37.16, 37.44}),
     [](const auto& info) { return std::string(info.param.name); });
 
 Recipe with(const char* variant, Words words, Recipe recipe) {
@@ -466,24 +467,24 @@ const std::string kSettings = "--quantize.linear.float8.";
 INSTANTIATE_TEST_SUITE_P(
     Variants, Recipes,
     ::testing::Values(
-        with("_float8", {kFloat8}, {"llama3_8b", 8, 34.09}),
+        with("_float8", {kFloat8}, {"llama3_8b", 8, 34.09, 35.08}),
         with("_float8_gathered", {kFloat8, kSettings + "enable_fsdp_float8_all_gather"},
-             {"llama3_8b", 8, 33.68}),
-        with("_float8_rowwise", {kFloat8, kSettings + "recipe_name=rowwise"}, {"llama3_8b", 8, 34.11}),
+             {"llama3_8b", 8, 33.69, 34.63}),
+        with("_float8_rowwise", {kFloat8, kSettings + "recipe_name=rowwise"}, {"llama3_8b", 8, 34.11, 35.10}),
         with("_float8_delayed",
              {kFloat8, kSettings + "scaling_type_input=delayed", kSettings + "scaling_type_weight=delayed",
               kSettings + "scaling_type_grad_output=delayed"},
-             {"llama3_8b", 8, 34.15}),
-        with("_float8", {kFloat8}, {"llama3_8b_2d", 8, 34.16}),
-        with("_float8", {kFloat8}, {"llama3_405b_pp", 512, 32.86}),
-        with("_bfloat16_states", {"--optimizer.state_dtype=bfloat16"}, {"llama3_8b", 8, 30.21}),
+             {"llama3_8b", 8, 34.15, 35.04}),
+        with("_float8", {kFloat8}, {"llama3_8b_2d", 8, 34.16, 35.12}),
+        with("_float8", {kFloat8}, {"llama3_405b_pp", 512, 32.86, 33.21}),
+        with("_bfloat16_states", {"--optimizer.state_dtype=bfloat16"}, {"llama3_8b", 8, 30.21, 31.14}),
         with("_bfloat16", {"--training.dtype=bfloat16", "--optimizer.stochastic_rounding"},
-             {"llama3_8b", 8, 26.82}),
-        with("_hsdp", {"--parallelism.data_parallel_replicate_degree=2"}, {"llama3_8b", 16, 34.30}),
+             {"llama3_8b", 8, 26.82, 27.48}),
+        with("_hsdp", {"--parallelism.data_parallel_replicate_degree=2"}, {"llama3_8b", 16, 34.30, 34.90}),
         with("_ddp",
              {"--parallelism.data_parallel_replicate_degree=8", "--parallelism.data_parallel_shard_degree=1",
               "--model.args.n_layers=8"},
-             {"llama3_8b", 8, 47.66})),
+             {"llama3_8b", 8, 47.66, 48.02})),
     [](const auto& info) { return str(info.param.name, info.param.variant); });
 
 }  // namespace
