@@ -40,9 +40,13 @@ foreach(source IN LISTS titan_cuda_kernels)
   # are shown.
   set(report "'${object}.ptxas'")
   set(run_and_report "(\"$@\" 2>${report} || (cat ${report} >&2 && false)) && (grep -v -e '^ptxas info' -e '^    ' ${report} >&2 || true)")
+  set(byproducts ${object}.ptxas)
+  if(90 IN_LIST TITAN_CUDA_ARCHITECTURES)
+    list(APPEND byproducts ${CMAKE_CURRENT_BINARY_DIR}/cuda/${stem}/${stem}.compute_90.ptx)
+  endif()
   add_custom_command(
     OUTPUT ${object}
-    BYPRODUCTS ${object}.ptxas ${CMAKE_CURRENT_BINARY_DIR}/cuda/${stem}/${stem}.compute_90.ptx
+    BYPRODUCTS ${byproducts}
     COMMAND ${CMAKE_COMMAND} -E make_directory ${CMAKE_CURRENT_BINARY_DIR}/cuda/${stem}
     COMMAND sh -c ${run_and_report} sh
       ${TITAN_NVCC} -std=c++20 -O3 ${titan_nvcc_targets} -Xptxas=-v,-warn-spills -I${CMAKE_CURRENT_SOURCE_DIR}/src -Xcompiler=-fPIC,-Wall -keep -keep-dir ${CMAKE_CURRENT_BINARY_DIR}/cuda/${stem}

@@ -5,10 +5,10 @@
 # [VIRTUAL_AT_NIGHT] [APART]) adds tests/distributed/<name>.cpp to the program distributed_tests, and a test that runs the cases of this file
 # for each listed number of local ranks; the time limit ends all processes. Tests for NIGHTLY_RANKS are called nightly.* and run only at
 # night, with --all; the cases of RANKS that match AT_NIGHT run at night, too. A test that runs fewer cases without --all
-# (testing::all_cases()) has the same number in RANKS and in NIGHTLY_RANKS. With CUDA, all these and CUDA_RANKS also run with --cuda, and are
+# (testing::all_cases()) has the same number in RANKS and in NIGHTLY_RANKS, or a test of its own with --all. With CUDA, all these and CUDA_RANKS also run with --cuda, and are
 # skipped if no GPU is visible; at night they run on one virtual GPU that the ranks share. VIRTUAL_RANKS run over NCCL on a virtual GPU for
 # each rank (docs/virtual_gpu.md), where a race ends the test, and whose NCCL is strict; all other numbers of ranks do so at night, with
-# VIRTUAL_AT_NIGHT too, an NCCL that buffers, and --all if the number is in both lists. With APART, the file becomes a separate program,
+# VIRTUAL_AT_NIGHT too, an NCCL that buffers, and --all for NIGHTLY_RANKS. With APART, the file becomes a separate program,
 # because it replaces functions of the C++ library.
 # Unity builds put several files into one, of distributed tests up to six: names in their anonymous namespaces must differ, also from those of
 # headers.
@@ -148,7 +148,7 @@ function(titan_distributed_test name)
       endif()
       set(virtual_test ${prefix}.${name}.${ranks}_ranks.virtual)
       set(all)
-      if(prefix STREQUAL "nightly" AND ranks IN_LIST ARG_RANKS AND ranks IN_LIST ARG_NIGHTLY_RANKS)
+      if(prefix STREQUAL "nightly" AND ranks IN_LIST ARG_NIGHTLY_RANKS)
         set(all --all)
       endif()
       add_test(NAME ${virtual_test} COMMAND ${PROJECT_SOURCE_DIR}/scripts/virtual_gpus.sh ${ranks} -- $<TARGET_FILE:titan> launch -n ${ranks} -- ${program} --nccl ${all})

@@ -72,7 +72,8 @@ class PlannedGpu {
   };
   void launch(const Work& work);
   /// The workspaces of this thread's handles and the current stream, which LibTorch takes at the first product and keeps: cuBLAS's, and for a
-  /// scaled product (Float8) cuBLASLt's, too. LibTorch gives some products with a bias to cuBLASLt as well, which isn't counted: LibTitan's models have none.
+  /// scaled product (Float8) cuBLASLt's, too. LibTorch gives some products with a bias to cuBLASLt as well, which isn't counted: LibTitan's models
+  /// have none.
   void take_workspaces(bool is_scaled_product);
 
  private:
