@@ -102,6 +102,13 @@ TEST(Float8, GatheringWeightsInFloat8KeepsTheLosses) {
               plain, 0);
 }
 
+// Casts and products have references, too.
+TEST_P(Float8Run, ReferenceKernelsGiveTheSameLosses) {
+  const Words words = recipe(GetParam()) + Words{"--nproc", "2", "--parallelism.tensor_parallel_degree", "2"};
+  expect_near(run("reference", words + Words{"--ops.kernels", "reference"}), run("own", words),
+              has_units(GetParam()) ? kEffect : 2e-5);
+}
+
 TEST_P(Float8Run, LossesAreNearHighPrecision) {
   const auto high = run("high", {}), low = run("low", recipe(GetParam()));
   ASSERT_EQ(low.size(), high.size());

@@ -51,7 +51,7 @@ Words device_words();
 /// `titan train words...` on that device.
 Words train_words(const Words& words);
 
-/// Runs it with one thread a rank, so that sums don't depend on the machine, or with `threads`.
+/// Runs it with one thread a rank, so that sums don't depend on the machine, or with `threads`. The limit is five times as long on GPUs.
 CommandResult try_train(const Words& words, double limit_s = 60, int threads = 1);
 
 /// The same with `--job.dump_folder folder`; it has to succeed.
