@@ -77,7 +77,7 @@ Measured run(std::string_view schedule, int stages, size_t checkpointing = 0) {
   const train::StepPlan plan = runner.plan(built.schedule(), boundaries_of(llama, kFloat32, variant, 1));
   runner.run(plan, micro_batches, batch.num_valid());  // allocates the gradients
   products->multiplications = 0;
-  const MemoryMeter meter;
+  const MemoryMeter meter(device().type());
   runner.run(plan, micro_batches, batch.num_valid());
   return {static_cast<double>(meter.peak()), products->multiplications,
           pipeline::simulate(built.schedule()).ranks[static_cast<size_t>(meshes.pp.rank())],
@@ -94,17 +94,18 @@ double bytes_of_micro_batch() {
   const train::Stage& stage = built.stages().front();
   const data::Batch batch = micro_batches_of(random_batch(llama, 1), kMicroBatches)[0];
   const auto forward = [&] {
-    at::Tensor input = batch.input_BS;
+    at::Tensor input = batch.input_BS.to(device());
     if (stage.index > 0) {
       const train::TensorType type = boundaries_of(llama, kFloat32, variant, 1)[0];
       input = at::zeros(type.sizes, options_of(type.dtype)).requires_grad_();
     }
     const bool last = stage.index + 1 == variant.stages;
-    return (last ? stage.model->loss(input, batch.labels_BS, batch.valid_tokens) : stage.model->hidden(input))
+    return (last ? stage.model->loss(input, batch.labels_BS.to(device()), batch.valid_tokens)
+                 : stage.model->hidden(input))
         .grad_fn();
   };
   forward();  // allocates the gradients that the loss head sums
-  const MemoryMeter meter;
+  const MemoryMeter meter(device().type());
   const auto graph = forward();
   return static_cast<double>(meter.bytes());
 }

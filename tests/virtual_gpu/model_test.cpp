@@ -97,15 +97,15 @@ StepCounts count_step(const dist::World& world, int64_t num_layers, int64_t toke
   config.training.seq_len *= resolve_parallel_dims(config.parallelism, world.size()).row_degree();
   Rehearsal training(config, world);
   const nn::TraceLabels labels(training.built().models[0]->root());
-  // A step leaves gaps between its blocks, which a later one misses by segments of 20 MiB: the third step of 8 tensor-parallel ranks by one, and the
-  // fourth by two with two micro-batches and three blocks.
-  const int last_to_grow = config.parallelism.tensor_parallel_degree > 1 ? 3 : 2;
-  const bool misses_two = config.training.global_batch_size > 0 && num_layers == 3 && tokens == 8192;
+  // LibTorch's allocator takes another segment where the gaps between its blocks don't fit. In most layouts they are the same from the second step on;
+  // those over 8 tensor-parallel ranks from the third, and with two micro-batches, after which the pool of buffers gives back what it can, from the fourth.
+  const bool has_micro_batches = config.training.global_batch_size > 0;
+  const int last_to_grow = has_micro_batches ? 4 : config.parallelism.tensor_parallel_degree > 1 ? 3 : 2;
   for (int step = 1; step <= 6; ++step) {
     function_of<void()>("virtual_gpu_start_counting")();
     training.step();
     if (step > last_to_grow)
-      EXPECT_EQ(count("calls", nullptr), step == 4 && misses_two ? 2 : 0)
+      EXPECT_EQ(count("calls", nullptr), 0)
           << "allocations of the device's memory, or communicators, in step " << step;
   }
   EXPECT_EQ(count("host_waits", nullptr), 0);
