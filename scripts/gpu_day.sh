@@ -157,7 +157,7 @@ if $only_speed; then
   exit $failed
 fi
 part 60 "Unit tests" bash -c "programs=$programs; unit_tests"
-tests=(-L cuda --timeout 120)
+tests=(-L cuda)
 ! $on_virtual || tests=(-L cuda -R 'collectives_test.[12]_|fsdp_engine_test.2_')
 part 150 "Distributed and end-to-end tests" ctest --test-dir build "${tests[@]}" -j "$(nproc)" --output-on-failure --no-tests=error
 part 120 "Launches and memory, beside a virtual GPU's" "${only_memory[@]}" bash -c "$(declare -p folder programs train); compare_with_virtual"
