@@ -1,17 +1,19 @@
 #!/usr/bin/env python3
 """Ranks of layouts on this machine's CPU: titan plan's order beside the measured one.
 
-    scripts/compare_layouts.py [--steps N] [--device FILE]
+    scripts/compare_layouts.py [--steps N] [--runs N] [--device FILE]
 
 Measures the machine (titan plan --calibrate), plans each layout of four ranks for two sizes of model, trains each for a few steps, and prints both
-with Spearman's correlation of their orders, and of two measurements. Run it on a machine that does nothing else. A plan is good if its correlation
-with each is at least 0.9, or at least that of the two measurements if it is lower."""
+with Spearman's correlation of their orders, and of two measurements. A measurement is the fastest step of several runs. All layouts take turns, so
+that a machine whose speed changes is as fast for each. Run it on a machine that does nothing else. A plan is good if its correlation with each
+measurement is at least 0.9, or at least that of the two measurements if it is lower."""
 
 import argparse
 import json
 import pathlib
 import statistics
 import subprocess
+import sys
 import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -67,6 +69,17 @@ def measured(settings, steps):
     return min(seconds[2:])  # other processes only make a step longer
 
 
+def measured_twice(sizes, steps, runs):
+    """Two lists with the least seconds of each layout."""
+    least = [[float("inf")] * len(LAYOUTS) for _ in range(2)]
+    for run in range(2 * runs):
+        of_run = least[run % 2]
+        for place, settings in enumerate(LAYOUTS.values()):
+            of_run[place] = min(of_run[place], measured(settings + sizes, steps))
+        print(f"round {run + 1} of {2 * runs}", file=sys.stderr)
+    return least
+
+
 def order(values):
     """Ranks, with the mean for equal values."""
     places = sorted(range(len(values)), key=lambda i: values[i])
@@ -83,7 +96,8 @@ def spearman(a, b):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=5, help="of a run; the first two don't count")
+    parser.add_argument("--runs", type=int, default=3, help="of each layout in each of the two measurements")
     parser.add_argument("--device", help="a device file in place of a calibration")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -93,8 +107,7 @@ def main():
             subprocess.run([TITAN, "plan", "--calibrate", device, "--world", str(RANKS)], cwd=ROOT, check=True, capture_output=True)
         for size, sizes in SIZES.items():
             plans = [planned(settings + sizes, device) for settings in LAYOUTS.values()]
-            first = [measured(settings + sizes, arguments.steps) for settings in LAYOUTS.values()]
-            second = [measured(settings + sizes, arguments.steps) for settings in LAYOUTS.values()]
+            first, second = measured_twice(sizes, arguments.steps, arguments.runs)
             print(f"\n{size}\n\n| layout | planned | measured | again |\n| --- | --- | --- | --- |")
             for name, plan, one, two in sorted(zip(LAYOUTS, plans, first, second), key=lambda row: row[1]):
                 print(f"| {name} | {1e3 * plan:.0f} ms | {1e3 * one:.0f} ms | {1e3 * two:.0f} ms |")

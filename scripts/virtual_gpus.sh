@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # virtual_gpus.sh N [--profile h100|h100_96gb|h200|b200|a100] -- PROGRAM ARGS...: runs the program with N virtual GPUs, see docs/virtual_gpu.md.
-# The libraries are built by: cmake --build build --target virtual_gpu
+# Their libraries are those of the program's build folder, or else of build. They are made by: cmake --build build --target virtual_gpu
 set -euo pipefail
-libraries=$(cd "$(dirname "$0")/.." && pwd)/build/virtual_gpu
 usage() { sed -n '2s/^# //p' "$0" >&2; exit 2; }
 [[ ${1:-} =~ ^[1-9][0-9]*$ ]] || usage
 export VIRTUAL_GPU_DEVICES=$1
@@ -13,10 +12,13 @@ if [ "${1:-}" = --profile ]; then
 fi
 [ "${1:-}" = -- ] && [ $# -gt 1 ] || usage
 shift
+libraries=$(dirname "$(command -v "$1" || echo "$1")")/../virtual_gpu
+[ -d "$libraries" ] || libraries=$(dirname "$0")/../build/virtual_gpu
+libraries=$(realpath -m "$libraries")
 preload=
 for library in cudart.so.13 cuda.so.1 nvidia-ml.so.1 nccl.so.2 cublas.so.13 cublasLt.so.13 cudnn.so.9 cusparse.so.12 cusparseLt.so.0 \
   cufft.so.12 curand.so.10 cufile.so.0 c_library.so titan_kernels.so; do
-  [ -e "$libraries/lib$library" ] || { echo "virtual_gpus.sh: build/virtual_gpu/lib$library is missing: cmake --build build --target virtual_gpu" >&2; exit 1; }
+  [ -e "$libraries/lib$library" ] || { echo "virtual_gpus.sh: $libraries/lib$library is missing: cmake --build build --target virtual_gpu" >&2; exit 1; }
   preload+="$libraries/lib$library "
 done
 export VIRTUAL_GPU_KERNELS=$libraries/libkernels.so

@@ -434,13 +434,15 @@ train::JobConfig load_planned_job(const PlanArguments& arguments) {
   config.training.device = "cuda";
   train::check_job(config, origins, arguments.world_size, train::JobFiles::Ignore);
   train::check_plannable(config, origins);
-  if (!config.spec().sizes(config.args()).block_causal) return config;
+  const train::ModelSizes sizes = config.spec().sizes(config.args());
+  if (!sizes.block_causal) return config;
   // The lengths of documents depend on data.
   const std::string causal = "--model.args.attn_mask_type=causal";
   const std::string why = "this model attends within documents, whose lengths a plan doesn't know";
   PlanArguments planned = arguments;
   if (!planned.overrides.empty() && planned.overrides.back() == causal)
     throw ConfigError(str(why, ", also with ", causal));
+  if (sizes.eos_id) planned.overrides.emplace_back("--model.args.eos_id=none");
   planned.overrides.push_back(causal);
   try {
     return load_planned_job(planned);
@@ -497,7 +499,11 @@ void measure_links_command(const std::filesystem::path& file) {
   const dist::World world = dist::init({.device = "cpu"});
   const plan::ClusterSpec::Host host = plan::measure_links(world);
   if (world.rank() == 0)
-    write_file_atomic(file, json{{"gb_per_s", host.gb_per_s}, {"latency_us", host.latency_us}}.dump());
+    write_file_atomic(file, json{{"gb_per_s", host.gb_per_s},
+                                 {"latency_us", host.latency_us},
+                                 {"late_share", host.late_share},
+                                 {"late_us", host.late_us}}
+                                .dump());
 }
 
 plan::ClusterSpec::Host links_of_ranks(int num_ranks, const std::filesystem::path& file) {
@@ -507,7 +513,11 @@ plan::ClusterSpec::Host links_of_ranks(int num_ranks, const std::filesystem::pat
   if (code != 0) throw Error(str("the ranks that measure their links ended with exit code ", code));
   const json found = json::parse(read_file(file));
   std::filesystem::remove(file);
-  return {.devices = num_ranks, .gb_per_s = found.at("gb_per_s"), .latency_us = found.at("latency_us")};
+  return {.devices = num_ranks,
+          .gb_per_s = found.at("gb_per_s"),
+          .latency_us = found.at("latency_us"),
+          .late_share = found.at("late_share"),
+          .late_us = found.at("late_us")};
 }
 
 plan::ClusterSpec calibrated(const PlanArguments& arguments, const plan::ClusterSpec& base) {
@@ -519,7 +529,9 @@ plan::ClusterSpec calibrated(const PlanArguments& arguments, const plan::Cluster
     // Before products start threads, which would take the launcher's signals.
     links = links_of_ranks(arguments.world_size, arguments.calibrate.string() + ".links");
     progress(str("gathers of ", arguments.world_size, " ranks: ", links.latency_us, " us a hop, ",
-                 number("%.2f", plan::kHostLinkShare * links.gb_per_s), " GB/s into each rank"));
+                 number("%.2f", plan::kHostLinkShare * links.gb_per_s), " GB/s into each rank, ",
+                 std::round(100 * links.late_share), " % of the computing between them late, at most ",
+                 links.late_us, " us"));
   }
   plan::ClusterSpec cluster = plan::calibrate(base, arguments.world_size, progress);
   if (has_links) cluster.host = links;

@@ -12,7 +12,6 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/ones_like.h>
-#include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/autograd.h>
 
@@ -23,6 +22,7 @@
 #include "plan/cost_model.h"
 #include "titan/core/error.h"
 #include "titan/dist/collectives.h"
+#include "titan/ops/functional.h"
 
 namespace titan::plan {
 
@@ -124,23 +124,23 @@ void measure_products(const Measurement& measure, bool is_cpu, DeviceSpec& devic
   }
 }
 
-// Causal attention of 16 heads. A pair of a query and a key takes 4 operations a feature forward, and 10 backward (observe/operation_costs.cpp).
+// Causal attention of 16 heads, by the kernels that models have. A pair of a query and a key takes 4 operations a feature forward, and 10 backward (observe/operation_costs.cpp).
 void measure_attention(const Measurement& measure, bool is_cpu, DeviceSpec& device,
                        const std::function<void(const std::string&)>& progress) {
   device.attention.clear();
   constexpr int64_t heads = 16;
-  const int64_t size = is_cpu ? 64 : 128;
   const std::vector<int64_t> lengths =
       is_cpu ? std::vector<int64_t>{64, 256, 1024} : std::vector<int64_t>{512, 2048, 8192};
-  for (const int64_t length : lengths) {
+  std::vector<std::pair<int64_t, int64_t>> shapes;  // length, size of a head
+  for (const int64_t size : is_cpu ? std::vector<int64_t>{16, 64, 128} : std::vector<int64_t>{128})
+    for (const int64_t length : lengths) shapes.emplace_back(length, size);
+  for (const auto& [length, size] : shapes) {
     const at::AutoGradMode with_gradients(true);
-    const auto input = [&] {
-      return measure.tensor({1, heads, length, size}, at::kBFloat16).requires_grad_();
+    const auto input = [&, length = length, size = size] {
+      return measure.tensor({1, length, heads, size}, at::kBFloat16).requires_grad_();
     };
     const at::Tensor q = input(), k = input(), v = input();
-    const auto attend = [&] {
-      return at::scaled_dot_product_attention(q, k, v, {}, 0.0, /*is_causal=*/true);
-    };
+    const auto attend = [&] { return ops::causal_attention(q, k, v); };
     const at::Tensor out = attend(), grad = at::ones_like(out);
     const double features_of_pairs = 0.5 * static_cast<double>(heads * length * length * size);
     const auto share_of = [&](double flops, double seconds) {
@@ -152,8 +152,9 @@ void measure_attention(const Measurement& measure, bool is_cpu, DeviceSpec& devi
                                 .backward = share_of(10 * features_of_pairs, measure.seconds_of([&] {
                                   torch::autograd::grad({out}, {q, k, v}, {grad}, /*retain_graph=*/true);
                                 })),
-                                .kernel = ""});
-    progress(str("attention over ", length, " tokens: ", device.attention.back().forward,
+                                .kernel = "",
+                                .features = size});
+    progress(str("attention over ", length, " tokens, heads of ", size, ": ", device.attention.back().forward,
                  " of the peak, backward ", device.attention.back().backward));
   }
 }
@@ -216,13 +217,41 @@ ClusterSpec::Host measure_links(const dist::World& world) {
     }
     return median(std::move(rounds));
   };
+  // The time of a round of products, and what a gather of all ranks after each adds to it.
+  const at::Tensor factor = at::ones({256, 256}), number = at::zeros({1}, at::kDouble),
+                   numbers = at::zeros({world.size()}, at::kDouble);
+  const auto seconds_of_round = [&](int64_t products, int rounds, bool meets) {
+    std::vector<double> times;
+    for (int repetition = 0; repetition < 5; ++repetition) {
+      everyone->all_gather(numbers, number, {"calibrate::start"}).wait();
+      const auto start = std::chrono::steady_clock::now();
+      for (int round = 0; round < rounds; ++round) {
+        for (int64_t i = 0; i < products; ++i) at::mm(factor, factor);
+        if (meets) everyone->all_gather(numbers, number, {"calibrate::meeting"}).wait();
+      }
+      times.push_back(seconds_since(start) / rounds);
+    }
+    number.fill_(median(std::move(times)));
+    everyone->all_gather(numbers, number, {"calibrate::times"}).wait();
+    return numbers.mean().item<double>();  // the same on all ranks
+  };
+  const double of_one = seconds_of_round(100, 1, /*meets=*/false) / 100;
+  const auto late_after = [&](double seconds, int rounds) {
+    const auto products = static_cast<int64_t>(std::ceil(seconds / of_one));
+    const double computing = seconds_of_round(products, rounds, false);
+    return std::pair(computing, seconds_of_round(products, rounds, true) - computing);
+  };
+  const auto [computed, late] = late_after(1e-3, 100);
+  const double most_late = late_after(16e-3, 10).second;
   constexpr int64_t large_part = int64_t{8} << 20;
   const double hops = world.size() - 1, small = seconds_of_gather(8, 50),
                large = seconds_of_gather(large_part, 4);
   const double bytes_per_s = hops * static_cast<double>(large_part) / std::max(large - small, 1e-9);
   return {.devices = world.size(),
           .gb_per_s = std::round(1e-7 * bytes_per_s / kHostLinkShare) / 100,
-          .latency_us = std::round(1e8 * small / hops) / 100};
+          .latency_us = std::round(1e8 * small / hops) / 100,
+          .late_share = std::round(1e3 * std::max(0.0, late - small) / computed) / 1e3,
+          .late_us = std::round(1e6 * std::max({0.0, late - small, most_late - small}))};
 }
 
 }  // namespace titan::plan

@@ -33,11 +33,12 @@ struct DeviceSpec {
   };
   std::vector<ProductPoint> efficiency;
 
-  /// Measured: the shares of the peak that causal attention over sequences of this length reaches (heads of size 128).
+  /// Measured: the shares of the peak that causal attention over sequences of this length reaches.
   struct AttentionPoint {
     int64_t sequence = 0;
     double forward = 0, backward = 0;
-    std::string kernel;  ///< "cudnn" or "flash"; "" for both
+    std::string kernel;      ///< "cudnn" or "flash"; "" for both
+    int64_t features = 128;  ///< of a head
   };
   std::vector<AttentionPoint> attention;
 
@@ -54,6 +55,9 @@ struct ClusterSpec {
     double gb_per_s = 0;        ///< between two devices: in one direction, of one device
     double latency_us = 0;      ///< one hop of a ring
     double pcie_gb_per_s = 64;  ///< between the host's memory and a device, in one direction
+    /// Ranks that share a CPU's cores come to a call one after another: it begins later by this share of the time that a rank has
+    /// computed since its last one, at most by late_us.
+    double late_share = 0, late_us = 0;
   } host;
   std::vector<std::string> assumed;  ///< keys of the device that its file leaves out, with an H100's values
   struct Network {

@@ -142,9 +142,19 @@ double DeviceSpec::peak_flops(c10::ScalarType dtype) const {
 CostModel::CostModel(const ClusterSpec& cluster, Kernels kernels) : cluster_(cluster), kernels_(kernels) {}
 
 double CostModel::host_seconds() const {
+  if (cluster_.device.is_cpu) return 0;
   return 1e-6 * (kernels_ == Kernels::Ours       ? kHostUs
                  : kernels_ == Kernels::Compiled ? kHostUsCompiled
                                                  : kHostUsEager);
+}
+
+double CostModel::launch_seconds() const {
+  const DeviceSpec& device = cluster_.device;
+  return 1e-6 * (device.is_cpu ? device.alone * (device.launch_us + kHostUs) : device.launch_us);
+}
+
+double CostModel::late_seconds(double computed) const {
+  return std::min(cluster_.host.late_share * computed, 1e-6 * cluster_.host.late_us);
 }
 
 double CostModel::seconds_of_bytes(double bytes) const {
@@ -183,6 +193,13 @@ double CostModel::share_of_attention(const train::ProductShape& shape, bool is_b
   for (const DeviceSpec::AttentionPoint& point : device.attention)
     if (point.kernel.empty() || point.kernel == kernel) points.push_back(point);
   if (points.empty()) return share_of_product(shape, c10::kBFloat16);
+  // Those of the nearest size of heads.
+  const auto farness = [&](int64_t features) {
+    return std::abs(std::log2(static_cast<double>(features) / static_cast<double>(shape.k)));
+  };
+  const auto nearest =
+      std::ranges::min(points, {}, [&](const auto& point) { return farness(point.features); });
+  std::erase_if(points, [&](const auto& point) { return point.features != nearest.features; });
   std::ranges::sort(points, {}, &DeviceSpec::AttentionPoint::sequence);
   const auto share_at = [&](const DeviceSpec::AttentionPoint& point) {
     return is_backward ? point.backward : point.forward;
@@ -202,11 +219,11 @@ double CostModel::share_of_attention(const train::ProductShape& shape, bool is_b
     share = share_at(*below) + part * (share_at(*above) - share_at(*below));
   }
   // Heads of 64 reach three quarters of what heads of 128 do (the same charts).
-  return share * std::pow(std::min(1.0, static_cast<double>(shape.k) / 128), 0.4) * device.power;
+  const double narrower = static_cast<double>(shape.k) / static_cast<double>(nearest.features);
+  return share * std::pow(std::min(1.0, narrower), 0.4) * device.power;
 }
 
 CostModel::KernelTime CostModel::of(const Launch& launch, std::string_view name) const {
-  const double launch_seconds = cluster_.device.launch_us * 1e-6;
   const double bytes = launch.bytes_read + launch.bytes_written;
   if (const KernelKind kind = kind_of(launch, name); kind != KernelKind::Other) {
     const double share =
@@ -214,17 +231,17 @@ CostModel::KernelTime CostModel::of(const Launch& launch, std::string_view name)
             ? share_of_attention(launch.shape, name.find("backward") != std::string_view::npos)
             : share_of_product(launch.shape, launch.dtype);
     const double computing = launch.flops / (cluster_.device.peak_flops(launch.dtype) * share);
-    return {std::max(computing, seconds_of_bytes(bytes)) + launch_seconds, 1};
+    return {std::max(computing, seconds_of_bytes(bytes)) + launch_seconds(), 1};
   }
   if (is_copy_over_bus(name))
-    return {launch.bytes_written / (kPcieShare * cluster_.host.pcie_gb_per_s * 1e9) + launch_seconds, 1};
+    return {launch.bytes_written / (kPcieShare * cluster_.host.pcie_gb_per_s * 1e9) + launch_seconds(), 1};
   double factor = 1, launches = 1;
   if (const Replacement* other = replacement_of(name); other && kernels_ != Kernels::Ours) {
     const bool is_compiled = kernels_ == Kernels::Compiled;
     factor = is_compiled ? other->compiled_bytes : other->eager_bytes;
     launches = is_compiled ? other->compiled_launches : other->eager_launches;
   }
-  return {seconds_of_bytes(factor * bytes) + launches * launch_seconds, launches};
+  return {seconds_of_bytes(factor * bytes) + launches * launch_seconds(), launches};
 }
 
 bool CostModel::is_copy_over_bus(std::string_view name) const {
@@ -236,7 +253,7 @@ CostModel::KernelTime CostModel::of_copies(std::string_view op, double bytes) co
   // A gather's result is split into parameters: read and written. Gradients, in the compute dtype, are written into one buffer of the
   // reduction's dtype, which has twice their bytes (PyTorch's _fsdp_collectives.py).
   const double passes = op == "all_gather" ? 2 : 1.5;
-  return {seconds_of_bytes(passes * bytes) + cluster_.device.launch_us * 1e-6, 1};
+  return {seconds_of_bytes(passes * bytes) + launch_seconds(), 1};
 }
 
 // A GPU's kernel; a CPU's calls are measured as a whole.

@@ -10,7 +10,7 @@
 // - everything else: its bytes, by kMemoryShare of the memory's speed;
 // - a collective: the least of NCCL's three protocols, each by its latency for every hop of a ring, and by the speed of the slower of the host's
 //   links and the network (the model of NCCL's own tuner, src/graph/tuning.cc in NVIDIA/nccl); on a CPU, a ring with the measured latency and speed;
-// and each kernel launch_us more. What runs at the same time and what waits is the simulation's (simulation.h).
+// and each kernel launch_us more; on a CPU, the host's time for it, too, and both as often as ranks share a core. What runs at the same time and what waits is the simulation's (simulation.h).
 
 #include <cstdint>
 #include <string>
@@ -58,7 +58,7 @@ class CostModel {
   /// The copies that FSDP of PyTorch makes after a gather, or before a reduction, of so many bytes; 0 with our kernels.
   KernelTime of_copies(std::string_view op, double bytes) const;
 
-  /// The host's time for each launch.
+  /// The host's time for each launch. 0 on a CPU, where it is part of the kernel's.
   double host_seconds() const;
 
   /// How long a collective takes, and which links it uses.
@@ -69,6 +69,8 @@ class CostModel {
   Transfer of(std::string_view op, double bytes, const std::vector<int>& world_ranks) const;
   /// From one rank to another.
   Transfer of_message(double bytes, int from, int to) const;
+  /// How much later a call of ranks that share cores begins, if they have computed for so long since their last one.
+  double late_seconds(double computed) const;
 
   const ClusterSpec& cluster() const { return cluster_; }
 
@@ -76,6 +78,7 @@ class CostModel {
   double share_of_product(const train::ProductShape& shape, c10::ScalarType dtype) const;
 
  private:
+  double launch_seconds() const;
   double seconds_of_bytes(double bytes) const;
   double share_of_attention(const train::ProductShape& shape, bool is_backward) const;
   int host_of(int world_rank) const;

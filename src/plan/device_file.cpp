@@ -128,6 +128,7 @@ void read_point(Keys& keys, DeviceSpec::AttentionPoint& point) {
   keys.number("forward", point.forward, 1e-6, 1.0);
   keys.number("backward", point.backward, 1e-6, 1.0);
   if (keys.has("kernel")) keys.text("kernel", point.kernel, {"cudnn", "flash"});
+  if (keys.has("features")) keys.number("features", point.features, 1, kLongest);
 }
 
 template <class Point>
@@ -155,6 +156,8 @@ ClusterSpec read_cluster(const config::Document& document, const std::string& fi
     keys.number("host.pcie_gb_per_s", cluster.host.pcie_gb_per_s, 1e-6, kMost);
   else if (!cluster.device.is_cpu)
     cluster.assumed.push_back(str("host.pcie_gb_per_s = ", cluster.host.pcie_gb_per_s));
+  if (keys.has("host.late_share")) keys.number("host.late_share", cluster.host.late_share, 0.0, 65536.0);
+  if (keys.has("host.late_us")) keys.number("host.late_us", cluster.host.late_us, 0.0, kMost);
   keys.number("network.gb_per_s", cluster.network.gb_per_s, 1e-6, kMost);
   keys.number("network.latency_us", cluster.network.latency_us, 0.0, kMost);
   // Their rows are read one by one.
@@ -235,7 +238,8 @@ std::string to_toml(const ClusterSpec& cluster) {
   for (const DeviceSpec::AttentionPoint& point : device.attention)
     text += str("\n[[device.attention]]\nsequence = ", point.sequence, "\nforward = ", text_of(point.forward),
                 "\nbackward = ", text_of(point.backward), "\n",
-                point.kernel.empty() ? "" : "kernel = " + config::quoted(point.kernel) + "\n");
+                point.kernel.empty() ? "" : "kernel = " + config::quoted(point.kernel) + "\n",
+                point.features == 128 ? "" : str("features = ", point.features, "\n"));
   const bool knows_pcie =
       !device.is_cpu && std::ranges::none_of(cluster.assumed, [](const std::string& assumed) {
         return assumed.starts_with("host.pcie_gb_per_s");
@@ -244,6 +248,9 @@ std::string to_toml(const ClusterSpec& cluster) {
                     "\ngb_per_s = ", text_of(cluster.host.gb_per_s),
                     "\nlatency_us = ", text_of(cluster.host.latency_us),
                     knows_pcie ? str("\npcie_gb_per_s = ", text_of(cluster.host.pcie_gb_per_s)) : "",
+                    device.is_cpu ? str("\nlate_share = ", text_of(cluster.host.late_share),
+                                        "\nlate_us = ", text_of(cluster.host.late_us))
+                                  : "",
                     "\n\n[network]\ngb_per_s = ", text_of(cluster.network.gb_per_s),
                     "\nlatency_us = ", text_of(cluster.network.latency_us), "\n");
 }

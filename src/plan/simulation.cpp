@@ -106,6 +106,7 @@ struct Rank {
   std::vector<bool> reached;
   std::array<int, kNumLinks> active{};  // transfers
   int working = 0;                      // kernels
+  double worked = 0;                    // seconds since its last call in a group
   double updated = 0;                   // when its kernels' progress was last counted
   double next = 0;  // when a kernel ends or an item's issue comes, if nothing else changes
   bool is_dirty = true;
@@ -326,6 +327,7 @@ class Simulation {
     const double seconds = now_ - rank.updated;
     if (seconds > 0) {
       count(r, seconds);
+      if (rank.working > 0) rank.worked += seconds;
       const double done = seconds * speed_of_work(rank);
       for (Stream& stream : rank.streams)
         if (is_working(stream)) {
@@ -492,8 +494,9 @@ class Simulation {
     Rank& rank = ranks_[end.rank];
     const auto bytes = static_cast<double>(call.bytes);
     if (call.peer >= 0) {
-      const CostModel::Transfer cost = costs_.of_message(bytes, rank.world_rank, call.peer);
+      CostModel::Transfer cost = costs_.of_message(bytes, rank.world_rank, call.peer);
       const bool sends = rank.trace->name(call.op) == "send";
+      if (sends) cost.seconds += late_seconds(end.rank);
       const size_t other = pipeline_rank_of(call.peer);
       // The peers of this pipeline rank do the same at the same time, so what is sent here is received there: it counts once.
       if (other == end.rank || other >= ranks_.size())
@@ -503,7 +506,8 @@ class Simulation {
       return meet({group, sends ? end.rank : other, sends ? other : end.rank, sequence}, 2, end, cost);
     }
     const std::vector<int>& members = rank.trace->members(call.communicator);
-    const CostModel::Transfer cost = costs_.of(rank.trace->name(call.op), bytes, members);
+    CostModel::Transfer cost = costs_.of(rank.trace->name(call.op), bytes, members);
+    cost.seconds += late_seconds(end.rank);
     // In ascending order.
     const size_t first = pipeline_rank_of(members.front()), last = pipeline_rank_of(members.back());
     if (first == last || ranks_.size() == 1) return start(cost.seconds, links_of(cost), {end});
@@ -515,6 +519,13 @@ class Simulation {
             .try_emplace({rank.trace->name(call.group), {}}, static_cast<int>(communicators_.size()))
             .first->second;
     meet({group, first, last, rank.calls[call.communicator]++}, stages.size(), end, cost);
+  }
+
+  // Of this rank's call, from now on its last one.
+  double late_seconds(size_t r) {
+    if (costs_.cluster().host.late_share == 0) return 0;
+    touch(r);
+    return costs_.late_seconds(std::exchange(ranks_[r].worked, 0));
   }
 
   using MeetingKey = std::tuple<int, size_t, size_t, int64_t>;

@@ -330,6 +330,8 @@ TEST(PlanCommand, MeasuresThisMachine) {
   };
   EXPECT_GT(value_of("\ngb_per_s = "), 0.01);
   EXPECT_GT(value_of("\nlatency_us = "), 1);
+  EXPECT_GE(value_of("\nlate_us = "), 0);
+  EXPECT_THAT(text, AllOf(HasSubstr("\nfeatures = 16\n"), HasSubstr("\nfeatures = 64\n")));
   EXPECT_FALSE(fs::exists(file + ".links"));
   const json found = plan_json("llama3_debug", 2, {"--device", file});
   EXPECT_GT(found.at("step_s"), 0.01);
@@ -363,9 +365,6 @@ TEST(PlanCommand, NamesTheKeyOfAWrongValue) {
   expect_refused(plan("llama3_8b", 8, {"--training.device=cpu"}), "training.device");
   expect_refused(plan("llama3_8b", 8, {"--compile.enable"}), "compile.enable");
   expect_refused(plan("llama3_8b", 8, {"--comm.register_buffers"}), "comm.register_buffers");
-  expect_refused(plan("llama3_8b", 8, {"--model.args.attn_mask_type=block_causal", "--model.args.eos_id=5"}),
-                 "this model attends within documents, whose lengths a plan doesn't know; with "
-                 "--model.args.attn_mask_type=causal: model.args: eos_id");
   expect_refused(plan("llama3_8b", 8, {"--for-run", "1"}), "process 1 of --for-run didn't start this one");
   expect_refused(plan("llama3_8b", 8, {"--max-tp", "2"}), "need --search");
   expect_refused(plan("llama3_8b", 8, {"--search", "--svg", "a.svg"}), "--search plans many");
@@ -389,7 +388,8 @@ TEST(PlanCommand, SaysWhatIsPlannedInAnotherWay) {
   const Words words = {"--model.args.n_layers=2"};
   const json causal = plan_json("llama3_8b", 8, words);
   EXPECT_EQ(causal.at("notes").size(), 0U);
-  const Words others = words + Words{"--model.args.attn_mask_type=block_causal", "--validation.enable"};
+  const Words others = words + Words{"--model.args.attn_mask_type=block_causal", "--model.args.eos_id=5",
+                                     "--validation.enable"};
   const json documents = plan_json("llama3_8b", 8, others);
   EXPECT_EQ(documents.at("notes").size(), 2U);
   EXPECT_EQ(documents.at("memory"), causal.at("memory"));

@@ -8,6 +8,7 @@
 
 #include <ATen/cuda/CUDAEvent.h>
 #include <ATen/cuda/CUDAGraph.h>
+#include <ATen/record_function.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <cuda_runtime_api.h>
 #include <nccl.h>
@@ -47,6 +48,23 @@ TEST_F(VirtualGpu, GraphsRecordWithoutRunningAndReplay) {
   graph.replay();
   EXPECT_EQ(out.item<float>(), 20);
   EXPECT_EQ(count.item<float>(), 2);
+}
+
+TEST_F(VirtualGpu, OperationsOfAGraphCountWhenItIsLaunched) {
+  const CUDAStreamGuard guard(side_);
+  const Tensor x = at::zeros({4}, on_gpu);
+  start_counting();
+  at::cuda::CUDAGraph graph;
+  graph.capture_begin();
+  {
+    RECORD_USER_SCOPE("recorded module");
+    x.add_(1);
+  }
+  graph.capture_end();
+  EXPECT_EQ(count("launches", "aten::add_"), 0u);
+  for (int i = 0; i < 3; ++i) graph.replay();
+  EXPECT_EQ(count("launches", "aten::add_", "recorded module"), 3u);
+  EXPECT_EQ(count("bytes_written", "aten::add_", "recorded module"), 3u * 16);
 }
 
 // A launch reads what the memory of the host holds then; what is passed by value is that of the capture.

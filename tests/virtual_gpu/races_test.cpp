@@ -143,6 +143,21 @@ TEST_F(VirtualGpu, FindsAHostReadBeforeTheSynchronization) {
   EXPECT_GE(new_races(), 1);  // the copy may find the read, too
 }
 
+TEST_F(VirtualGpu, FindsACopyOnTheHostBeforeTheSynchronization) {
+  const Tensor x = at::ones({1000}, on_gpu), copied = at::empty({1000});
+  const auto copy = [&](bool waits) {
+    Tensor host = at::empty({1000}, pinned);
+    host.copy_(x, /*non_blocking=*/true);
+    if (waits) main_.synchronize();
+    copied.copy_(host);
+    main_.synchronize();
+  };
+  copy(true);
+  EXPECT_EQ(new_races(), 0);
+  copy(false);
+  EXPECT_GE(new_races(), 1);
+}
+
 TEST_F(VirtualGpu, FindsAMissingWaitWithinAGraph) {
   const Tensor x = at::ones({1000}, on_gpu), y = at::zeros({1000}, on_gpu);
   c10::cuda::device_synchronize();

@@ -51,15 +51,21 @@ TEST(VisibleDevices, AreThoseThatTheVariableNamesInItsOrder) {
   setenv("VIRTUAL_GPU_DEVICES", "1", 1);
 }
 
-/// Launches of a thread of its own, which wait for a gate, and how many of them have returned.
+/// Launches of a thread of its own, which wait for a gate, and how many of them have returned. With `as_graphs`, all but the first are graphs.
 class Launches {
  public:
-  explicit Launches(int number) {
+  explicit Launches(int number, bool as_graphs = false) {
     cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking);
-    thread_ = std::thread([this, number] {
+    cudaGraph_t graph = nullptr;
+    cudaStreamBeginCapture(stream_, cudaStreamCaptureModeRelaxed);
+    cudaLaunchHostFunc(stream_, &count, this);
+    cudaStreamEndCapture(stream_, &graph);
+    cudaGraphInstantiate(&graph_, graph, 0);
+    cudaGraphDestroy(graph);
+    thread_ = std::thread([this, number, as_graphs] {
       cudaLaunchHostFunc(stream_, &wait, this);
       for (num_returned_ = 1; num_returned_ < number; ++num_returned_)
-        cudaLaunchHostFunc(stream_, &count, this);
+        as_graphs ? cudaGraphLaunch(graph_, stream_) : cudaLaunchHostFunc(stream_, &count, this);
     });
   }
   /// The number that have returned when no more do.
@@ -84,13 +90,14 @@ class Launches {
   static void count(void* self) { ++static_cast<Launches*>(self)->num_run_; }
 
   cudaStream_t stream_ = nullptr;
+  cudaGraphExec_t graph_ = nullptr;
   std::atomic<int> num_returned_ = 0, num_run_ = 0;
   std::atomic<bool> is_open_ = false;
   std::thread thread_;
 };
 
-[[noreturn]] void print_launches() {
-  Launches launches(8);
+[[noreturn]] void print_launches(bool as_graphs = false) {
+  Launches launches(8, as_graphs);
   const int num_returned = launches.num_returned();
   const int num_run = launches.finish();
   fprintf(stderr, "%d of %d launches returned;\n", num_returned, num_run);
@@ -175,6 +182,8 @@ TEST(Settings, ALaunchBeyondTheQueuesLimitWaits) {
   EXPECT_EXIT(print_launches(), testing::ExitedWithCode(0), "8 of 8 launches returned;");
   const Setting limit("VIRTUAL_GPU_QUEUE_LIMIT", "3");
   EXPECT_EXIT(print_launches(), testing::ExitedWithCode(0), "3 of 8 launches returned;");
+  // A launch of a graph takes two places, and one more for each further stream in it.
+  EXPECT_EXIT(print_launches(/*as_graphs=*/true), testing::ExitedWithCode(0), "2 of 8 launches returned;");
 }
 
 TEST(Settings, EachLaunchWaitsWhereLaunchesBlock) {

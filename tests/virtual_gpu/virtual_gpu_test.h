@@ -30,8 +30,8 @@ Function* function(const char* name) {
 inline int num_races() { return function<int()>("virtual_gpu_num_races")(); }
 inline int num_unwritten_reads() { return function<int()>("virtual_gpu_num_unwritten_reads")(); }
 
-inline uint64_t count(const char* field, const char* name) {
-  return function<uint64_t(const char*, const char*, const char*)>("virtual_gpu_count")(field, nullptr, name);
+inline uint64_t count(const char* field, const char* name, const char* module = nullptr) {
+  return function<uint64_t(const char*, const char*, const char*)>("virtual_gpu_count")(field, module, name);
 }
 inline void start_counting() { function<void()>("virtual_gpu_start_counting")(); }
 

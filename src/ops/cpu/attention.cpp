@@ -517,12 +517,15 @@ void attention_backward(const QueriesKeysValues& grads, const QueriesKeysValues&
 
 // ---- the operators
 
-// On AMD processors with AVX-512, our kernel is used in bf16 too (docs/decisions/cpu_attention.md has the
-// times). LibTorch's can't leave out what is between documents.
-bool have_own_kernel(const at::Tensor& q, bool in_documents = false) {
-  return q.scalar_type() == at::kFloat ||
-         (q.scalar_type() == at::kBFloat16 &&
-          (in_documents || !cpu_features().fast_16bit_products || cpu_features().amd));
+// The most features of a head with which our kernel is faster than LibTorch's in bf16 on Intel processors with AVX-512, which may have
+// units for such products (docs/decisions/cpu_attention.md has the times).
+constexpr int64_t kOwnForward = 16, kOwnBackward = 64;
+
+// LibTorch's kernel can't leave out what is between documents.
+bool have_own_kernel(const at::Tensor& q, int64_t most_features, bool in_documents = false) {
+  if (q.scalar_type() != at::kBFloat16) return q.scalar_type() == at::kFloat;
+  return in_documents || !cpu_features().fast_16bit_products || cpu_features().amd ||
+         q.size(3) <= most_features;
 }
 
 template <class Kernel>
@@ -535,7 +538,8 @@ std::tuple<at::Tensor, at::Tensor> causal_attention_cpu(const at::Tensor& q, con
                                                         const at::Tensor& v,
                                                         const std::optional<at::Tensor>& starts,
                                                         int64_t longest) {
-  if (!have_own_kernel(q, starts.has_value())) return causal_attention_by_libtorch(q, k, v, starts, longest);
+  if (!have_own_kernel(q, kOwnForward, starts.has_value()))
+    return causal_attention_by_libtorch(q, k, v, starts, longest);
   const AttentionSum sum{at::empty(q.sizes(), q.options()),
                          at::empty({q.size(0), q.size(2), q.size(1)}, q.options().dtype(at::kFloat))};
   dispatch_own(q, [&]<class T>(T*) {
@@ -549,7 +553,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward_cpu(
     const at::Tensor& grad, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
     const at::Tensor& out, const at::Tensor& log_sum_exp, const std::optional<at::Tensor>& starts,
     int64_t longest) {
-  if (!have_own_kernel(q, starts.has_value()))
+  if (!have_own_kernel(q, kOwnBackward, starts.has_value()))
     return causal_attention_backward_by_libtorch(grad, q, k, v, out, log_sum_exp, starts, longest);
   const QueriesKeysValues grads{at::empty(q.sizes(), q.options()), at::empty(k.sizes(), k.options()),
                                 at::empty(v.sizes(), v.options())};
@@ -565,7 +569,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward_cpu(
 
 void attend_cpu(at::Tensor& out, at::Tensor& log_sum_exp, const at::Tensor& q, const at::Tensor& k,
                 const at::Tensor& v, int64_t first_query) {
-  if (!have_own_kernel(q)) return attend_by_libtorch(out, log_sum_exp, q, k, v, first_query);
+  if (!have_own_kernel(q, kOwnForward)) return attend_by_libtorch(out, log_sum_exp, q, k, v, first_query);
   dispatch_own(q, [&]<class T>(T*) {
     attention_forward<T, float>({out, log_sum_exp}, with_adjacent_features({q, k, v}), first_query,
                                 AttentionStart::Partial);
@@ -575,7 +579,7 @@ void attend_cpu(at::Tensor& out, at::Tensor& log_sum_exp, const at::Tensor& q, c
 void attend_backward_cpu(at::Tensor& grad_q, at::Tensor& grad_k, at::Tensor& grad_v, const at::Tensor& grad,
                          const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& out,
                          const at::Tensor& log_sum_exp, int64_t first_query) {
-  if (!have_own_kernel(q))
+  if (!have_own_kernel(q, kOwnBackward))
     return attend_backward_by_libtorch(grad_q, grad_k, grad_v, grad, q, k, v, out, log_sum_exp, first_query);
   dispatch_own(q, [&]<class T>(T*) {
     attention_backward<T, float>({grad_q, grad_k, grad_v}, with_adjacent_features({q, k, v}),

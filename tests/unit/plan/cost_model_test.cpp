@@ -1,5 +1,6 @@
 #include "plan/cost_model.h"
 
+#include <cmath>
 #include <filesystem>
 #include <fstream>
 #include <numeric>
@@ -90,6 +91,41 @@ TEST(CostModel, ACpusCollectivesTakeWhatWasMeasured) {
   EXPECT_NEAR(costs.of("all_gather", 0, ranks(4)).seconds, 3 * 50e-6, 1e-12);
   EXPECT_NEAR(costs.of("all_gather", 4e9, ranks(4)).seconds, 3 * 50e-6 + 3e9 / 10e9, 1e-9);
   EXPECT_NEAR(costs.of_message(1e9, 0, 1).seconds, 50e-6 + 1e9 / 10e9, 1e-9);
+}
+
+TEST(CostModel, ACpusLaunchesTakeTheHostsTimeAsOftenAsRanksShareACore) {
+  ClusterSpec cluster = load_device("cpu");
+  cluster.device.launch_us = 2;
+  cluster.device.alone = 4;
+  const CostModel costs(cluster, Kernels::Ours);
+  EXPECT_NEAR(costs.of({}, "swiglu_kernel").seconds, 4 * (2 + 8) * 1e-6, 1e-12);
+  EXPECT_EQ(costs.host_seconds(), 0);
+}
+
+TEST(CostModel, CallsOfRanksThatShareCoresBeginLate) {
+  ClusterSpec cluster = load_device("cpu");
+  cluster.host.late_share = 0.5;
+  cluster.host.late_us = 3000;
+  const CostModel costs(cluster, Kernels::Ours);
+  EXPECT_NEAR(costs.late_seconds(1e-3), 0.5e-3, 1e-12);
+  EXPECT_NEAR(costs.late_seconds(1), 3e-3, 1e-12);
+  EXPECT_EQ(CostModel(load_device("h100"), Kernels::Ours).late_seconds(1), 0);
+}
+
+TEST(CostModel, AttentionGoesByTheNearestSizeOfHeads) {
+  ClusterSpec cluster = load_device("cpu");
+  cluster.device.attention = {
+      {.sequence = 256, .forward = 0.1, .backward = 0.1, .kernel = "", .features = 16},
+      {.sequence = 256, .forward = 0.4, .backward = 0.4, .kernel = "", .features = 128}};
+  const CostModel costs(cluster, Kernels::Ours);
+  const auto seconds = [&](int64_t features) {
+    return costs
+        .of({.flops = 1e15, .dtype = c10::kBFloat16, .shape = {1, 256, 256, features}}, "aten::attention")
+        .seconds;
+  };
+  EXPECT_NEAR(seconds(16) / seconds(128), 4, 1e-6);
+  EXPECT_EQ(seconds(24), seconds(16));
+  EXPECT_NEAR(seconds(64) / seconds(128), std::pow(2, 0.4), 1e-6);
 }
 
 TEST(CostModel, SmallCollectivesTakeTheirHops) {

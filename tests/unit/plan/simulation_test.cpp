@@ -181,6 +181,20 @@ TEST(Simulation, CollectivesOfOneRankShareItsLinks) {
   EXPECT_NEAR(simulate_one(program).seconds, 2, kTolerance);
 }
 
+TEST(Simulation, CallsOfRanksThatShareCoresBeginLaterTheMoreTheyComputedBefore) {
+  Program program;
+  program.kernel(2);
+  program.wait_for_call(program.gather(1));
+  program.wait_for_call(program.gather(1));
+  program.kernel(10);
+  program.wait_for_call(program.gather(1));
+  ClusterSpec cluster = round_cluster();
+  cluster.host.late_share = 0.5;
+  cluster.host.late_us = 3e6;
+  const StepTime time = simulate({{&program.trace(), 0}}, 8, CostModel(cluster, Kernels::Ours));
+  EXPECT_NEAR(time.seconds, 2 + (1 + 1) + 1 + 10 + (3 + 1), kTolerance);
+}
+
 TEST(Simulation, APipelineRankWaitsForTheOneBeforeIt) {
   Program first, second;
   first.kernel(2);

@@ -23,17 +23,26 @@ std::unique_ptr<at::ObserverContext> check_inputs(const at::RecordFunction& func
   return nullptr;
 }
 
+bool is_on_host(const at::RecordFunction& function) {
+  bool result = true;
+  for (const c10::IValue& input : function.inputs())
+    for_each_tensor(input, [&](const at::Tensor& t) { result &= t.device().is_cpu(); });
+  return result;
+}
+
 // Views only look at shapes, and a copy to or from the device is checked by its stream.
-bool touches_memory(const std::string& name) {
-  for (const char* part : {"view", "as_strided", "slice", "select", "narrow", "detach", "alias", "reshape",
-                           "transpose", "empty", "record_stream", "copy_", "aten::to", "is_pinned", "set_",
-                           "expand", "unsqueeze", "squeeze", "flatten"})
+bool touches_memory(const at::RecordFunction& function) {
+  const std::string name = function.name();
+  if (name.ends_with("copy_")) return is_on_host(function);
+  for (const char* part :
+       {"view", "as_strided", "slice", "select", "narrow", "detach", "alias", "reshape", "transpose", "empty",
+        "record_stream", "aten::to", "is_pinned", "set_", "expand", "unsqueeze", "squeeze", "flatten"})
     if (name.find(part) != std::string::npos) return false;
   return true;
 }
 
 std::unique_ptr<at::ObserverContext> at_start(const at::RecordFunction& function) {
-  return touches_memory(function.name()) ? check_inputs(function) : nullptr;
+  return touches_memory(function) ? check_inputs(function) : nullptr;
 }
 
 std::unique_ptr<at::ObserverContext> enter(const at::RecordFunction& function) {

@@ -80,11 +80,8 @@ thread_local int own_depth = 0;
 thread_local std::chrono::steady_clock::time_point own_begin;
 std::atomic<uint64_t> own_ns = 0;
 
-// The module that this thread is in; null if nobody counts.
-CountsOfModule* counts_here() {
-  if (!counters()) return nullptr;
-  return &(*counters())[open_modules.empty() ? "" : open_modules.back()];
-}
+// The calls of the module that this thread is in; null if nobody counts.
+CountsOfModule* counts_here() { return counters() ? &(*counters())[*module_here()] : nullptr; }
 
 }  // namespace
 
@@ -115,11 +112,14 @@ std::shared_ptr<const std::string> label_here(const std::string& name) {
   return std::make_shared<const std::string>(open_modules.empty() ? name
                                                                   : name + " in " + open_modules.back());
 }
+std::shared_ptr<const std::string> module_here() {
+  return std::make_shared<const std::string>(open_modules.empty() ? "" : open_modules.back());
+}
 
 void count_operation(Operation& operation) {
-  CountsOfModule* counts = operation.is_bookkeeping ? nullptr : counts_here();
-  if (!counts) return;
-  operation.count = &(*counts)[operation.name];
+  if (operation.is_bookkeeping || !counters()) return;
+  CountsOfModule& counts = operation.recorded_in ? (*counters())[*operation.recorded_in] : *counts_here();
+  operation.count = &counts[operation.name];
   ++operation.count->launches;
   count_accesses(operation, {operation.ranges});
 }

@@ -19,7 +19,11 @@ struct Count {
 /// An operation's name and the module that the calling thread is in: "aten::mm in layers.3.attention".
 std::shared_ptr<const std::string> label_here(const std::string& name);
 
-/// Counts the operation's launch and ranges, and remembers where accesses that it adds belong.
+/// The module that the calling thread is in.
+std::shared_ptr<const std::string> module_here();
+
+/// Counts the operation's launch and ranges, in the calling thread's module or the one that it was recorded in, and remembers where accesses
+/// that it adds belong.
 void count_operation(Operation& operation);
 void count_accesses(const Operation& operation, const Accessed& accessed);
 void count_host_wait(const std::string& call);

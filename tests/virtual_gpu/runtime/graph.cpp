@@ -38,6 +38,7 @@ struct Fresh {
 
 void launch(Lock& lock, const Graph& graph, Stream& origin) {
   State& s = state();
+  wait_for_place(lock, origin);
   const auto start = std::make_shared<Marker>();
   push(lock, origin, Reached{start});
   std::map<const Stream*, std::unique_ptr<Stream>> lanes;

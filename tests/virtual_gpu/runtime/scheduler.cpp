@@ -179,6 +179,11 @@ void wait_for(Lock& lock, const MarkerPtr& marker) {
   state().changed.wait(lock, [&] { return marker->is_done || stops; });
 }
 
+void wait_for_place(Lock& lock, Stream& stream) {
+  const size_t limit = state().settings.queue_limit;
+  if (limit > 0) state().changed.wait(lock, [&] { return stream.items.size() < limit || stops; });
+}
+
 void push(Lock& lock, Stream& stream, Item item) {
   State& s = state();
   if (stream.capture) {
@@ -190,8 +195,7 @@ void push(Lock& lock, Stream& stream, Item item) {
   }
   start_scheduler(s);
   const bool is_operation = std::holds_alternative<Operation>(item);
-  if (s.settings.queue_limit > 0 && is_operation)
-    s.changed.wait(lock, [&] { return stream.items.size() < s.settings.queue_limit || stops; });
+  if (is_operation) wait_for_place(lock, stream);
   stream.items.push_back(std::move(item));
   work_available().notify_all();
   if (s.settings.launch_blocking && is_operation) wait_for(lock, stream);

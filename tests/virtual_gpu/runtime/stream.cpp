@@ -122,12 +122,14 @@ cudaError_t submit(cudaStream_t handle, Operation operation) {
     return operation.is_bookkeeping ? cudaSuccess : check_capture(stream);
   if (s.settings.traces)
     std::fprintf(stderr, "virtual GPU: stream %d: %s\n", stream.id, operation.name.c_str());
-  count_operation(operation);
   if (s.settings.checks_races) operation.label = label_here(operation.name);
-  if (stream.capture)
+  if (stream.capture) {
+    operation.recorded_in = module_here();
     stamp_captured(operation);
-  else
+  } else {
+    count_operation(operation);
     stamp(stream, operation);
+  }
   push(lock, stream, std::move(operation));
   return cudaSuccess;
 }

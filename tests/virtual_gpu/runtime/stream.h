@@ -152,6 +152,8 @@ cudaError_t fail(cudaError_t error);
 
 /// Queues the item, or records it if the stream is being captured.
 void push(Lock& lock, Stream& stream, Item item);
+/// The host waits until the stream's queue has a place, if VIRTUAL_GPU_QUEUE_LIMIT limits it.
+void wait_for_place(Lock& lock, Stream& stream);
 void wait_for(Lock& lock, Stream& stream);
 void wait_for(Lock& lock, const MarkerPtr& marker);
 void wait_for_device(Lock& lock, int device);

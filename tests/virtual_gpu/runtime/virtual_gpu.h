@@ -48,8 +48,10 @@ struct Operation {
   std::function<std::function<Attempt()>()> begin_at_launch = nullptr;
   std::shared_ptr<const Stamp> stamp = nullptr;  ///< given when it is queued; see runtime/races.h
   std::shared_ptr<const std::string> label =
-      nullptr;                  ///< given when it is queued: its name, and the module that it belongs to
-  Count* count = nullptr;       ///< where it is counted; see runtime/counters.h
+      nullptr;             ///< given when it is queued: its name, and the module that it belongs to
+  Count* count = nullptr;  ///< where it is counted; see runtime/counters.h
+  std::shared_ptr<const std::string> recorded_in =
+      nullptr;                  ///< if a graph's: the module, for its launches' counts
   bool is_bookkeeping = false;  ///< the virtual GPU needs it, and a real one does not: not counted
 };
 
