@@ -38,7 +38,7 @@ struct DeviceSpec {
     int64_t sequence = 0;
     double forward = 0, backward = 0;
     std::string kernel;      ///< "cudnn" or "flash"; "" for both
-    int64_t features = 128;  ///< of a head
+    int64_t features = 128;  ///< a head's
   };
   std::vector<AttentionPoint> attention;
 

@@ -521,7 +521,7 @@ class Simulation {
     meet({group, first, last, rank.calls[call.communicator]++}, stages.size(), end, cost);
   }
 
-  // Of this rank's call, from now on its last one.
+  // How much later this rank's call begins, which is from now on its last one.
   double late_seconds(size_t r) {
     if (costs_.cluster().host.late_share == 0) return 0;
     touch(r);

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# observability_test.sh TITAN FOLDER: what a run on GPUs says of itself.
+# observability_test.sh TITAN FOLDER [roofline]: what a run on GPUs says of itself; with roofline, the rest of the layouts' roofline reports.
 set -euo pipefail
-titan=$1 folder=$2
+titan=$1 folder=$2 part=${3:-}
 source_folder=$(cd "$(dirname "$0")/../.." && pwd)
 gpus=$source_folder/scripts/virtual_gpus.sh
 config=$source_folder/configs/llama3_debug.toml
@@ -15,6 +15,23 @@ failed() {
   tail -n 60 "$@"
   exit 1
 }
+
+# The roofline report: the device's times, the limits of its data sheet, and NCCL's collectives.
+report_roofline() {
+  "$gpus" 2 -- "$titan" train "$config" --nproc 2 --report-roofline --job.dump_folder="$folder/roofline" --training.steps=4 \
+    --model.args.n_layers=2 --training.local_batch_size=1 --training.seq_len=64 "$@" >"$folder/roofline.log" 2>&1 || failed "the report of '$*' fails:" "$folder/roofline.log"
+  for text in "by the device's events; limits: .*989000 GFLOP/s in bfloat16.*3350 GB/s of memory (data sheet of Virtual H100" \
+    "products bfloat16 " "attention bfloat16 " "norms .*bandwidth$" "exposed ms"; do
+    grep -q -- "$text" "$folder/roofline.log" || failed "the report of '$*' has no '$text':" "$folder/roofline.log"
+  done
+  test -s "$folder/roofline/roofline.json" || failed "no roofline.json:" "$folder/roofline.log"
+}
+if [ "$part" = roofline ]; then
+  report_roofline
+  report_roofline --parallelism.tensor_parallel_degree=2
+  exit
+fi
+report_roofline --parallelism.pipeline_parallel_degree=2 --training.local_batch_size=4
 
 # Three ranks train over NCCL, and the operations of one are late. Though no host waits for a collective, the run and `titan top` name that
 # rank, by the times of its device.
@@ -35,18 +52,6 @@ VIRTUAL_GPU_MEMORY_ONLY=1 "$gpus" 1 -- "$titan" train "$config" --nproc 1 --job.
   --training.seq_len=2048 >"$folder/full.log" 2>&1 || status=$?
 for text in "out of memory on cuda:0" "computed  *in use" "^.*parameters  *[0-9.]* GiB  *[0-9.]* GiB" "all other blocks  *-  *[0-9.]* GiB"; do
   grep -q -- "$text" "$folder/full.log" || failed "the report of memory has no '$text' (exit code $status):" "$folder/full.log"
-done
-
-# The roofline report: the device's times, the limits of its data sheet, and NCCL's collectives, for FSDP, tensor parallelism and a pipeline.
-for layout in "" --parallelism.tensor_parallel_degree=2 "--parallelism.pipeline_parallel_degree=2 --training.local_batch_size=4"; do
-  "$gpus" 2 -- "$titan" train "$config" --nproc 2 --report-roofline --job.dump_folder="$folder/roofline" --training.steps=4 \
-    --model.args.n_layers=2 --training.local_batch_size=1 --training.seq_len=64 $layout >"$folder/roofline.log" 2>&1 || failed "the report of '$layout' fails:" "$folder/roofline.log"
-  for text in "by the device's events; limits: .*989000 GFLOP/s in bfloat16.*3350 GB/s of memory (data sheet of Virtual H100" \
-    "products bfloat16 " "attention bfloat16 " "norms .*bandwidth$" "exposed ms"; do
-    grep -q -- "$text" "$folder/roofline.log" || failed "the report of '$layout' has no '$text':" "$folder/roofline.log"
-  done
-  test -s "$folder/roofline/roofline.json" || failed "no roofline.json:" "$folder/roofline.log"
-  rm -rf "$folder/roofline"
 done
 
 # Memory snapshots of LibTorch's allocator: its events lead to blocks that are there at the end, and PyTorch's viewer reads them.
