@@ -100,6 +100,8 @@ def main():
     parser.add_argument("--runs", type=int, default=3, help="of each layout in each of the two measurements")
     parser.add_argument("--device", help="a device file in place of a calibration")
     arguments = parser.parse_args()
+    if arguments.steps < 3 or arguments.runs < 1:
+        parser.error("at least 3 steps and 1 run")
     with tempfile.TemporaryDirectory() as folder:
         device = arguments.device
         if not device:

@@ -12,13 +12,13 @@ if [ "${1:-}" = --profile ]; then
 fi
 [ "${1:-}" = -- ] && [ $# -gt 1 ] || usage
 shift
-libraries=$(dirname "$(command -v "$1" || echo "$1")")/../virtual_gpu
-[ -d "$libraries" ] || libraries=$(dirname "$0")/../build/virtual_gpu
+libraries=$(dirname "$(type -P "$1" || echo "$1")")/../virtual_gpu
+[ -e "$libraries/libcudart.so.13" ] || libraries=$(dirname "$0")/../build/virtual_gpu
 libraries=$(realpath -m "$libraries")
 preload=
 for library in cudart.so.13 cuda.so.1 nvidia-ml.so.1 nccl.so.2 cublas.so.13 cublasLt.so.13 cudnn.so.9 cusparse.so.12 cusparseLt.so.0 \
   cufft.so.12 curand.so.10 cufile.so.0 c_library.so titan_kernels.so; do
-  [ -e "$libraries/lib$library" ] || { echo "virtual_gpus.sh: $libraries/lib$library is missing: cmake --build build --target virtual_gpu" >&2; exit 1; }
+  [ -e "$libraries/lib$library" ] || { echo "virtual_gpus.sh: $libraries/lib$library is missing: cmake --build ${libraries%/*} --target virtual_gpu" >&2; exit 1; }
   preload+="$libraries/lib$library "
 done
 export VIRTUAL_GPU_KERNELS=$libraries/libkernels.so

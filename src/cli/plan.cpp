@@ -530,7 +530,7 @@ plan::ClusterSpec calibrated(const PlanArguments& arguments, const plan::Cluster
     links = links_of_ranks(arguments.world_size, arguments.calibrate.string() + ".links");
     progress(str("gathers of ", arguments.world_size, " ranks: ", links.latency_us, " us a hop, ",
                  number("%.2f", plan::kHostLinkShare * links.gb_per_s), " GB/s into each rank, ",
-                 std::round(100 * links.late_share), " % of the computing between them late, at most ",
+                 std::round(100 * links.late_share), " % of the time between them late, at most ",
                  links.late_us, " us"));
   }
   plan::ClusterSpec cluster = plan::calibrate(base, arguments.world_size, progress);

@@ -124,7 +124,8 @@ void measure_products(const Measurement& measure, bool is_cpu, DeviceSpec& devic
   }
 }
 
-// Causal attention of 16 heads, by the kernels that models have. A pair of a query and a key takes 4 operations a feature forward, and 10 backward (observe/operation_costs.cpp).
+// Causal attention of 16 heads, by the kernels that models have. A pair of a query and a key takes 4 operations a feature
+// forward, and 10 backward (observe/operation_costs.cpp).
 void measure_attention(const Measurement& measure, bool is_cpu, DeviceSpec& device,
                        const std::function<void(const std::string&)>& progress) {
   device.attention.clear();
@@ -217,41 +218,49 @@ ClusterSpec::Host measure_links(const dist::World& world) {
     }
     return median(std::move(rounds));
   };
-  // The time of a round of products, and what a gather of all ranks after each adds to it.
-  const at::Tensor factor = at::ones({256, 256}), number = at::zeros({1}, at::kDouble),
-                   numbers = at::zeros({world.size()}, at::kDouble);
-  const auto seconds_of_round = [&](int64_t products, int rounds, bool meets) {
-    std::vector<double> times;
-    for (int repetition = 0; repetition < 5; ++repetition) {
-      everyone->all_gather(numbers, number, {"calibrate::start"}).wait();
-      const auto start = std::chrono::steady_clock::now();
-      for (int round = 0; round < rounds; ++round) {
-        for (int64_t i = 0; i < products; ++i) at::mm(factor, factor);
-        if (meets) everyone->all_gather(numbers, number, {"calibrate::meeting"}).wait();
-      }
-      times.push_back(seconds_since(start) / rounds);
-    }
-    number.fill_(median(std::move(times)));
-    everyone->all_gather(numbers, number, {"calibrate::times"}).wait();
-    return numbers.mean().item<double>();  // the same on all ranks
-  };
-  const double of_one = seconds_of_round(100, 1, /*meets=*/false) / 100;
-  const auto late_after = [&](double seconds, int rounds) {
-    const auto products = static_cast<int64_t>(std::ceil(seconds / of_one));
-    const double computing = seconds_of_round(products, rounds, false);
-    return std::pair(computing, seconds_of_round(products, rounds, true) - computing);
-  };
-  const auto [computed, late] = late_after(1e-3, 100);
-  const double most_late = late_after(16e-3, 10).second;
   constexpr int64_t large_part = int64_t{8} << 20;
   const double hops = world.size() - 1, small = seconds_of_gather(8, 50),
                large = seconds_of_gather(large_part, 4);
+  // The time of a round of products, and how much longer it takes with a gather of all ranks after each. Rounds of both kinds take turns.
+  const at::Tensor factor = at::ones({256, 256}), number = at::zeros({2}, at::kDouble),
+                   numbers = at::zeros({world.size(), 2}, at::kDouble);
+  const auto seconds_of_rounds = [&](int64_t products, int rounds, bool meets) {
+    everyone->all_gather(numbers, number, {"calibrate::start"}).wait();
+    const auto start = std::chrono::steady_clock::now();
+    for (int round = 0; round < rounds; ++round) {
+      for (int64_t i = 0; i < products; ++i) at::mm(factor, factor);
+      if (meets) everyone->all_gather(numbers, number, {"calibrate::meeting"}).wait();
+    }
+    return seconds_since(start) / rounds;
+  };
+  const auto computed_and_late = [&](int64_t products, int rounds) {
+    std::vector<double> computed, late;
+    for (int repetition = 0; repetition < 7; ++repetition) {
+      computed.push_back(seconds_of_rounds(products, rounds, /*meets=*/false));
+      late.push_back(seconds_of_rounds(products, rounds, /*meets=*/true) - computed.back());
+    }
+    number[0].fill_(median(std::move(computed)));
+    number[1].fill_(median(std::move(late)));
+    everyone->all_gather(numbers, number, {"calibrate::times"}).wait();
+    return std::pair(numbers.select(1, 0).mean().item<double>(), numbers.select(1, 1).mean().item<double>());
+  };
+  double late_share = 0, late_us = 0;
+  if (world.size() > static_cast<int>(std::thread::hardware_concurrency())) {
+    const double of_one = computed_and_late(100, 1).first / 100;  // the same on all ranks
+    const auto products_in = [&](double seconds) {
+      return static_cast<int64_t>(std::ceil(seconds / of_one));
+    };
+    const auto [computed, late] = computed_and_late(products_in(1e-3), 100);
+    const double most_late = computed_and_late(products_in(16e-3), 10).second;
+    late_share = std::round(1e3 * std::max(0.0, late - small) / computed) / 1e3;
+    late_us = std::round(1e6 * std::max({0.0, late - small, most_late - small}));
+  }
   const double bytes_per_s = hops * static_cast<double>(large_part) / std::max(large - small, 1e-9);
   return {.devices = world.size(),
           .gb_per_s = std::round(1e-7 * bytes_per_s / kHostLinkShare) / 100,
           .latency_us = std::round(1e8 * small / hops) / 100,
-          .late_share = std::round(1e3 * std::max(0.0, late - small) / computed) / 1e3,
-          .late_us = std::round(1e6 * std::max({0.0, late - small, most_late - small}))};
+          .late_share = late_share,
+          .late_us = late_us};
 }
 
 }  // namespace titan::plan

@@ -16,7 +16,8 @@ namespace titan::plan {
 ClusterSpec calibrate(const ClusterSpec& base, int num_ranks,
                       const std::function<void(const std::string&)>& progress);
 
-/// Measures what gathers of two or more ranks on one CPU reach. Collective over the world.
+/// Measures what gathers of two or more ranks on one CPU reach, and how late ranks that share its cores come to them. Collective over the
+/// world.
 ClusterSpec::Host measure_links(const dist::World& world);
 
 }  // namespace titan::plan

@@ -55,8 +55,8 @@ struct ClusterSpec {
     double gb_per_s = 0;        ///< between two devices: in one direction, of one device
     double latency_us = 0;      ///< one hop of a ring
     double pcie_gb_per_s = 64;  ///< between the host's memory and a device, in one direction
-    /// Ranks that share a CPU's cores come to a call one after another: it begins later by this share of the time that a rank has
-    /// computed since its last one, at most by late_us.
+    /// Ranks that share a CPU's cores come to a call one after another: a collective or a send takes longer by this share of the time that
+    /// its rank has computed since the last one, at most by late_us.
     double late_share = 0, late_us = 0;
   } host;
   std::vector<std::string> assumed;  ///< keys of the device that its file leaves out, with an H100's values

@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <functional>
 #include <limits>
+#include <map>
 #include <set>
 
 #include <c10/core/ScalarTypeToTypeMeta.h>
@@ -141,16 +143,15 @@ double DeviceSpec::peak_flops(c10::ScalarType dtype) const {
 
 CostModel::CostModel(const ClusterSpec& cluster, Kernels kernels) : cluster_(cluster), kernels_(kernels) {}
 
-double CostModel::host_seconds() const {
-  if (cluster_.device.is_cpu) return 0;
-  return 1e-6 * (kernels_ == Kernels::Ours       ? kHostUs
-                 : kernels_ == Kernels::Compiled ? kHostUsCompiled
-                                                 : kHostUsEager);
+double CostModel::host_us() const {
+  return kernels_ == Kernels::Ours ? kHostUs : kernels_ == Kernels::Compiled ? kHostUsCompiled : kHostUsEager;
 }
+
+double CostModel::host_seconds() const { return cluster_.device.is_cpu ? 0 : 1e-6 * host_us(); }
 
 double CostModel::launch_seconds() const {
   const DeviceSpec& device = cluster_.device;
-  return 1e-6 * (device.is_cpu ? device.alone * (device.launch_us + kHostUs) : device.launch_us);
+  return 1e-6 * (device.is_cpu ? device.alone * std::max(device.launch_us, host_us()) : device.launch_us);
 }
 
 double CostModel::late_seconds(double computed) const {
@@ -186,41 +187,49 @@ double CostModel::share_of_product(const train::ProductShape& shape, c10::Scalar
   return std::min(1.0, factor * share_of_tiles(shape, device.multiprocessors)) * device.power;
 }
 
+namespace {
+
+// Between the two neighbors of x among points in ascending order, on a logarithmic scale. Beyond them, the last one.
+template <class Point>
+double between(const std::vector<Point>& points, double x,
+               const std::function<double(const Point&)>& place_of,
+               const std::function<double(const Point&)>& value_of) {
+  const auto above = std::ranges::find_if(points, [&](const Point& point) { return place_of(point) >= x; });
+  if (above == points.begin()) return value_of(*above);
+  if (above == points.end()) return value_of(points.back());
+  const double low = place_of(*(above - 1)), part = std::log(x / low) / std::log(place_of(*above) / low);
+  return value_of(*(above - 1)) + part * (value_of(*above) - value_of(*(above - 1)));
+}
+
+}  // namespace
+
 double CostModel::share_of_attention(const train::ProductShape& shape, bool is_backward) const {
+  using Point = DeviceSpec::AttentionPoint;
   const DeviceSpec& device = cluster_.device;
   const char* const kernel = kernels_ == Kernels::Ours && device.compute_capability >= 90 ? "cudnn" : "flash";
-  std::vector<DeviceSpec::AttentionPoint> points;
-  for (const DeviceSpec::AttentionPoint& point : device.attention)
-    if (point.kernel.empty() || point.kernel == kernel) points.push_back(point);
-  if (points.empty()) return share_of_product(shape, c10::kBFloat16);
-  // Those of the nearest size of heads.
-  const auto farness = [&](int64_t features) {
-    return std::abs(std::log2(static_cast<double>(features) / static_cast<double>(shape.k)));
-  };
-  const auto nearest =
-      std::ranges::min(points, {}, [&](const auto& point) { return farness(point.features); });
-  std::erase_if(points, [&](const auto& point) { return point.features != nearest.features; });
-  std::ranges::sort(points, {}, &DeviceSpec::AttentionPoint::sequence);
-  const auto share_at = [&](const DeviceSpec::AttentionPoint& point) {
-    return is_backward ? point.backward : point.forward;
-  };
+  std::map<int64_t, std::vector<Point>> by_size;  // a head's features
+  for (const Point& point : device.attention)
+    if (point.kernel.empty() || point.kernel == kernel) by_size[point.features].push_back(point);
+  if (by_size.empty()) return share_of_product(shape, c10::kBFloat16);
   const double length = std::sqrt(static_cast<double>(shape.m) * static_cast<double>(shape.n));
-  const auto above = std::ranges::find_if(
-      points, [&](const auto& point) { return static_cast<double>(point.sequence) >= length; });
-  double share = 0;
-  if (above == points.begin()) {
-    share = share_at(points.front()) * std::sqrt(length / static_cast<double>(points.front().sequence));
-  } else if (above == points.end()) {
-    share = share_at(points.back());
-  } else {
-    const auto below = above - 1;
-    const double part = std::log(length / static_cast<double>(below->sequence)) /
-                        std::log(static_cast<double>(above->sequence) / static_cast<double>(below->sequence));
-    share = share_at(*below) + part * (share_at(*above) - share_at(*below));
+  struct OfSize {
+    double features, share;
+  };
+  std::vector<OfSize> sizes;
+  for (auto& [features, points] : by_size) {
+    std::ranges::sort(points, {}, &Point::sequence);
+    const double share = between<Point>(
+        points, length, [](const Point& point) { return static_cast<double>(point.sequence); },
+        [&](const Point& point) { return is_backward ? point.backward : point.forward; });
+    const double shorter = length / static_cast<double>(points.front().sequence);
+    sizes.push_back({static_cast<double>(features), share * std::sqrt(std::min(1.0, shorter))});
   }
-  // Heads of 64 reach three quarters of what heads of 128 do (the same charts).
-  const double narrower = static_cast<double>(shape.k) / static_cast<double>(nearest.features);
-  return share * std::pow(std::min(1.0, narrower), 0.4) * device.power;
+  const auto features = static_cast<double>(shape.k);
+  const double share = between<OfSize>(
+      sizes, features, [](const OfSize& size) { return size.features; },
+      [](const OfSize& size) { return size.share; });
+  // Heads of 64 reach three quarters of what heads of 128 do (the charts that the points are from).
+  return share * std::pow(std::min(1.0, features / sizes.front().features), 0.4) * device.power;
 }
 
 CostModel::KernelTime CostModel::of(const Launch& launch, std::string_view name) const {
@@ -230,7 +239,10 @@ CostModel::KernelTime CostModel::of(const Launch& launch, std::string_view name)
         kind == KernelKind::Attention
             ? share_of_attention(launch.shape, name.find("backward") != std::string_view::npos)
             : share_of_product(launch.shape, launch.dtype);
-    const double computing = launch.flops / (cluster_.device.peak_flops(launch.dtype) * share);
+    // A CPU's attention was measured in bf16, and takes about as long in fp32, in which our kernel computes both.
+    const bool is_as_in_bf16 = cluster_.device.is_cpu && kind == KernelKind::Attention;
+    const double peak = cluster_.device.peak_flops(is_as_in_bf16 ? c10::kBFloat16 : launch.dtype);
+    const double computing = launch.flops / (peak * share);
     return {std::max(computing, seconds_of_bytes(bytes)) + launch_seconds(), 1};
   }
   if (is_copy_over_bus(name))

@@ -5,12 +5,13 @@
 // - a product: its FLOPs by the device's peak and the share of it that its shape reaches, or its bytes by the memory's speed, whichever takes
 //   longer. The share comes from measured points of the device's file; between them it follows how many tiles of the result each
 //   multiprocessor computes, and how long one is worked on (shares_of_tiles in cost_model.cpp);
-// - attention: its FLOPs, by measured shares for lengths of sequences;
+// - attention: its FLOPs, by measured shares for lengths of sequences and sizes of heads;
 // - a copy between the host's memory and the device: its bytes, by kPcieShare of the bus's speed;
 // - everything else: its bytes, by kMemoryShare of the memory's speed;
 // - a collective: the least of NCCL's three protocols, each by its latency for every hop of a ring, and by the speed of the slower of the host's
 //   links and the network (the model of NCCL's own tuner, src/graph/tuning.cc in NVIDIA/nccl); on a CPU, a ring with the measured latency and speed;
-// and each kernel launch_us more; on a CPU, the host's time for it, too, and both as often as ranks share a core. What runs at the same time and what waits is the simulation's (simulation.h).
+// and each kernel launch_us more; on a CPU, where the host is the device, at least the host's time for a launch, times the ranks on a core. What
+// runs at the same time and what waits is the simulation's (simulation.h).
 
 #include <cstdint>
 #include <string>
@@ -78,6 +79,7 @@ class CostModel {
   double share_of_product(const train::ProductShape& shape, c10::ScalarType dtype) const;
 
  private:
+  double host_us() const;
   double launch_seconds() const;
   double seconds_of_bytes(double bytes) const;
   double share_of_attention(const train::ProductShape& shape, bool is_backward) const;

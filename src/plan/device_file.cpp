@@ -156,8 +156,10 @@ ClusterSpec read_cluster(const config::Document& document, const std::string& fi
     keys.number("host.pcie_gb_per_s", cluster.host.pcie_gb_per_s, 1e-6, kMost);
   else if (!cluster.device.is_cpu)
     cluster.assumed.push_back(str("host.pcie_gb_per_s = ", cluster.host.pcie_gb_per_s));
-  if (keys.has("host.late_share")) keys.number("host.late_share", cluster.host.late_share, 0.0, 65536.0);
-  if (keys.has("host.late_us")) keys.number("host.late_us", cluster.host.late_us, 0.0, kMost);
+  if (cluster.device.is_cpu && (keys.has("host.late_share") || keys.has("host.late_us"))) {
+    keys.number("host.late_share", cluster.host.late_share, 0.0, 100.0);
+    keys.number("host.late_us", cluster.host.late_us, 0.0, kMost);
+  }
   keys.number("network.gb_per_s", cluster.network.gb_per_s, 1e-6, kMost);
   keys.number("network.latency_us", cluster.network.latency_us, 0.0, kMost);
   // Their rows are read one by one.

@@ -106,7 +106,7 @@ struct Rank {
   std::vector<bool> reached;
   std::array<int, kNumLinks> active{};  // transfers
   int working = 0;                      // kernels
-  double worked = 0;                    // seconds since its last call in a group
+  double worked = 0;                    // seconds since its last collective or send
   double updated = 0;                   // when its kernels' progress was last counted
   double next = 0;  // when a kernel ends or an item's issue comes, if nothing else changes
   bool is_dirty = true;
@@ -521,7 +521,8 @@ class Simulation {
     meet({group, first, last, rank.calls[call.communicator]++}, stages.size(), end, cost);
   }
 
-  // How much later this rank's call begins, which is from now on its last one.
+  // How much longer this rank's call takes, from now on its last one, because it comes late. Where the other side comes later still, nobody
+  // waits for that.
   double late_seconds(size_t r) {
     if (costs_.cluster().host.late_share == 0) return 0;
     touch(r);

@@ -18,6 +18,7 @@ failed() {
 
 # The roofline report: the device's times, the limits of its data sheet, and NCCL's collectives.
 report_roofline() {
+  rm -rf "$folder/roofline"
   "$gpus" 2 -- "$titan" train "$config" --nproc 2 --report-roofline --job.dump_folder="$folder/roofline" --training.steps=4 \
     --model.args.n_layers=2 --training.local_batch_size=1 --training.seq_len=64 "$@" >"$folder/roofline.log" 2>&1 || failed "the report of '$*' fails:" "$folder/roofline.log"
   for text in "by the device's events; limits: .*989000 GFLOP/s in bfloat16.*3350 GB/s of memory (data sheet of Virtual H100" \

@@ -1,6 +1,6 @@
-// The attention operators on a CPU. Our kernels compute in fp32, and in bf16 on processors where they were
-// measured to be faster or LibTorch's products of 16-bit matrices are slow; otherwise LibTorch's flash
-// attention does.
+// The attention operators on a CPU. Our kernels compute in fp32, and in bf16 on processors and for sizes of heads
+// where they were measured to be as fast or faster, or where LibTorch's products of 16-bit matrices are slow;
+// otherwise LibTorch's flash attention does.
 //
 // [Note: flash attention] (Dao, "FlashAttention-2", 2023.) Scores exist for one block of queries and one
 // block of keys at a time. The forward keeps a running maximum and sum for each query and rescales its result
@@ -517,15 +517,15 @@ void attention_backward(const QueriesKeysValues& grads, const QueriesKeysValues&
 
 // ---- the operators
 
-// The most features of a head with which our kernel is faster than LibTorch's in bf16 on Intel processors with AVX-512, which may have
-// units for such products (docs/decisions/cpu_attention.md has the times).
+// The most features of a head with which our kernel is as fast as LibTorch's or faster, in bf16 on Intel processors with AVX-512,
+// which may have units for such products (docs/decisions/cpu_attention.md has the times).
 constexpr int64_t kOwnForward = 16, kOwnBackward = 64;
 
 // LibTorch's kernel can't leave out what is between documents.
 bool have_own_kernel(const at::Tensor& q, int64_t most_features, bool in_documents = false) {
   if (q.scalar_type() != at::kBFloat16) return q.scalar_type() == at::kFloat;
   return in_documents || !cpu_features().fast_16bit_products || cpu_features().amd ||
-         q.size(3) <= most_features;
+         (cpu_features().avx512 && q.size(3) <= most_features);
 }
 
 template <class Kernel>

@@ -37,8 +37,8 @@ void PrintTo(const Sizes& s, std::ostream* out) {
        << " x " << s.size;
 }
 
-// The operators' kernels, or LibTorch's for any dtype, as on a GPU.
-enum class Kernels { Chosen, LibTorchs };
+// The operators' kernels, LibTorch's for any dtype, as on a GPU, or LibTorch's forward before the operators' backward.
+enum class Kernels { Chosen, LibTorchs, LibTorchsForward };
 
 // Attention over one part of the keys, forward and backward.
 struct PartOfKeys {
@@ -52,7 +52,7 @@ struct PartOfKeys {
   }
   void add_gradients_to(AttentionGradients grads, const at::Tensor& grad,
                         const AttentionSum& all_keys) const {
-    if (kernels == Kernels::Chosen) return attend_backward(grads, grad, in, all_keys, first_query);
+    if (kernels != Kernels::LibTorchs) return attend_backward(grads, grad, in, all_keys, first_query);
     attend_backward_by_libtorch(grads.q_BSHD, grads.k_BTKD, grads.v_BTKD, grad, in.q, in.k, in.v,
                                 all_keys.out_BSHD, all_keys.log_sum_exp_BHS, first_query);
   }
@@ -137,7 +137,7 @@ TEST_P(AttentionParts, EqualAttentionOverAllKeysWithLargeScores) {
 INSTANTIATE_TEST_SUITE_P(
     All, AttentionParts,
     ::testing::Combine(::testing::Values(at::kFloat, at::kDouble, at::kBFloat16),
-                       ::testing::Values(Kernels::Chosen, Kernels::LibTorchs),
+                       ::testing::Values(Kernels::Chosen, Kernels::LibTorchs, Kernels::LibTorchsForward),
                        ::testing::Values(Sizes{48, 48, 0, 4, 2, 16}, Sizes{37, 100, 63, 4, 1, 16},
                                          Sizes{1, 1, 0, 2, 2, 6}, Sizes{50, 250, 101, 6, 2, 24},
                                          Sizes{97, 300, 203, 3, 3, 6}, Sizes{130, 260, 130, 2, 1, 80})));

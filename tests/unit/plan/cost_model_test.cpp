@@ -98,7 +98,9 @@ TEST(CostModel, ACpusLaunchesTakeTheHostsTimeAsOftenAsRanksShareACore) {
   cluster.device.launch_us = 2;
   cluster.device.alone = 4;
   const CostModel costs(cluster, Kernels::Ours);
-  EXPECT_NEAR(costs.of({}, "swiglu_kernel").seconds, 4 * (2 + 8) * 1e-6, 1e-12);
+  EXPECT_NEAR(costs.of({}, "swiglu_kernel").seconds, 4 * 8 * 1e-6, 1e-12);
+  cluster.device.launch_us = 10;
+  EXPECT_NEAR(CostModel(cluster, Kernels::Ours).of({}, "swiglu_kernel").seconds, 4 * 10 * 1e-6, 1e-12);
   EXPECT_EQ(costs.host_seconds(), 0);
 }
 
@@ -112,20 +114,22 @@ TEST(CostModel, CallsOfRanksThatShareCoresBeginLate) {
   EXPECT_EQ(CostModel(load_device("h100"), Kernels::Ours).late_seconds(1), 0);
 }
 
-TEST(CostModel, AttentionGoesByTheNearestSizeOfHeads) {
+TEST(CostModel, AttentionGoesByMeasuredSizesOfHeads) {
   ClusterSpec cluster = load_device("cpu");
   cluster.device.attention = {
       {.sequence = 256, .forward = 0.1, .backward = 0.1, .kernel = "", .features = 16},
       {.sequence = 256, .forward = 0.4, .backward = 0.4, .kernel = "", .features = 128}};
   const CostModel costs(cluster, Kernels::Ours);
-  const auto seconds = [&](int64_t features) {
-    return costs
-        .of({.flops = 1e15, .dtype = c10::kBFloat16, .shape = {1, 256, 256, features}}, "aten::attention")
+  const auto seconds = [&](int64_t features, c10::ScalarType dtype = c10::kBFloat16) {
+    return costs.of({.flops = 1e15, .dtype = dtype, .shape = {1, 256, 256, features}}, "aten::attention")
         .seconds;
   };
   EXPECT_NEAR(seconds(16) / seconds(128), 4, 1e-6);
-  EXPECT_EQ(seconds(24), seconds(16));
-  EXPECT_NEAR(seconds(64) / seconds(128), std::pow(2, 0.4), 1e-6);
+  EXPECT_NEAR(seconds(64) / seconds(128), 0.4 / (0.1 + 0.3 * 2 / 3),
+              1e-6);  // two of three powers of two above 16
+  EXPECT_EQ(seconds(256), seconds(128));
+  EXPECT_NEAR(seconds(8) / seconds(16), std::pow(2, 0.4), 1e-6);
+  EXPECT_EQ(seconds(16, c10::kFloat), seconds(16));  // by the peak of what was measured
 }
 
 TEST(CostModel, SmallCollectivesTakeTheirHops) {
@@ -176,6 +180,22 @@ TEST(DeviceFile, EveryDeviceIsReadAndWrittenTheSame) {
     std::ofstream(file) << text;
     EXPECT_EQ(to_toml(load_device(file.string())), text) << name;
   }
+}
+
+TEST(DeviceFile, RanksThatShareCoresAreReadAndWritten) {
+  ClusterSpec cluster = load_device("cpu");
+  cluster.host.late_share = 0.25;
+  cluster.host.late_us = 3000;
+  const auto file = std::filesystem::path(::testing::TempDir()) / "late.toml";
+  std::ofstream(file) << to_toml(cluster);
+  const ClusterSpec read = load_device(file.string());
+  EXPECT_EQ(read.host.late_share, 0.25);
+  EXPECT_EQ(read.host.late_us, 3000);
+  EXPECT_EQ(read.device.attention.front().features, cluster.device.attention.front().features);
+  // A GPU has its cores to itself.
+  std::string text = to_toml(load_device("h100"));
+  text.insert(text.find("latency_us"), "late_share = 0.25\n");
+  EXPECT_NE(problem_of(text).find("unknown key host.late_share"), std::string::npos) << problem_of(text);
 }
 
 TEST(DeviceFile, WhatIsWrongIsNamedWithItsLine) {

@@ -195,6 +195,19 @@ TEST(Simulation, CallsOfRanksThatShareCoresBeginLaterTheMoreTheyComputedBefore) 
   EXPECT_NEAR(time.seconds, 2 + (1 + 1) + 1 + 10 + (3 + 1), kTolerance);
 }
 
+TEST(Simulation, SendsOfRanksThatShareCoresTakeLonger) {
+  Program first, second;
+  first.kernel(2);
+  first.message("send", 1, 1);
+  second.wait_for_call(second.message("receive", 0, 1));
+  ClusterSpec cluster = round_cluster();
+  cluster.host.late_share = 0.5;
+  cluster.host.late_us = 3e6;
+  const StepTime time =
+      simulate({{&first.trace(), 0}, {&second.trace(), 1}}, 1, CostModel(cluster, Kernels::Ours));
+  EXPECT_NEAR(time.seconds, 2 + (1 + 1), kTolerance);
+}
+
 TEST(Simulation, APipelineRankWaitsForTheOneBeforeIt) {
   Program first, second;
   first.kernel(2);
