@@ -80,8 +80,13 @@ thread_local int own_depth = 0;
 thread_local std::chrono::steady_clock::time_point own_begin;
 std::atomic<uint64_t> own_ns = 0;
 
+const std::string& open_module() {
+  static const std::string none;
+  return open_modules.empty() ? none : open_modules.back();
+}
+
 // The calls of the module that this thread is in; null if nobody counts.
-CountsOfModule* counts_here() { return counters() ? &(*counters())[*module_here()] : nullptr; }
+CountsOfModule* counts_here() { return counters() ? &(*counters())[open_module()] : nullptr; }
 
 }  // namespace
 
@@ -109,11 +114,10 @@ void leave_module() {
 }
 
 std::shared_ptr<const std::string> label_here(const std::string& name) {
-  return std::make_shared<const std::string>(open_modules.empty() ? name
-                                                                  : name + " in " + open_modules.back());
+  return std::make_shared<const std::string>(open_modules.empty() ? name : name + " in " + open_module());
 }
 std::shared_ptr<const std::string> module_here() {
-  return std::make_shared<const std::string>(open_modules.empty() ? "" : open_modules.back());
+  return std::make_shared<const std::string>(open_module());
 }
 
 void count_operation(Operation& operation) {
