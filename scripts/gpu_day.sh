@@ -44,9 +44,11 @@ part() {
   printf '\nexit code %s after %s s\n' $status $((SECONDS - begin)) >>"$file"
 }
 
-# One training step at real width: two layers of Llama 3.1 8B, FSDP on one rank.
-train=($programs/titan train configs/llama3_8b.toml --nproc 1 --model.args.n_layers=2 --training.dataset=synthetic --model.hf_assets_path=bytes
-  --training.seq_len=4096 --training.local_batch_size=1 --checkpoint.enable=false
+# One training step at real width: the first layers of Llama 3.1 8B, FSDP on one rank; of --speed the model of `speed 8b_8`.
+layers=2 tokens=4096 recompute=selective
+! $only_speed || layers=8 tokens=8192 recompute=none
+train=($programs/titan train configs/llama3_8b.toml --nproc 1 --model.args.n_layers=$layers --training.dataset=synthetic --model.hf_assets_path=bytes
+  --training.seq_len=$tokens --training.local_batch_size=1 --activation_checkpoint.mode=$recompute --checkpoint.enable=false
   --metrics.log_freq=1 --fault_tolerance.on_nonfinite=skip)
 
 # steps_of NAME COMMAND...: the last step's numbers, and what differs between runs of 4 and 8 steps.
@@ -148,8 +150,8 @@ export -f speed mxfp8 measure compare_with_virtual sanitize unit_tests benchmark
 only_memory=()
 ! $on_virtual || only_memory=(env VIRTUAL_GPU_MEMORY_ONLY=1 VIRTUAL_GPU_POISON=0)
 if $only_speed; then
-  part 35 "Where a step's time goes" "${only_memory[@]}" "${train[@]}" --training.steps=6 --job.dump_folder=$folder/roofline --report-roofline
-  part 35 "Where a step's time goes in Float8" "${only_memory[@]}" "${train[@]}" --training.steps=6 --job.dump_folder=$folder/float8_roofline \
+  part 40 "Where a step's time goes" "${only_memory[@]}" "${train[@]}" --training.steps=6 --job.dump_folder=$folder/roofline --report-roofline
+  part 40 "Where a step's time goes in Float8" "${only_memory[@]}" "${train[@]}" --training.steps=6 --job.dump_folder=$folder/float8_roofline \
     --report-roofline --model.converters=quantize.linear.float8 --quantize.linear.float8.recipe_name=tensorwise
   part 210 "A step of the 1.5B model" bash -c "speed 1b"
   $on_virtual || part 250 "A step of 8B's first eight layers" bash -c "speed 8b_8"

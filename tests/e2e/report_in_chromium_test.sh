@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # report_in_chromium_test.sh TITAN [SCREENSHOT_FOLDER]: `titan report`'s page in a headless Chromium, without a network, light and dark:
-# the script runs without an error, all sections are drawn, and the picture isn't empty. Skipped (exit 77) where there is no Chromium
+# the script runs without an error, all sections are drawn, and the picture isn't empty. Also `titan plan`'s picture of streams and memory. Skipped (exit 77) where there is no Chromium
 # and it can't be installed.
 set -euo pipefail
 titan=$1
@@ -123,6 +123,8 @@ done
 browse --window-size=1280,3000 --screenshot="$pictures/light.png" "file://$work/run/report.html" || { cat "$work/chromium.log"; exit 1; }
 browse --window-size=1280,3000 --force-dark-mode --blink-settings=preferredColorScheme=0 --screenshot="$pictures/dark.png" "file://$work/run/report.html"
 browse --window-size=420,1500 --screenshot="$pictures/narrow.png" "file://$work/run/report.html"
+"$titan" plan "$source_folder/configs/llama3_debug.toml" --world 4 --parallelism.pipeline_parallel_degree 2 --svg "$work/plan.svg" >/dev/null
+browse --window-size=1250,600 --screenshot="$pictures/plan.png" "file://$work/plan.svg"
 
 python3 - "$work/dom.html" "$pictures" <<'PY'
 import re, struct, sys, zlib
@@ -172,5 +174,8 @@ for name, blue in (("light", (0x1f, 0x5f, 0xd6)),):
     assert near > 20, (name, "no curve is visible", near)
 light, dark = (sum(sum(pixel) for pixel in colors(f"{sys.argv[2]}/{name}.png", 400)) for name in ("light", "dark"))
 assert dark < light / 2, "the dark page isn't dark"
-print("the report is drawn, light and dark")
+seen = colors(f"{sys.argv[2]}/plan.png", 600)
+for part, color in (("forward", "4477aa"), ("backward", "66ccee"), ("communication", "ccbb44"), ("optimizer states", "117733"), ("activations", "ddcc77")):
+    assert seen.count(bytes.fromhex(color)) > 60, f"no {part} in the plan's picture beside the legend's"  # a legend's square is 9 of these pixels
+print("the report is drawn, light and dark, and the plan's picture")
 PY
