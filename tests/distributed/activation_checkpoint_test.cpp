@@ -99,12 +99,12 @@ Outcome run(train::TrainableModel& model, const train::Meshes& meshes, int micro
   return outcome;
 }
 
-// Runs on every layout, by default with one and two micro-batches in turn.
-void expect_bit_equal_to_none(const std::vector<Case>& cases) {
+// By default with one and two micro-batches in turn.
+void expect_bit_equal_to_none(const std::vector<Case>& cases, const std::vector<train::ParallelDims>& layouts) {
   // Some GPU kernels would otherwise sum in a random order.
   if (device().is_cuda()) at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true);
   int turn = 0;
-  for (const train::ParallelDims& dims : all_dims()) {
+  for (const train::ParallelDims& dims : layouts) {
     const train::Meshes meshes = train::build_meshes(world(), dims);
     ++turn;
     for (const int micro_batches : {1, 2}) {
@@ -127,7 +127,9 @@ void expect_bit_equal_to_none(const std::vector<Case>& cases) {
   }
 }
 
-TEST(ActivationCheckpoint, IsBitEqualToNoneOnEveryLayout) { expect_bit_equal_to_none(cases()); }
+TEST(ActivationCheckpoint, IsBitEqualToNoneOnEveryLayout) {
+  expect_bit_equal_to_none(cases(), all_dims());
+}
 
 // The GPU memory that a forward keeps for its backward.
 int64_t held_on_the_gpu(const train::Meshes& meshes, const train::ActivationCheckpoint& checkpoint) {
@@ -144,14 +146,23 @@ int64_t held_on_the_gpu(const train::Meshes& meshes, const train::ActivationChec
 }
 
 // On virtual GPUs so far. offload_test.cpp tests the logic, with CPU memory on both sides.
-TEST(ActivationCheckpoint, OffloadedActivationsReturnUnchanged) {
+void expect_offloaded_activations_to_return(const std::vector<train::ParallelDims>& layouts) {
   if (!device().is_cuda()) GTEST_SKIP() << "activations are offloaded from GPUs only";
   const train::ActivationCheckpoint offload{OffloadActivations{.min_bytes = 1024}, {}};
-  expect_bit_equal_to_none({{"offload", offload}});
-  for (const train::ParallelDims& dims : all_dims()) {
+  expect_bit_equal_to_none({{"offload", offload}}, layouts);
+  for (const train::ParallelDims& dims : layouts) {
     const train::Meshes meshes = train::build_meshes(world(), dims);
     EXPECT_LT(held_on_the_gpu(meshes, offload), held_on_the_gpu(meshes, {})) << name_of(dims);
   }
+}
+
+TEST(OffloadedActivations, ReturnUnchangedWithFsdp) {
+  expect_offloaded_activations_to_return({all_dims().front()});
+}
+
+TEST(OffloadedActivations, ReturnUnchangedOnOtherLayouts) {
+  const std::vector<train::ParallelDims> all = all_dims();
+  expect_offloaded_activations_to_return({all.begin() + 1, all.end()});
 }
 
 // A layer's recompute gathers, multiplies and reduce-scatters, and gathers for its second half; operations
