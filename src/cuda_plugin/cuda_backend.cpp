@@ -24,6 +24,7 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
+#include <c10/util/ScopeExit.h>
 #include <c10/util/env.h>
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -43,6 +44,11 @@ using Stats = c10::CachingDeviceAllocator::DeviceStats;
 
 constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
 
+// [Note: room for gaps]: at most so much, and at most this part of what the allocator has. More than a few segments of
+// 20 MiB have not been missing.
+constexpr int64_t kMostRoom = int64_t{64} << 20, kPartForRoom = 128;
+constexpr int64_t kLeastRoom = int64_t{2} << 20;  // smaller requests have segments of their own
+
 /// The caching allocator exists once CUDA has been used.
 c10::DeviceAllocator& allocator() {
   at::globalContext().lazyInitDevice(c10::kCUDA);
@@ -53,7 +59,11 @@ c10::DeviceAllocator& allocator() {
 /// the host waits for streams: the request would fail otherwise.
 class GiveBackIdleMemory final : public c10::FreeMemoryCallback {
  public:
+  /// This thread takes more memory although some is idle.
+  inline static thread_local bool is_off = false;
+
   bool Execute() override {
+    if (is_off) return false;
     size_t free = 0, total = 0;
     const bool is_short = cudaMemGetInfo(&free, &total) == cudaSuccess && free < total / 8;
     return IdleMemory::give_back(/*wait=*/is_short) > 0;
@@ -255,6 +265,21 @@ class CudaBackend final : public DeviceBackend {
 
   void reset_peak_memory(int index) override {
     allocator().resetPeakStats(static_cast<c10::DeviceIndex>(index));
+  }
+
+  // The blocks fill all gaps that are as large, so the allocator takes more. Idle memory isn't given back for them: the next
+  // step would find other gaps.
+  void leave_room(int index) override {
+    const auto reserved = [&] { return memory(index).reserved_bytes; };
+    const int64_t before = reserved(), room = std::min(kMostRoom, before / kPartForRoom);
+    size_t free = 0, total = 0;
+    C10_CUDA_CHECK(cudaMemGetInfo(&free, &total));
+    if (room < kLeastRoom || free < total / 32) return;
+    std::vector<at::DataPtr> blocks;
+    GiveBackIdleMemory::is_off = true;
+    const auto on_again = c10::make_scope_exit([] { GiveBackIdleMemory::is_off = false; });
+    for (int64_t bytes = 0; bytes < before + 2 * room && reserved() < before + room; bytes += room)
+      blocks.push_back(allocator().allocate(static_cast<size_t>(room)));
   }
 
   void watch_out_of_memory(std::function<void(const OutOfMemory&)> seen) override {

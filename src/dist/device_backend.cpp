@@ -90,6 +90,10 @@ DeviceBackend* open_cuda_plugin() {
 
 DeviceBackend* device_backend() { return opened_backend; }
 
+void leave_room_for_gaps(at::Device device) {
+  if (device.is_cuda() && opened_backend) opened_backend->leave_room(device.index());
+}
+
 void use_planned_devices(PlannedDevices& devices) {
   TITAN_CHECK(!opened_backend || opened_backend == &devices,
               "planned devices can't be used beside those of the CUDA plugin, which is open");

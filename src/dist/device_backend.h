@@ -171,6 +171,8 @@ class DeviceBackend {
   virtual void lock_pages(void* address, int64_t bytes) = 0;
   virtual void unlock_pages(void* address) = 0;
   virtual void reset_peak_memory(int index) = 0;
+  /// Takes some memory from the driver that nothing needs yet ([Note: room for gaps]), if the device has much left.
+  virtual void leave_room(int /*index*/) {}
   /// Calls `seen` whenever a request fails, on its thread, before the error is thrown. Empty: no more.
   virtual void watch_out_of_memory(std::function<void(const OutOfMemory&)> seen) = 0;
   /// From now on the allocator records its events, with call stacks, and keeps the last `max_events`.
@@ -211,6 +213,12 @@ std::filesystem::path cuda_plugin_path();
 
 /// The backend if open_cuda_plugin() has opened it, else null. Doesn't open it.
 DeviceBackend* device_backend();
+
+/// [Note: room for gaps]
+/// Training steps request the same memory in the same order, but the first ones leave other gaps between living tensors than
+/// later ones, so a later step might need a little more from the driver. With some room from the third step on it doesn't.
+/// Call it once, before the third step, with that step's stream as the current one. Does nothing on a CPU.
+void leave_room_for_gaps(at::Device device);
 
 /// Whether the driver shows a GPU and CUDA_VISIBLE_DEVICES doesn't hide it. Touches no CUDA library.
 bool gpu_visible();

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/units.h"
+#include "dist/device_backend.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "train/checkpoints/run_checkpoints.h"
@@ -66,6 +67,8 @@ void Trainer::run_steps() {
     ++progress_.step;
     const PhaseScope step = phase(Phase::Step);
     const bool is_first = progress_.step == first;
+    if (progress_.step == first + 2 && !graphs_)  // graphs have memory of their own
+      dist::leave_room_for_gaps(parts_.device);
     if (!train_step()) {
       --progress_.step;
       break;

@@ -100,7 +100,8 @@ Outcome run(train::TrainableModel& model, const train::Meshes& meshes, int micro
 }
 
 // By default with one and two micro-batches in turn.
-void expect_bit_equal_to_none(const std::vector<Case>& cases, const std::vector<train::ParallelDims>& layouts) {
+void expect_bit_equal_to_none(const std::vector<Case>& cases,
+                              const std::vector<train::ParallelDims>& layouts) {
   // Some GPU kernels would otherwise sum in a random order.
   if (device().is_cuda()) at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true);
   int turn = 0;
@@ -127,9 +128,7 @@ void expect_bit_equal_to_none(const std::vector<Case>& cases, const std::vector<
   }
 }
 
-TEST(ActivationCheckpoint, IsBitEqualToNoneOnEveryLayout) {
-  expect_bit_equal_to_none(cases(), all_dims());
-}
+TEST(ActivationCheckpoint, IsBitEqualToNoneOnEveryLayout) { expect_bit_equal_to_none(cases(), all_dims()); }
 
 // The GPU memory that a forward keeps for its backward.
 int64_t held_on_the_gpu(const train::Meshes& meshes, const train::ActivationCheckpoint& checkpoint) {

@@ -114,6 +114,33 @@ TEST_F(DeviceMemoryTest, SegmentsExpandUnlessTheUserSaysOtherwise) {
   }
 }
 
+// A request that can't be met frees what the allocator keeps.
+void free_unused_memory() {
+  EXPECT_THROW(at::empty({2 * memory().total_bytes}, options_of(at::kByte)), c10::OutOfMemoryError);
+}
+
+TEST_F(DeviceMemoryTest, RoomForGapsIsMoreThanTheAllocatorHad) {
+  free_unused_memory();
+  const dist::DeviceMemory earlier = memory();
+  at::empty({1024 * kMiB}, options_of(at::kByte));
+  const int64_t before = memory().reserved_bytes, room = std::min(64 * kMiB, before / 128);
+  dist::leave_room_for_gaps(device());
+  const int64_t more = memory().reserved_bytes - before;
+  EXPECT_GE(more, room);
+  EXPECT_LE(more, room + 40 * kMiB) << "it comes in segments";
+  EXPECT_EQ(memory().allocated_bytes, earlier.allocated_bytes);
+}
+
+TEST_F(DeviceMemoryTest, ThereIsNoRoomForGapsOnADeviceThatIsAlmostFull) {
+  free_unused_memory();
+  const int64_t left = memory().total_bytes - memory().reserved_bytes;
+  const at::Tensor most = at::empty({left - memory().total_bytes / 40}, options_of(at::kByte));
+  const dist::DeviceMemory before = memory();
+  dist::leave_room_for_gaps(device());
+  EXPECT_EQ(memory().reserved_bytes, before.reserved_bytes);
+  EXPECT_EQ(memory().allocation_retries, before.allocation_retries);
+}
+
 TEST_F(DeviceMemoryTest, AFailedRequestShowsTheBlocksInUse) {
   const at::Tensor tensor = at::ones({4 * kMiB}, options_of(at::kByte));
   const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
