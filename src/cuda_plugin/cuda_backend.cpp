@@ -23,6 +23,7 @@
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <c10/util/ScopeExit.h>
 #include <c10/util/env.h>
@@ -241,6 +242,13 @@ class CudaBackend final : public DeviceBackend {
       for (const auto& [address, bytes] : locked_) memory.page_locked_bytes += bytes;
     }
     memory.allocation_retries = stats.num_alloc_retries;
+    const std::lock_guard lock(peaks_mutex_);
+    if (const auto earlier = peaks_.find(index); earlier != peaks_.end()) {
+      memory.peak_allocated_bytes =
+          std::max(memory.peak_allocated_bytes, earlier->second.peak_allocated_bytes);
+      memory.peak_active_bytes = std::max(memory.peak_active_bytes, earlier->second.peak_active_bytes);
+      memory.peak_reserved_bytes = std::max(memory.peak_reserved_bytes, earlier->second.peak_reserved_bytes);
+    }
     return memory;
   }
 
@@ -265,21 +273,30 @@ class CudaBackend final : public DeviceBackend {
 
   void reset_peak_memory(int index) override {
     allocator().resetPeakStats(static_cast<c10::DeviceIndex>(index));
+    const std::lock_guard lock(peaks_mutex_);
+    peaks_.erase(index);
   }
 
   // The blocks fill all gaps that are as large, so the allocator takes more. Idle memory isn't given back for them: the next
-  // step would find other gaps.
+  // step would find other gaps. They are no peak of the run's.
   void leave_room(int index) override {
-    const auto reserved = [&] { return memory(index).reserved_bytes; };
-    const int64_t before = reserved(), room = std::min(kMostRoom, before / kPartForRoom);
+    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(index));
+    const DeviceMemory before = memory(index);
+    const int64_t room = std::min(kMostRoom, before.reserved_bytes / kPartForRoom);
+    const auto has_room = [&] { return memory(index).reserved_bytes >= before.reserved_bytes + room; };
     size_t free = 0, total = 0;
     C10_CUDA_CHECK(cudaMemGetInfo(&free, &total));
     if (room < kLeastRoom || free < total / 32) return;
-    std::vector<at::DataPtr> blocks;
-    GiveBackIdleMemory::is_off = true;
-    const auto on_again = c10::make_scope_exit([] { GiveBackIdleMemory::is_off = false; });
-    for (int64_t bytes = 0; bytes < before + 2 * room && reserved() < before + room; bytes += room)
-      blocks.push_back(allocator().allocate(static_cast<size_t>(room)));
+    {
+      std::vector<at::DataPtr> blocks;
+      GiveBackIdleMemory::is_off = true;
+      const auto on_again = c10::make_scope_exit([] { GiveBackIdleMemory::is_off = false; });
+      for (int64_t bytes = 0; bytes < before.reserved_bytes + 2 * room && !has_room(); bytes += room)
+        blocks.push_back(allocator().allocate(static_cast<size_t>(room)));
+    }
+    allocator().resetPeakStats(static_cast<c10::DeviceIndex>(index));
+    const std::lock_guard lock(peaks_mutex_);
+    peaks_[index] = before;
   }
 
   void watch_out_of_memory(std::function<void(const OutOfMemory&)> seen) override {
@@ -323,6 +340,8 @@ class CudaBackend final : public DeviceBackend {
 
   std::mutex seen_mutex_;
   std::function<void(const OutOfMemory&)> out_of_memory_seen_;
+  mutable std::mutex peaks_mutex_;
+  std::map<int, DeviceMemory> peaks_;  // before leave_room, since the last reset
   mutable std::mutex locked_mutex_;
   std::map<void*, int64_t> locked_;  // by address
 };

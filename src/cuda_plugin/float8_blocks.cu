@@ -65,19 +65,24 @@ __global__ void column_blocks_kernel(CastBlocks out, const T* x, int64_t rows, i
   const int64_t column = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (column >= columns) return;
   for (int64_t block = blockIdx.y; block < blocks; block += gridDim.y) {
-    float values[kBlock];
+    T held[kBlock];  // all are read before the first is used
+    const T* from = x + block * kBlock * columns + column;
+    const int64_t left = rows - block * kBlock;
+    if (left >= kBlock) {
+#pragma unroll
+      for (int i = 0; i < kBlock; ++i) held[i] = from[i * columns];
+    } else {
+#pragma unroll
+      for (int i = 0; i < kBlock; ++i) held[i] = i < left ? from[i * columns] : narrow<T>(0.0f);
+    }
     unsigned largest = 0;
 #pragma unroll
-    for (int i = 0; i < kBlock; ++i) {
-      const int64_t row = block * kBlock + i;
-      values[i] = row < rows ? widen(x[row * columns + column]) : 0.0f;
-      largest = max(largest, magnitude(values[i]));
-    }
+    for (const T value : held) largest = max(largest, magnitude(value));
     const int exponent = exponent_of<format>(largest, round_up);
     const float factor = factor_of(exponent, round_up);
     alignas(16) uint8_t bytes[kBlock];
 #pragma unroll
-    for (int i = 0; i < kBlock; ++i) bytes[i] = to_float8<format>(values[i] * factor);
+    for (int i = 0; i < kBlock; ++i) bytes[i] = to_float8<format>(widen(held[i]) * factor);
     const int64_t place = column * blocks + block;
     auto* to = reinterpret_cast<uint4*>(out.data + place * kBlock);
     to[0] = reinterpret_cast<const uint4*>(bytes)[0];

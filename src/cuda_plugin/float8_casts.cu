@@ -88,8 +88,11 @@ __global__ void __launch_bounds__(kMaxRowThreads)
 #pragma unroll
     for (int k = 0; k < kRowChunks; ++k) {
       const int i = threadIdx.x + k * blockDim.x;
-      if (i >= chunks) continue;
-      held[k] = load_chunk(x + row * columns + i * kChunk, kChunk, true);
+      if (i < chunks) held[k] = load_chunk(x + row * columns + i * kChunk, kChunk, true);
+    }
+#pragma unroll
+    for (int k = 0; k < kRowChunks; ++k) {
+      if (static_cast<int>(threadIdx.x + k * blockDim.x) >= chunks) continue;
 #pragma unroll
       for (int e = 0; e < kChunk; ++e) {
         const unsigned size = magnitude(held[k].values[e]);
@@ -209,11 +212,13 @@ __global__ void __launch_bounds__(kThreads) cast_tiles_kernel(Batch<CastOf<Scale
     for (int64_t first_row = blockIdx.x * int64_t{kTile}; first_row < tiles * kTile;
          first_row += gridDim.x * int64_t{kTile}) {
       Chunk<T> chunks[kSteps];
+      const auto row_of = [&](int step) { return first_row + step * (kThreads / kTileChunks) + outer; };
+      load_chunks(
+          chunks, [&](int step) { return x + row_of(step) * columns + column; },
+          [&](int step) { return row_of(step) < rows ? columns - column : 0; }, whole);
+      if constexpr (kMeasures) {
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        const int64_t row = first_row + step * (kThreads / kTileChunks) + outer;
-        chunks[step] = load_chunk(x + row * columns + column, row < rows ? columns - column : 0, whole);
-        if constexpr (kMeasures) best = max(best, largest_of_chunk(chunks[step]));
+        for (const Chunk<T>& chunk : chunks) best = max(best, largest_of_chunk(chunk));
       }
       if (!writes) continue;
 #pragma unroll
@@ -247,21 +252,30 @@ __global__ void __launch_bounds__(kThreads) transpose_kernel(Batch<Transpose> ba
   for (int64_t strip = blockIdx.y * int64_t{kTile}; strip < columns; strip += gridDim.y * int64_t{kTile})
     for (int64_t first_row = blockIdx.x * int64_t{kTile}; first_row < rows;
          first_row += gridDim.x * int64_t{kTile}) {
+      const int64_t column = strip + inner * kChunk;
+      const auto row_of = [&](int step) { return first_row + step * (kThreads / kTileChunks) + outer; };
+      const auto left = [&](int step) { return row_of(step) < rows ? columns - column : 0; };
+      uint4 held[kSteps] = {};
+      if (whole) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+          if (left(step) >= kChunk)
+            held[step] = *reinterpret_cast<const uint4*>(x + row_of(step) * columns + column);
+      } else {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+          unsigned words[kChunk / 4] = {};
+#pragma unroll
+          for (int e = 0; e < kChunk; ++e)
+            if (e < left(step))
+              words[e / 4] |= unsigned{x[row_of(step) * columns + column + e]} << (e % 4 * 8);
+          held[step] = make_uint4(words[0], words[1], words[2], words[3]);
+        }
+      }
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         const int r = step * (kThreads / kTileChunks) + outer;
-        const int64_t row = first_row + r, column = strip + inner * kChunk;
-        const int64_t left = row < rows ? columns - column : 0;
-        const uint8_t* from = x + row * columns + column;
-        unsigned words[kChunk / 4] = {};
-        if (whole && left >= kChunk) {
-          tile[r][inner ^ (r / kChunk)] = *reinterpret_cast<const uint4*>(from);
-          continue;
-        }
-#pragma unroll
-        for (int e = 0; e < kChunk; ++e)
-          if (e < left) words[e / 4] |= unsigned{from[e]} << (e % 4 * 8);
-        tile[r][inner ^ (r / kChunk)] = make_uint4(words[0], words[1], words[2], words[3]);
+        tile[r][inner ^ (r / kChunk)] = held[step];
       }
       store_transposed(work.out, tile, columns, rows, strip, first_row);
     }

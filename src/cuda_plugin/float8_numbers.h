@@ -118,6 +118,27 @@ __device__ Chunk<T> load_chunk(const T* from, int64_t left, bool whole) {
   return chunk;
 }
 
+// load_chunk(from(k), left(k), whole) for each k. All are read before the first is used, so that they are on their way at once.
+template <int kCount, class T, class From, class Left>
+__device__ void load_chunks(Chunk<T> (&chunks)[kCount], const From& from, const Left& left, bool whole) {
+  constexpr int kSize = Pack<T>::kSize, kPacks = kChunk / kSize;
+  if (!whole) {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) chunks[k] = load_chunk(from(k), left(k), false);
+    return;
+  }
+  Pack<T> packs[kCount][kPacks] = {};
+#pragma unroll
+  for (int k = 0; k < kCount; ++k)
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p)
+      if (left(k) >= kChunk) packs[k][p] = reinterpret_cast<const Pack<T>*>(from(k))[p];
+#pragma unroll
+  for (int k = 0; k < kCount; ++k)
+#pragma unroll
+    for (int e = 0; e < kChunk; ++e) chunks[k].values[e] = packs[k][e / kSize].values[e % kSize];
+}
+
 // Calls value(e) for each of 16 elements.
 template <Format format, class Value>
 __device__ uint4 cast_chunk(Value value) {

@@ -1,5 +1,8 @@
 // So far these have run on virtual GPUs only (docs/verified_on.md). All are memory-bound: each reads and writes every byte once, 16 at a
 // time. Rows of logits, which are too long for registers, are read again for their gradient while the L2 cache has them.
+//
+// Where a thread has several packs, a loop of its own reads them all before the first is used: so they are on their way at once
+// (docs/gpu_performance.md, "asks for at once").
 
 #include "cuda_plugin/ops_kernels.h"
 
@@ -63,16 +66,23 @@ __device__ void norm_rows(T* y, float* rstd, T* sum, const T* x, const T* added,
                           int64_t rows, int size, float eps) {
   const int packs = size / Pack<T>::kSize;
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    const auto* from = reinterpret_cast<const Pack<T>*>(x) + row * packs;
+    PackBits bits[kPacks], others[kPacks];
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) {
+      const int i = threadIdx.x + k * blockDim.x;
+      if (i >= packs) continue;
+      bits[k] = reinterpret_cast<const PackBits*>(x)[row * packs + i];
+      if (added) others[k] = reinterpret_cast<const PackBits*>(added)[row * packs + i];
+    }
     Pack<T> held[kPacks];
     float squares = 0;
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) {
       const int i = threadIdx.x + k * blockDim.x;
       if (i >= packs) continue;
-      held[k] = from[i];
+      held[k] = unpacked<T>(bits[k]);
       if (added) {
-        const Pack<T> other = reinterpret_cast<const Pack<T>*>(added)[row * packs + i];
+        const Pack<T> other = unpacked<T>(others[k]);
         for (int e = 0; e < Pack<T>::kSize; ++e)
           held[k].values[e] = narrow<T>(widen(held[k].values[e]) + widen(other.values[e]));
         reinterpret_cast<Pack<T>*>(sum)[row * packs + i] = held[k];
@@ -118,33 +128,45 @@ __global__ void __launch_bounds__(kMaxBackwardThreads)
   float sums[kBackwardPacks * kSize] = {};
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
     const float scale = rstd[row];
-    Pack<T> g[kBackwardPacks], n[kBackwardPacks];
+    PackBits g_bits[kBackwardPacks], n_bits[kBackwardPacks];
+#pragma unroll
+    for (int k = 0; k < kBackwardPacks; ++k) {
+      const int i = threadIdx.x + k * blockDim.x;
+      if (i >= packs) continue;
+      g_bits[k] = reinterpret_cast<const PackBits*>(grad)[row * packs + i];
+      n_bits[k] = reinterpret_cast<const PackBits*>(x)[row * packs + i];
+    }
     float dot = 0;
 #pragma unroll
     for (int k = 0; k < kBackwardPacks; ++k) {
       const int i = threadIdx.x + k * blockDim.x;
       if (i >= packs) continue;
-      g[k] = reinterpret_cast<const Pack<T>*>(grad)[row * packs + i];
-      n[k] = reinterpret_cast<const Pack<T>*>(x)[row * packs + i];
-      const Pack<T> factors = reinterpret_cast<const Pack<T>*>(weight)[i];
+      const Pack<T> g = unpacked<T>(g_bits[k]), n = unpacked<T>(n_bits[k]),
+                    factors = reinterpret_cast<const Pack<T>*>(weight)[i];
       for (int e = 0; e < kSize; ++e) {
-        const float product = widen(g[k].values[e]) * (widen(n[k].values[e]) * scale);
+        const float product = widen(g.values[e]) * (widen(n.values[e]) * scale);
         sums[k * kSize + e] += product;
         dot += product * widen(factors.values[e]);
       }
     }
     const float mean = sum_of_block(dot) / static_cast<float>(size);
+    PackBits others[kBackwardPacks];
+#pragma unroll
+    for (int k = 0; k < kBackwardPacks; ++k) {
+      const int i = threadIdx.x + k * blockDim.x;
+      if (added && i < packs) others[k] = reinterpret_cast<const PackBits*>(added)[row * packs + i];
+    }
 #pragma unroll
     for (int k = 0; k < kBackwardPacks; ++k) {
       const int i = threadIdx.x + k * blockDim.x;
       if (i >= packs) continue;
-      const Pack<T> factors = reinterpret_cast<const Pack<T>*>(weight)[i];
+      const Pack<T> g = unpacked<T>(g_bits[k]), n = unpacked<T>(n_bits[k]), other = unpacked<T>(others[k]),
+                    factors = reinterpret_cast<const Pack<T>*>(weight)[i];
       Pack<T> out;
-      if (added) out = reinterpret_cast<const Pack<T>*>(added)[row * packs + i];
       for (int e = 0; e < kSize; ++e) {
-        const float h = widen(g[k].values[e]) * widen(factors.values[e]);
-        const float by_norm = (h - widen(n[k].values[e]) * scale * mean) * scale;
-        out.values[e] = narrow<T>(added ? widen(out.values[e]) + by_norm : by_norm);
+        const float h = widen(g.values[e]) * widen(factors.values[e]);
+        const float by_norm = (h - widen(n.values[e]) * scale * mean) * scale;
+        out.values[e] = narrow<T>(added ? widen(other.values[e]) + by_norm : by_norm);
       }
       reinterpret_cast<Pack<T>*>(grad_x)[row * packs + i] = out;
     }
@@ -331,18 +353,37 @@ __global__ void sum_of_parts_kernel(SumOfParts in) {
 
 constexpr int kMaxRowThreads = kMaxThreads;
 
+// Calls use(pack, its index) for each of this thread's packs of a row, in order. Three are read at once.
+template <class T, class Use>
+__device__ void for_packs_of_row(const T* row, int64_t columns, const Use& use) {
+  constexpr int kAtOnce = 3;
+  const int64_t packs = columns / Pack<T>::kSize;
+  for (int64_t first = threadIdx.x; first < packs; first += kAtOnce * int64_t{blockDim.x}) {
+    PackBits bits[kAtOnce];
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      const int64_t i = first + k * int64_t{blockDim.x};
+      if (i < packs) bits[k] = reinterpret_cast<const PackBits*>(row)[i];
+    }
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      const int64_t i = first + k * int64_t{blockDim.x};
+      if (i < packs) use(unpacked<T>(bits[k]), i);
+    }
+  }
+}
+
 // log(sum(exp(x))) in one pass: a thread's sum is relative to the largest value that it has seen.
 template <class T>
 __device__ double log_sum_exp_of_row(const T* row, int64_t columns) {
   float top = -FLT_MAX, sum = 0;
-  for (int64_t i = threadIdx.x; i < columns / Pack<T>::kSize; i += blockDim.x) {
-    const Pack<T> pack = reinterpret_cast<const Pack<T>*>(row)[i];
+  for_packs_of_row(row, columns, [&](const Pack<T>& pack, int64_t /*i*/) {
     float largest = top;
     for (const T value : pack.values) largest = fmaxf(largest, widen(value));
     if (largest > top) sum *= expf(top - largest);
     top = largest;
     for (const T value : pack.values) sum += expf(widen(value) - top);
-  }
+  });
   const float top_of_row = largest_of_block(top);
   const float total = sum_of_block(sum * expf(top - top_of_row));
   return double{top_of_row} + log(double{total});
@@ -358,15 +399,15 @@ __device__ void write_gradient_of_row(T* row, int64_t columns, int64_t target, d
                                       RowFactors factors) {
   constexpr int kSize = Pack<T>::kSize;
   const auto shift = static_cast<float>(log_sum);
-  for (int64_t i = threadIdx.x; i < columns / kSize; i += blockDim.x) {
-    Pack<T> pack = reinterpret_cast<Pack<T>*>(row)[i];
+  for_packs_of_row(row, columns, [&](const Pack<T>& pack, int64_t i) {
+    Pack<T> out;
     for (int e = 0; e < kSize; ++e) {
       const float at_label = i * kSize + e == target ? factors.by_target : 0;
-      pack.values[e] =
+      out.values[e] =
           narrow<T>(expf(widen(pack.values[e]) - shift) * factors.by_softmax + factors.by_any + at_label);
     }
-    reinterpret_cast<Pack<T>*>(row)[i] = pack;
-  }
+    reinterpret_cast<Pack<T>*>(row)[i] = out;
+  });
 }
 
 template <class T>

@@ -3,6 +3,7 @@
 // Elements of fp32 or bf16 tensors in kernels, which read and write 16 bytes of them at a time.
 
 #include <cuda_bf16.h>
+#include <vector_types.h>
 
 #include <cstdint>
 
@@ -29,6 +30,14 @@ struct alignas(16) Pack {
   static constexpr int kSize = 16 / sizeof(T);
   T values[kSize];
 };
+
+/// A pack as it was read. Elements would be taken out of it at once, which waits for the read; bits aren't until they are unpacked.
+using PackBits = uint4;
+
+template <class T>
+__device__ Pack<T> unpacked(const PackBits& bits) {
+  return __builtin_bit_cast(Pack<T>, bits);
+}
 
 inline int64_t parts_of(int64_t size, int64_t part) { return (size + part - 1) / part; }
 

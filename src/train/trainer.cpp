@@ -67,7 +67,8 @@ void Trainer::run_steps() {
     ++progress_.step;
     const PhaseScope step = phase(Phase::Step);
     const bool is_first = progress_.step == first;
-    if (progress_.step == first + 2 && !graphs_)  // graphs have memory of their own
+    if (progress_.step == first + 2 && !graphs_ &&
+        !std::exchange(has_room_, true))  // graphs have memory of their own
       dist::leave_room_for_gaps(parts_.device);
     if (!train_step()) {
       --progress_.step;

@@ -123,8 +123,16 @@ TEST_F(DeviceMemoryTest, RoomForGapsIsMoreThanTheAllocatorHad) {
   free_unused_memory();
   const dist::DeviceMemory earlier = memory();
   at::empty({1024 * kMiB}, options_of(at::kByte));
-  const int64_t before = memory().reserved_bytes, room = std::min(64 * kMiB, before / 128);
+  dist::device_backend()->reset_peak_memory(device().index());
+  at::empty({512 * kMiB}, options_of(at::kByte));
+  const dist::DeviceMemory peaks = memory();
+  const int64_t before = peaks.reserved_bytes, room = std::min(64 * kMiB, before / 128);
   dist::leave_room_for_gaps(device());
+  EXPECT_EQ(memory().peak_allocated_bytes, peaks.peak_allocated_bytes)
+      << "not a peak of what used the memory";
+  EXPECT_EQ(memory().peak_active_bytes, peaks.peak_active_bytes);
+  dist::device_backend()->reset_peak_memory(device().index());
+  EXPECT_EQ(memory().peak_allocated_bytes, earlier.allocated_bytes);
   const int64_t more = memory().reserved_bytes - before;
   EXPECT_GE(more, room);
   EXPECT_LE(more, room + 40 * kMiB) << "it comes in segments";

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Compares the registers, the shared memory and the occupancy of each GPU kernel with src/cuda_plugin/kernel_resources.txt, and checks that
-none spills. The tables of kernels in docs/gpu_performance.md have to have every kernel, and in the column "asks for at once" the bytes of a thread and
-what they make for the threads of a multiprocessor (compute capability 9.0, bf16). In PTX, each kernel has a read and a write of 16 bytes.
+none spills. The tables of kernels in docs/gpu_performance.md have to have every kernel, and in the column "asks for at once" bytes that a thread of the
+machine code reads before it uses any of them, and what they make for the threads of a multiprocessor (compute capability 9.0, bf16). In PTX, each kernel has
+a read and a write of 16 bytes.
 
 usage: check_kernel_resources.py [--write] BUILD_FOLDER
 
@@ -38,6 +39,9 @@ THREADS = {
     "vocabulary_grad_kernel": 1024,
     "measured_rows_kernel": 512,
 }
+
+# Thread blocks of a multiprocessor where a launch has fewer than fit.
+BLOCKS = {"cross_entropy_kernel": 1, "rms_norm_backward_kernel": 3}
 
 
 def occupancy(target, threads, registers, shared):
@@ -80,6 +84,47 @@ def narrow_accesses(build):
                     yield f"{name}: the widest {verb}.global in PTX has {widest[verb]} bytes instead of {least}"
 
 
+INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\S+)\s*(.*?)\s*;")
+
+
+def bytes_of(opcode):
+    return 16 if ".128" in opcode else 8 if ".64" in opcode else 2 if "16" in opcode else 1 if re.search(r"\.[US]8", opcode) else 4
+
+
+def asked_at_once(code):
+    """The most bytes that reads of the device's memory ask for, in the order of the code, before an instruction needs one of them."""
+    waiting, most = {}, 0  # registers, each with its read
+    for opcode, rest in INSTRUCTION.findall(code):
+        operands = re.split(r",\s*(?![^\[]*\])", rest)
+        sources = operands if opcode.startswith(("ST", "RED", "ATOM")) else operands[1:]
+        used = {int(number) + more for source in sources for number, pair in re.findall(r"\bR(\d+)(\.64)?", source) for more in range(2 if pair else 1)}
+        if opcode.startswith("ST") and (value := re.match(r"R(\d+)", operands[-1])):
+            used.update(range(int(value[1]), int(value[1]) + max(1, bytes_of(opcode) // 4)))
+        if used & waiting.keys():
+            most, waiting = max(most, sum({id(read): read[0] for read in waiting.values()}.values())), {}
+        if opcode.startswith("LDG") and (target := re.match(r"R(\d+)", operands[0])):
+            read = [bytes_of(opcode)]
+            waiting.update({int(target[1]) + i: read for i in range(max(1, read[0] // 4))})
+    return most
+
+
+def wrong_bytes_at_once(build):
+    """Kernels of the tables that ask for less at once than these say. Needs a disassembler: CUDA's, or that of PyTorch's Triton."""
+    beside = [pathlib.Path(nvcc_of(build)).parent, *source.glob(".venv/lib/python3*/site-packages/triton/backends/nvidia/bin")]
+    tool = next((folder / "cuobjdump" for folder in beside if (folder / "cuobjdump").exists()), None)
+    if not tool:
+        print("the column 'asks for at once' isn't compared with machine code: there is no cuobjdump")
+        return
+    documented = {name: int(size) for name, size in re.findall(r"^\| `(\w+_kernel)` \|.*?\| (\d+) B, \d+ KiB \|", docs.read_text(), re.MULTILINE)}
+    for cubin in sorted((build / "cuda").glob("*/*.compute_90.cubin")):
+        text = subprocess.run([tool, "-sass", cubin], capture_output=True, text=True, check=True).stdout
+        for part in text.split("Function : ")[1:]:
+            kernel, asked = demangled(part.split("\n")[0].strip()), asked_at_once(part)
+            is_other = ("float" in kernel and "bfloat16" not in kernel) if "adam" not in kernel else kernel != "adam_kernel<float, unsigned short>"
+            if not is_other and asked < (said := documented.get(kernel.split("<")[0], 0)):
+                yield f"{kernel} asks for {asked} B at once in machine code, and {docs.name} says {said}"
+
+
 def demangled(name):
     text = subprocess.run(["c++filt", name], capture_output=True, text=True, check=True).stdout.strip()
     text = re.sub(r"\(titan::float8::cuda::Format\)(\d)", lambda m: ["E4m3", "E5m2"][int(m[1])], text)
@@ -106,14 +151,16 @@ def problems_of_docs(rows):
         name = kernel.split("<")[0]
         if "sm_90" in figures and ("__nv_bfloat16" in kernel or not any(k.startswith(f"{name}<__nv") or k.startswith(f"{name}<E4m3, __nv") for k in rows)):
             share = int(figures["sm_90"].split("/")[2].strip(" %")) / 100
-            at_once[name] = min(at_once.get(name, 1), share)
+            threads = round(share * LIMITS["sm_90"][0] / 2) * 64  # percentages are rounded, and numbers of warps even
+            if name in BLOCKS:
+                threads = min(threads, BLOCKS[name] * (THREADS.get(kernel) or THREADS.get(name) or 256))
+            at_once[name] = min(at_once.get(name, threads), threads)
     documented = dict(re.findall(r"^\| `(\w+_kernel)` \|.*?\| ([\d.]+ B, \d+ KiB) \|", docs.read_text(), re.MULTILINE))
     for name in sorted(at_once.keys() ^ documented.keys()):
         yield f"{name} is in {docs.name if name in documented else 'the build'} only"
     for name in sorted(at_once.keys() & documented.keys()):
         of_thread = int(documented[name].split()[0])
-        threads = round(at_once[name] * LIMITS["sm_90"][0] / 2) * 64  # percentages are rounded, and numbers of warps even
-        if documented[name] != (expected := f"{of_thread} B, {of_thread * threads // 1024} KiB"):
+        if documented[name] != (expected := f"{of_thread} B, {of_thread * at_once[name] // 1024} KiB"):
             yield f"{name} asks for {expected} at once, and {docs.name} says {documented[name]}"
 
 
@@ -139,7 +186,7 @@ def main():
     if "--write" in sys.argv:
         table.write_text(text)
         return
-    if problems := [*problems_of_docs(rows), *narrow_accesses(build)]:
+    if problems := [*problems_of_docs(rows), *narrow_accesses(build), *wrong_bytes_at_once(build)]:
         sys.exit("\n".join(problems))
     recorded = table.read_text()
     if recorded.split(";")[0] != text.split(";")[0]:
