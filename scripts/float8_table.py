@@ -10,8 +10,9 @@ compiled.
 recipe takes both. "tensorwise:delayed" has delayed scales.
 
 A row is a model with a recipe: tokens/s in the median step, the model's TFLOP/s and MFU, peak memory, the time of amax, scales and casts as a share of the time of these and
-matrix products in a trace, tokens/s and memory for torchao, and LibTitan's tokens/s over those of torchao compiled. The longest kernels of a
-step go to the error output, with each row's numbers. The products include the loss head's, which stays in bf16, so the casts' share of
+matrix products in a trace, tokens/s and memory for torchao, and LibTitan's tokens/s over those of torchao compiled, which compiles the blocks and
+the loss as TorchTitan does. Each number goes to the error output as soon as it is measured, with the longest kernels of a step. Rows are measured in the
+order given, traces after a model's rows; a run that is ended by a signal prints the table of what it has measured. The products include the loss head's, which stays in bf16, so the casts' share of
 the Float8 layers alone is larger. Rescaling a product's result and laying out scales for it don't count as casts. 8b_8 is 8B's
 first eight layers; embedding and output are two matrices in all models. On one rank LibTitan's FSDP keeps the bf16 copy of the weights
 from step to step, while PyTorch's makes it anew; PyTorch's loss computes all logits at once, LibTitan's in chunks. MXFP8 recipes have no
@@ -25,6 +26,7 @@ import json
 import os
 import pathlib
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -50,6 +52,9 @@ ATTENTION = re.compile(r"fmha|flash|attention", re.IGNORECASE)
 PRODUCTS = re.compile(r"^aten::(mm|bmm|_scaled_mm|addmm)$|gemm|nvjet|cutlass|xmma", re.IGNORECASE)
 LAST = 3  # number of traced steps
 LONGEST = 15  # kernels that are listed
+AIMS = "1.1 times torch.compile and 50 % MFU in bf16, for 1b (1.5B parameters) and 8b_8; 744 TFLOP/s of the model in Float8"
+COLUMNS = ("model", "recipe", "tokens/s", "ratio to bf16", "TFLOP/s", "MFU", "peak GiB", "casts, of casts and products", "torchao, eager: tokens/s", "GiB",
+           "compiled: tokens/s", "GiB", "LibTitan / compiled")
 
 
 def run(command: list) -> str:
@@ -76,7 +81,7 @@ def titan_words(model: dict, row: str, options: argparse.Namespace, folder: str)
     return words
 
 
-def traced(folder: pathlib.Path) -> dict:
+def times_in(folder: pathlib.Path) -> dict:
     (path,) = folder.glob("**/rank0_trace.json.gz")
     times, names = collections.Counter(), collections.Counter()
     for event in json.loads(gzip.open(path).read())["traceEvents"]:
@@ -99,16 +104,18 @@ def ours(model: dict, recipe: str, options: argparse.Namespace) -> dict:
         words = titan_words(model, recipe, options, folder)
         run([*words, "--training.steps", options.warmup + options.steps])
         rows = [json.loads(line) for line in open(f"{folder}/metrics.jsonl")]
-        rows = rows[options.warmup :]
-        result = {"tokens_per_s": statistics.median(row["tps"] for row in rows), "memory": max(row["memory_gib"] for row in rows)}
-        result |= {name: statistics.median(row[name] for row in rows) for name in ("tflops", "mfu") if rows[0].get(name) is not None}
+    rows = rows[options.warmup :]
+    result = {"tokens_per_s": statistics.median(row["tps"] for row in rows), "memory": max(row["memory_gib"] for row in rows)}
+    return result | {name: statistics.median(row[name] for row in rows) for name in ("tflops", "mfu") if rows[0].get(name) is not None}
+
+
+def traced(model: dict, recipe: str, options: argparse.Namespace) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         steps = options.warmup + 1 + LAST
         words = titan_words(model, recipe, options, folder)
         words += ["--training.steps", steps, "--profiling.enable_profiling", "--profiling.profile_freq", steps]
         run([*words, "--profiling.profiler_warmup", 1, "--profiling.profiler_active", LAST])
-        result |= traced(pathlib.Path(folder))
-    return result
+        return times_in(pathlib.Path(folder))
 
 
 def torchao(model: dict, recipe: str, compiles: bool, options: argparse.Namespace) -> dict:
@@ -125,7 +132,27 @@ def attempt(part, *arguments) -> dict:
         return {"problem": str(error)[:120].replace("|", "/")}
 
 
-def cells(result: dict) -> list[str]:
+def measure(options: argparse.Namespace, results: dict) -> None:
+    """Fills `results`, whose keys are (model, recipe, part), in the order of importance."""
+
+    def add(model: str, recipe: str, part: str, call, *arguments) -> None:
+        results[model, recipe, part] = attempt(call, MODELS[model], recipe, *arguments, options)
+        print(json.dumps({"model": model, "recipe": recipe, part: results[model, recipe, part]}), file=sys.stderr, flush=True)
+
+    for model in options.models:
+        for recipe in options.recipes:
+            add(model, recipe, "titan", ours)
+            if recipe in TORCHAO:
+                add(model, recipe, "compiled", torchao, True)
+                add(model, recipe, "eager", torchao, False)
+        for recipe in options.recipes:
+            if "problem" not in results[model, recipe, "titan"]:
+                add(model, recipe, "trace", traced)
+
+
+def cells(result: dict | None) -> list[str]:
+    if not result:
+        return ["", ""]
     if "problem" in result:
         return [result["problem"], ""]
     return [f"{result['tokens_per_s']:,.0f}", f"{result['memory']:.1f}"]
@@ -137,25 +164,18 @@ def ratio_of(one: dict, other: dict | None) -> str:
     return f"{one['tokens_per_s'] / other['tokens_per_s']:.2f}"
 
 
-def table(options: argparse.Namespace) -> str:
-    lines = ["| model | recipe | tokens/s | ratio to bf16 | TFLOP/s | MFU | peak GiB | casts, of casts and products | torchao, eager: tokens/s | GiB | compiled: tokens/s | GiB | LibTitan / compiled |"]
-    lines.append("| --- " * 13 + "|")
-    for name in options.models:
-        base, compiled = None, {}
-        for recipe in options.recipes:
-            result = attempt(ours, MODELS[name], recipe, options)
-            others = [attempt(torchao, MODELS[name], recipe, compiles, options) if recipe in TORCHAO else None for compiles in (False, True)]
-            print(json.dumps({"model": name, "recipe": recipe, "titan": result, "torchao": others}), file=sys.stderr, flush=True)
-            base = result if recipe == "bf16" else base
-            compiled[recipe] = others[1]
-            # A form of a recipe, such as bf16:graphs, is compared with the recipe's own.
-            ratio, to_compiled = ratio_of(result, base), ratio_of(result, others[1] or compiled.get(recipe.split(":")[0]))
-            tflops, mfu = (f"{result[name]:.1f}{unit}" if name in result else "" for name, unit in (("tflops", ""), ("mfu", " %")))
-            casts = "" if "problem" in result else f"{100 * result['casts']:.1f} %"
-            speed, memory = cells(result)
-            torchaos = [cell for other in others for cell in (cells(other) if other else ["", ""])]
-            row = [name, f"`{recipe}`", speed, ratio, tflops, mfu, memory, casts, *torchaos, to_compiled]
-            lines.append("| " + " | ".join(row) + " |")
+def table(results: dict) -> str:
+    lines = ["| " + " | ".join(COLUMNS) + " |", "| --- " * len(COLUMNS) + "|"]
+    for model, recipe in ((model, recipe) for model, recipe, part in results if part == "titan"):
+        titan, trace = results[model, recipe, "titan"], results.get((model, recipe, "trace"))
+        # A form of a recipe, such as bf16:graphs, is compared with the recipe's own.
+        to_compiled = ratio_of(titan, results.get((model, recipe.split(":")[0], "compiled")))
+        tflops, mfu = (f"{titan[name]:.1f}{unit}" if name in titan else "" for name, unit in (("tflops", ""), ("mfu", " %")))
+        casts = "" if not trace else trace["problem"] if "problem" in trace else f"{100 * trace['casts']:.1f} %"
+        speed, memory = cells(titan)
+        torchaos = [cell for part in ("eager", "compiled") for cell in cells(results.get((model, recipe, part)))]
+        row = [model, f"`{recipe}`", speed, ratio_of(titan, results.get((model, "bf16", "titan"))), tflops, mfu, memory, casts, *torchaos, to_compiled]
+        lines.append("| " + " | ".join(row) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -188,11 +208,21 @@ def main() -> None:
     versions = run([PYTHON, "-c", "import torch, torchao; print(f'PyTorch {torch.__version__}, torchao {torchao.__version__}')"]).strip().splitlines()[-1]
     commit = run(["git", "rev-parse", "--short=12", "HEAD"]).strip()
     head = f"# Float8 compared with bf16 and torchao: {options.name or options.device}\n\n- commit {commit}, `scripts/float8_table.py {' '.join(sys.argv[1:])}`\n"
-    head += f"- {machine(options.device)}; {versions}; batches of 1 × {options.seq_len} tokens; median of {options.steps} steps after {options.warmup} warm-up steps\n\n"
-    text = head + table(options)
-    print(text)
+    head += f"- {machine(options.device)}; {versions}; batches of 1 × {options.seq_len} tokens; median of {options.steps} steps after {options.warmup} warm-up steps\n"
+    head += f"- aims on one H200: {AIMS}\n\n"
+    results = {}
+
+    def end(*_) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `timeout` sends it twice
+        print(head + table(results), flush=True)
+        sys.exit("float8_table.py: ended by a signal; the table has what was measured until then")  # this also ends the program that runs
+
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, end)
+    measure(options, results)
+    print(head + table(results))
     if options.name:
-        (REPOSITORY / f"benchmarks/results/{options.name}.md").write_text(text)
+        (REPOSITORY / f"benchmarks/results/{options.name}.md").write_text(head + table(results))
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def count_step(layout: str, mesh: DeviceMesh, num_layers: int, file: pathlib.Pat
     for _ in range(3):
         program.virtual_gpu_start_counting()
         step(tokens, labels)
-    torch.cuda.synchronize()
+        torch.cuda.synchronize()
     program.virtual_gpu_write_counts()
     counts = collections.Counter()
     for module in json.loads(file.read_text()).values():

@@ -65,23 +65,24 @@ def build_model(args: ModelArgs, mesh: DeviceMesh, dtype: str, convert: Callable
 class Trainer:
     """One optimizer step as in TorchTitan: token count over all ranks, forward, backward, clipping, fused AdamW, loss over all ranks."""
 
-    def __init__(self, model: Llama3, max_norm: float = 1.0):
+    def __init__(self, model: Llama3, max_norm: float = 1.0, loss: Callable[[Tensor, Tensor], Tensor] = summed_loss):
         self.model = model
         self.max_norm = max_norm
+        self.loss = loss
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=8e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True)
 
-    def step(self, input_BS: Tensor, labels_BS: Tensor) -> tuple[float, float]:
-        """Returns the loss over all ranks and the gradient norm, on the host."""
+    def step(self, input_BS: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the loss over all ranks and the gradient norm, on the device: nothing here waits for it."""
         self.optimizer.zero_grad()
         count = (labels_BS != IGNORE_INDEX).sum()
         dist.all_reduce(count)
-        loss = summed_loss(self.model(input_BS), labels_BS) / count
+        loss = self.loss(self.model(input_BS), labels_BS) / count
         loss.backward()
         norm = self.clip()
         self.optimizer.step()
         total = loss.detach()
         dist.all_reduce(total)
-        return total.item(), norm.item()
+        return total, norm
 
     @torch.no_grad()
     def clip(self) -> Tensor:

@@ -88,8 +88,8 @@ class PipelineTrainer:
             models.append(model)
         return models
 
-    def step(self, input_BS: Tensor, labels_BS: Tensor) -> tuple[float, float]:
-        """Returns the loss and the gradient norm over all ranks, on the host."""
+    def step(self, input_BS: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the loss and the gradient norm over all ranks."""
         self.optimizer.zero_grad()
         self.count = int((labels_BS != IGNORE_INDEX).sum())
         losses: list[Tensor] = []
@@ -100,13 +100,13 @@ class PipelineTrainer:
         self.optimizer.step()
         loss = torch.stack(losses).sum().detach() if losses else torch.zeros(())
         dist.all_reduce(loss)
-        return loss.item(), norm
+        return loss, norm
 
     @torch.no_grad()
-    def clip(self) -> float:
+    def clip(self) -> Tensor:
         parameters = [parameter for model in self.models for parameter in model.parameters()]
         squares = nn.utils.get_total_norm([parameter.grad for parameter in parameters]) ** 2
         dist.all_reduce(squares)
         norm = squares.sqrt()
         nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm)
-        return norm.item()
+        return norm

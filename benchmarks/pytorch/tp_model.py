@@ -62,7 +62,7 @@ def build_model(args: ModelArgs, mesh: DeviceMesh) -> Llama3:
 class TpTrainer(Trainer):
     """All ranks have the same batch, so the loss isn't summed over ranks."""
 
-    def step(self, input_BS: Tensor, labels_BS: Tensor) -> tuple[float, float]:
+    def step(self, input_BS: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
         self.optimizer.zero_grad()
         count = int((labels_BS != IGNORE_INDEX).sum())
         with loss_parallel():
@@ -70,4 +70,4 @@ class TpTrainer(Trainer):
             loss.backward()
         norm = self.clip()
         self.optimizer.step()
-        return loss.full_tensor().item(), norm.item()
+        return loss.detach().full_tensor(), norm

@@ -90,7 +90,7 @@ def run_rank(options: argparse.Namespace) -> dict:
         tokens = torch.randint(MODELS[options.model]["vocab_size"], shape, generator=generator)
         loss, _ = trainer.step(tokens[:, :-1], tokens[:, 1:])
         step_s.append(time.perf_counter() - begin)
-        losses.append(loss)
+        losses.append(loss.item())
     dist.destroy_process_group()
     peak_rss_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return {"step_s": step_s[options.warmup :], "loss": losses, "startup_s": startup_s, "peak_rss_mib": peak_rss_mib}
