@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <exception>
+#include <functional>
 #include <map>
 #include <set>
 #include <sstream>
@@ -418,6 +419,52 @@ void mark_before_reductions(StepPlan& plan) {
   }
 }
 
+// Whether the action computes with what the receive brings.
+bool needs(const Planned& action, const Planned& receive) {
+  const Kind kind = action.action.kind;
+  const bool is_user = receive.action.kind == Kind::ReceiveForward
+                           ? kind == Kind::Forward
+                           : kind == Kind::Backward || kind == Kind::BackwardInput;
+  return is_user && action.cell == receive.cell;
+}
+
+// [Note: first run of a plan]
+// CUDA loads a kernel when it is first launched, and the host may then have to wait until the device has nothing else to do. A
+// receive that is posted ahead of a rank's own first forward would keep the device busy until another rank sends, which may
+// itself need that forward: both would wait forever. So the first time, a receive is posted when an action needs it, after
+// the earlier ones of its link. (With CUDA_MODULE_LOADING=EAGER kernels are loaded when the program starts.)
+std::vector<Planned> with_late_receives(const std::vector<Planned>& actions) {
+  std::vector<Planned> late, pending;
+  // Messages of one call follow each other, so they are posted together.
+  const auto post = [&](const std::function<bool(const Planned&)>& wanted) {
+    std::vector<Planned> left;
+    bool is_joined = false;
+    for (Planned& receive : pending) {
+      const bool posts = is_joined || wanted(receive);
+      is_joined = posts && receive.joined_with_next;
+      (posts ? late : left).push_back(std::move(receive));
+    }
+    pending = std::move(left);
+  };
+  for (const Planned& action : actions) {
+    if (is_communication(action.action.kind) && !pipeline::is_send(action.action.kind)) {
+      pending.push_back(action);
+      continue;
+    }
+    const auto needed =
+        std::ranges::find_if(pending, [&](const Planned& each) { return needs(action, each); });
+    if (needed != pending.end()) {
+      const pipeline::Link* const link = needed->link;
+      auto num_left =
+          std::count_if(pending.begin(), needed + 1, [&](const Planned& each) { return each.link == link; });
+      post([&](const Planned& each) { return each.link == link && num_left-- > 0; });
+    }
+    late.push_back(action);
+  }
+  post([](const Planned&) { return true; });
+  return late;
+}
+
 }  // namespace
 
 StepPlan PipelineRunner::plan(const Schedule& schedule, std::vector<TensorType> boundaries) {
@@ -447,14 +494,15 @@ StepPlan PipelineRunner::plan(const Schedule& schedule, std::vector<TensorType> 
   for (auto planned = plan.actions.rbegin(); planned != plan.actions.rend(); ++planned)
     if (planned->action.kind == Kind::Backward || planned->action.kind == Kind::BackwardInput)
       planned->last_backward = done.insert(planned->stage).second;
+  if (device_.is_cuda()) plan.first_actions = with_late_receives(plan.actions);
   return plan;
 }
 
 // Adds the error of the first rank to fail: a rank that is lost makes its neighbors fail, and they theirs.
-std::string PipelineRunner::failure_of(const StepPlan& plan, size_t action, const std::string& reason) const {
-  const std::string mine =
-      str("in action ", to_string(plan.actions[action].action), " (", action + 1, " of ", plan.actions.size(),
-          ") of pipeline rank ", links_.mesh().rank(), ": ", reason);
+std::string PipelineRunner::failure_of(const std::vector<Planned>& actions, size_t action,
+                                       const std::string& reason) const {
+  const std::string mine = str("in action ", to_string(actions[action].action), " (", action + 1, " of ",
+                               actions.size(), ") of pipeline rank ", links_.mesh().rank(), ": ", reason);
   const std::string first = dist::tell_failure(links_.mesh().world(), mine, [this] { links_.close(); });
   return first.empty() ? mine : str(mine, "\nThe first to fail was ", first);
 }
@@ -493,16 +541,19 @@ at::Tensor PipelineRunner::run(const StepPlan& plan, const std::vector<data::Bat
   for (ScheduledSharding& sharding : shardings_) sharding.discard();
   if (shardings_.empty())
     for (const Stage& stage : stages_) discard_gradients(stage.model->root());
+  const std::vector<Planned>& actions =
+      plan.has_run || !device_.is_cuda() ? plan.actions : plan.first_actions;
   size_t action = 0;
   try {
     // Destroyed before its failure is reported.
     RunningStep step(*this, plan, micro_batches, global_valid_tokens);
-    for (; action < plan.actions.size(); ++action)
-      times_ ? step.perform_timed(plan.actions[action], *times_) : step.perform(plan.actions[action]);
+    for (; action < actions.size(); ++action)
+      times_ ? step.perform_timed(actions[action], *times_) : step.perform(actions[action]);
+    plan.has_run = true;
     return step.finish();
   } catch (const std::exception& error) {
     failed_ = true;
-    throw Error(failure_of(plan, std::min(action, plan.actions.size() - 1), reason_of(error)));
+    throw Error(failure_of(actions, std::min(action, actions.size() - 1), reason_of(error)));
   }
 }
 

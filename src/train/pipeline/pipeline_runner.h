@@ -56,6 +56,8 @@ struct StepPlan {
     bool joined_with_next = false;  // this message and the next action's share one call
   };
   std::vector<Planned> actions;
+  std::vector<Planned> first_actions;  // those of the first run ([Note: first run of a plan])
+  mutable bool has_run = false;
   std::vector<TensorType> boundaries;  // indexed by the stage that they enter
   int num_stages = 0;                  // on all ranks
   int num_micro_batches = 0;
@@ -162,7 +164,8 @@ class PipelineRunner final : public StepRunner {
   int64_t local_stage(int index) const;
   void join_messages(StepPlan& plan, const pipeline::Schedule& schedule) const;
   StepPlan::Planned planned(const pipeline::Action& action, const pipeline::Schedule& schedule) const;
-  std::string failure_of(const StepPlan& plan, size_t action, const std::string& reason) const;
+  std::string failure_of(const std::vector<StepPlan::Planned>& actions, size_t action,
+                         const std::string& reason) const;
 
   std::vector<Stage> stages_;
   pipeline::Links links_;

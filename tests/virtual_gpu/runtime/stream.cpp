@@ -6,6 +6,8 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <set>
+#include <string>
 #include <string_view>
 #include <thread>
 #include <utility>
@@ -39,6 +41,7 @@ State::State() {
   settings.poisons = !settings.memory_only && number_from("VIRTUAL_GPU_POISON", 1) != 0;
   settings.launch_blocking = number_from("CUDA_LAUNCH_BLOCKING", 0) != 0;
   settings.queue_limit = number_from("VIRTUAL_GPU_QUEUE_LIMIT", 0);
+  settings.loads_lazily = number_from("VIRTUAL_GPU_LAZY_LOADING", 0) != 0;
   settings.max_delay_us = static_cast<int64_t>(number_from("VIRTUAL_GPU_DELAY_US", 0));
   settings.seed = number_from("VIRTUAL_GPU_SEED", 1);
   settings.traces = number_from("VIRTUAL_GPU_TRACE", 0) != 0;
@@ -113,6 +116,18 @@ Operation computation(std::string name, std::vector<Range> ranges, std::function
           }};
 }
 
+static std::set<std::string>& loaded_kernels() {
+  static auto* loaded = new std::set<std::string>;
+  return *loaded;
+}
+
+// CUDA loads a kernel at its first launch, for which the host may have to wait until the device has nothing to do.
+static void load_kernel(Lock& lock, const Stream& stream, const std::string& name) {
+  const bool is_kernel =
+      !name.starts_with("nccl") && !name.starts_with("cudaMem") && !name.starts_with("cuMem");
+  if (is_kernel && loaded_kernels().insert(name).second) wait_for_device(lock, stream.device);
+}
+
 cudaError_t submit(cudaStream_t handle, Operation operation) {
   const OwnWork own;
   State& s = state();
@@ -123,6 +138,8 @@ cudaError_t submit(cudaStream_t handle, Operation operation) {
   if (s.settings.traces)
     std::fprintf(stderr, "virtual GPU: stream %d: %s\n", stream.id, operation.name.c_str());
   if (s.settings.checks_races) operation.label = label_here(operation.name);
+  if (s.settings.loads_lazily && !stream.capture && !operation.is_bookkeeping)
+    load_kernel(lock, stream, operation.name);
   if (stream.capture) {
     operation.recorded_in = module_here();
     stamp_captured(operation);
@@ -174,6 +191,12 @@ void not_supported(const std::string& what, const std::string& remedy) {
 using namespace virtual_gpu;
 
 extern "C" {
+
+// For tests: the next launch of each kernel is its first.
+void virtual_gpu_forget_kernels() {
+  const Lock lock(state().mutex);
+  loaded_kernels().clear();
+}
 
 cudaError_t cudaGetLastError() {
   const cudaError_t error = last_error;

@@ -107,8 +107,9 @@ struct Settings {
   bool ends_at_race = false;
   bool poisons = true;
   bool launch_blocking = false;
-  size_t queue_limit = 0;    ///< the host waits if a stream has this many operations; 0: never
-  int64_t max_delay_us = 0;  ///< operations and completions are late by up to this; 0: never
+  bool loads_lazily = false;  ///< at a kernel's first launch the host waits for the device
+  size_t queue_limit = 0;     ///< the host waits if a stream has this many operations; 0: never
+  int64_t max_delay_us = 0;   ///< operations and completions are late by up to this; 0: never
   uint64_t seed = 0;
   bool traces = false;           ///< prints each operation
   bool graphs_read_host = true;  ///< a recorded copy may read page-locked memory
