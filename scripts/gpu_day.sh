@@ -64,8 +64,18 @@ measure() {
   done
 }
 
+# The virtual GPU that is like this one.
+profile() {
+  case "$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null)" in
+    *A100*) echo a100 ;;
+    *H200*) echo h200 ;;
+    *B200*) echo b200 ;;
+    *) echo "${VIRTUAL_GPU_PROFILE:-h100}" ;;
+  esac
+}
+
 compare_with_virtual() {
-  measure device env && measure virtual env VIRTUAL_GPU_MEMORY_ONLY=1 VIRTUAL_GPU_POISON=0 scripts/virtual_gpus.sh 1 -- || return 1
+  measure device env && measure virtual env VIRTUAL_GPU_MEMORY_ONLY=1 VIRTUAL_GPU_POISON=0 scripts/virtual_gpus.sh 1 --profile "$(profile)" -- || return 1
   .venv/bin/python - $folder <<'PYTHON'
 import collections, gzip, json, pathlib, sys
 folder = pathlib.Path(sys.argv[1])
@@ -148,7 +158,7 @@ mxfp8() {
   nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.max.sm,power.limit,ecc.mode.current --format=csv 2>&1
   grep -m 1 'model name' /proc/cpuinfo
 } >"$file"
-export -f speed mxfp8 measure compare_with_virtual sanitize unit_tests benchmarks
+export -f speed mxfp8 measure profile compare_with_virtual sanitize unit_tests benchmarks
 # A virtual GPU takes minutes to compute what some of these do, and their numbers mean nothing there.
 only_memory=()
 ! $on_virtual || only_memory=(env VIRTUAL_GPU_MEMORY_ONLY=1 VIRTUAL_GPU_POISON=0)
