@@ -48,7 +48,7 @@ constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGRE
 // [Note: room for gaps]: at most so much, and at most this part of what the allocator has. More than a few segments of
 // 20 MiB have not been missing.
 constexpr int64_t kMostRoom = int64_t{64} << 20, kPartForRoom = 128;
-constexpr int64_t kLeastRoom = int64_t{2} << 20;  // smaller requests have segments of their own
+constexpr int64_t kLeastRoom = int64_t{8} << 20;  // a segment would be much of what a small model has
 
 /// The caching allocator exists once CUDA has been used.
 c10::DeviceAllocator& allocator() {

@@ -156,8 +156,5 @@ cudaError_t cudaGetSymbolAddress(void** address, const void* symbol) {
   *address = const_cast<void*>(symbol);
   return cudaSuccess;
 }
-cudaError_t cudaMemcpyToSymbol(const void*, const void*, size_t, size_t, cudaMemcpyKind) {
-  return cudaSuccess;
-}
 
 }  // extern "C"
