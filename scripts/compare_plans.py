@@ -273,25 +273,27 @@ def our_table(runs, plans):
 # LibTitan's own jobs: what the page calls them, their settings, and published runs (ids) of the same model, mostly on other machines.
 FLOAT8 = "--model.converters quantize.linear.float8"
 JOBS = [
-    ("8B on 8 H100", "h100", 8, "configs/llama3_8b.toml --activation_checkpoint.mode none", ["r02"]),
-    ("8B on 8 H100, Float8", "h100", 8, f"configs/llama3_8b.toml --activation_checkpoint.mode none {FLOAT8}", ["r03", "r61"]),
+    ("8B on 8 H100", "h100", 8, "configs/llama3_8b.toml --activation_checkpoint.mode none --training.local_batch_size 2", ["r02"]),
+    ("8B on 8 H100, Float8", "h100", 8, f"configs/llama3_8b.toml --activation_checkpoint.mode none --training.local_batch_size 2 {FLOAT8}",
+     ["r03", "r61"]),
     ("8B on one H200", "h200", 1, "configs/llama3_8b.toml --activation_checkpoint.mode none --optimizer.state_dtype bfloat16", []),
     ("8B on one H200, Float8", "h200", 1, f"configs/llama3_8b.toml --activation_checkpoint.mode none --optimizer.state_dtype bfloat16 {FLOAT8}", []),
     ("1.5B on one H200", "h200", 1, "configs/llama3_8b.toml --model.flavor 1B --model.args.tie_embeddings=false --training.local_batch_size 4 --activation_checkpoint.mode none", []),
     ("1.5B on one H200, Float8", "h200", 1,
      f"configs/llama3_8b.toml --model.flavor 1B --model.args.tie_embeddings=false --training.local_batch_size 4 --activation_checkpoint.mode none {FLOAT8}", []),
-    ("70B on 256 H100", "h100", 256,
-     "configs/llama3_70b.toml --activation_checkpoint.mode none --training.local_batch_size 2 --parallelism.enable_async_tensor_parallel", ["r14"]),
-    ("70B on 256 H100, Float8", "h100", 256,
-     f"configs/llama3_70b.toml --activation_checkpoint.mode selective --training.local_batch_size 4 --parallelism.enable_async_tensor_parallel {FLOAT8}", ["r16", "r62"]),
-    ("405B on 512 H100", "h100", 512,
-     "configs/llama3_405b.toml --activation_checkpoint.mode full --training.local_batch_size 8 --parallelism.enable_async_tensor_parallel", []),
-    ("405B on 512 H100, Float8", "h100", 512,
-     f"configs/llama3_405b.toml --activation_checkpoint.mode full --training.local_batch_size 8 --parallelism.enable_async_tensor_parallel {FLOAT8}", ["r10", "r63"]),
-    ("8B on 8 B200", "b200", 8, "configs/llama3_8b.toml --activation_checkpoint.mode none", []),
-    ("8B on 8 B200, Float8 by tensors", "b200", 8, f"configs/llama3_8b.toml --activation_checkpoint.mode none {FLOAT8}", []),
-    ("8B on 8 B200, Float8 by rows", "b200", 8, f"configs/llama3_8b.toml --activation_checkpoint.mode none {FLOAT8} --quantize.linear.float8.recipe_name rowwise", []),
-    ("8B on 8 B200, MXFP8", "b200", 8, "configs/llama3_8b.toml --activation_checkpoint.mode none --model.converters quantize.linear.mx", []),
+    ("70B on 256 H100", "h100", 256, "configs/llama3_70b.toml --activation_checkpoint.mode none --training.local_batch_size 1 "
+     "--parallelism.tensor_parallel_degree 4 --parallelism.enable_async_tensor_parallel", ["r14"]),
+    ("70B on 256 H100, Float8", "h100", 256, "configs/llama3_70b.toml --activation_checkpoint.mode full --training.local_batch_size 2 "
+     f"--parallelism.tensor_parallel_degree 1 {FLOAT8} --quantize.linear.float8.enable_fsdp_float8_all_gather", ["r16", "r62"]),
+    ("405B on 512 H100", "h100", 512, "configs/llama3_405b.toml --activation_checkpoint.mode full --training.local_batch_size 4 "
+     "--parallelism.tensor_parallel_degree 4", []),
+    ("405B on 512 H100, Float8", "h100", 512, "configs/llama3_405b.toml --activation_checkpoint.mode full --training.local_batch_size 2 "
+     f"--parallelism.tensor_parallel_degree 2 {FLOAT8}", ["r10", "r63"]),
+    ("8B on 8 B200", "b200", 8, "configs/llama3_8b.toml --activation_checkpoint.mode none --training.local_batch_size 4", []),
+    ("8B on 8 B200, Float8 by tensors", "b200", 8, f"configs/llama3_8b.toml --activation_checkpoint.mode none --training.local_batch_size 4 {FLOAT8}", []),
+    ("8B on 8 B200, Float8 by rows", "b200", 8,
+     f"configs/llama3_8b.toml --activation_checkpoint.mode none --training.local_batch_size 4 {FLOAT8} --quantize.linear.float8.recipe_name rowwise", []),
+    ("8B on 8 B200, MXFP8", "b200", 8, "configs/llama3_8b.toml --activation_checkpoint.mode none --training.local_batch_size 4 --model.converters quantize.linear.mx", []),
 ]
 
 

@@ -6,11 +6,12 @@
     scripts/plan_scaling.py --plans FILE                    keeps the plans in a file, and makes only those that it hasn't got
 
 Each layout of LAYOUTS is planned with micro-batches of 4, 2 and 1 sequences, each with the least recompute that fits (none, selective by operation,
-full; not none for 405B and in pipelines), and the fastest counts. In a pipeline micro-batches are of one sequence, unless that takes too long to plan."""
+full; not none for 405B), and the fastest counts. In a pipeline micro-batches are of one sequence, unless that takes too long to plan."""
 
 import argparse
 import concurrent.futures
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -20,14 +21,17 @@ TITAN = ROOT / "build/bin/titan"
 DEVICE, SEQUENCE = "h100", 8192
 WORLDS = [8, 64, 512, 2048, 16384]
 LAYERS = {"8B": 32, "70B": 80, "405B": 126}
-MOST_LAYERS = 2560  # times micro-batches of a step; more take minutes to plan
+MOST_LAYERS = 5120  # times micro-batches of a step, in pipelines half as many; more take minutes to plan
 
 # Degrees of tensor, context and pipeline parallelism, "stages" of each pipeline rank, and "shard", the ranks that share parameters (without it all,
 # with it HSDP).
 LAYOUTS = {
-    "8B": [{}, {"shard": 8}, {"shard": 64}, {"tp": 8}, {"cp": 4}, {"tp": 8, "cp": 4}, {"tp": 8, "cp": 4, "shard": 16}],
-    "70B": [{}, {"shard": 64}, {"tp": 8}, {"tp": 8, "shard": 32}, {"tp": 8, "cp": 2, "shard": 32}, {"tp": 8, "pp": 4, "stages": 2}],
-    "405B": [{"tp": 8}, {"tp": 8, "shard": 64}, {"tp": 8, "cp": 2, "shard": 32}, {"tp": 8, "pp": 8, "stages": 4}, {"tp": 8, "pp": 16, "stages": 2}],
+    "8B": [{}, {"shard": 8}, {"shard": 64}, {"tp": 8}, {"tp": 4, "shard": 32}, {"cp": 4}, {"tp": 2, "cp": 2, "shard": 32},
+           {"tp": 8, "cp": 4, "shard": 2}, {"tp": 4, "cp": 8, "pp": 4, "stages": 4, "shard": 8}],
+    "70B": [{}, {"shard": 64}, {"tp": 2}, {"tp": 2, "shard": 64}, {"tp": 4}, {"tp": 4, "shard": 64}, {"tp": 8}, {"tp": 8, "shard": 32},
+            {"tp": 8, "cp": 2, "shard": 8}, {"tp": 4, "cp": 4, "pp": 4, "stages": 5, "shard": 16}],
+    "405B": [{"tp": 4}, {"tp": 4, "shard": 128}, {"tp": 8}, {"tp": 8, "shard": 64}, {"tp": 8, "cp": 2, "shard": 32}, {"tp": 8, "pp": 8, "stages": 4},
+             {"tp": 8, "cp": 2, "pp": 8, "stages": 4}],
 }
 PARAMS = {"8B": 8.03e9, "70B": 70.6e9, "405B": 405.9e9}
 STATE_BYTES, DEVICE_GIB = 16, 78.6  # parameters, gradients and optimizer in fp32; what a plan may use
@@ -68,12 +72,12 @@ def candidates(model, layout, world, tokens):
         command += ["--parallelism.pipeline_parallel_schedule", "Interleaved1F1B", "--parallelism.pipeline_parallel_layers_per_stage",
                     str((LAYERS[model] + 2 * less) // (pp * layout["stages"])), "--parallelism.pipeline_parallel_first_stage_less_layers", str(int(less)),
                     "--parallelism.pipeline_parallel_last_stage_less_layers", str(int(less))]
-    most = MOST_LAYERS // LAYERS[model]
+    most = MOST_LAYERS // LAYERS[model] // (2 if pp > 1 else 1)
     micro_batches = [size for size in (1, 2, 4) if sequences % size == 0 and size <= 2 * tp and sequences // size <= most]
     if not micro_batches:
         return [], f"has more than {most} micro-batches"
     micro_batches = micro_batches[:1] if pp > 1 else micro_batches[::-1]
-    recomputes = ("selective", "full") if pp > 1 or model == "405B" else ("none", "selective", "full")
+    recomputes = ("selective", "full") if model == "405B" else ("none", "selective", "full")
     result = []
     for size in micro_batches:
         batch = ["--training.local_batch_size", str(sequences if pp > 1 else size), "--training.global_batch_size", str(tokens // SEQUENCE)]
@@ -88,7 +92,8 @@ def candidates(model, layout, world, tokens):
 def plan(command, plans, file):
     key = " ".join(command)
     if key not in plans:
-        result = subprocess.run([str(TITAN), "plan", *command, "--json"], cwd=ROOT, capture_output=True, text=True)
+        # With --for-run, a plan that doesn't fit looks for no changes, which takes longer than the plan.
+        result = subprocess.run([str(TITAN), "plan", *command, "--for-run", str(os.getpid()), "--json"], cwd=ROOT, capture_output=True, text=True)
         if result.returncode == 0:
             whole = json.loads(result.stdout)
             plans[key] = {name: whole[name] for name in ("fits", "step_s", "tokens_per_s_per_device", "mfu", "time")}
