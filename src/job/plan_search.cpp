@@ -410,29 +410,59 @@ class Search {
 
   // ---- the second round
 
-  // The candidates are in order of their estimates.
-  void plan_while_promising(const std::vector<Ranked>& candidates) {
-    const auto may_be_among_the_best = [&](const Ranked& each) {
-      return result_.best.size() < options_.num_best ||
-             value_of(each.estimate) * most_pessimistic_ < value_of(result_.best[options_.num_best - 1].plan);
-    };
-    const size_t num_before = num_asked_;
-    auto next = candidates.begin();
-    std::vector<Ranked> skipped;
+  // The candidates are in order of their estimates. Those that don't fit would cost the time that others need, so they wait until only they
+  // are left. Each plan improves the forecasts of memory and time, so each batch is chosen anew.
+  void plan_while_promising(std::vector<Ranked> candidates) {
     while (true) {
+      std::erase_if(candidates, [&](const Ranked& each) { return !is_promising(each); });
       std::vector<Ranked> batch;
-      for (; next != candidates.end() && may_be_among_the_best(*next) && batch.size() < options_.num_at_once;
-           ++next)
-        (has_time_for(next->layout) ? batch : skipped).push_back(*next);
+      for (const bool fits : {true, false})
+        for (auto each = candidates.begin();
+             each != candidates.end() && batch.size() < options_.num_at_once;) {
+          if (seems_to_fit(*each) != fits || !has_time_for(each->layout)) {
+            ++each;
+            continue;
+          }
+          batch.push_back(std::move(*each));
+          each = candidates.erase(each);
+        }
       if (batch.empty()) break;
       plan(batch);
     }
-    std::erase_if(skipped, [&](const Ranked& each) { return !may_be_among_the_best(each); });
-    if (skipped.empty()) return;
-    // The forecasts of their time are better now.
-    if (num_asked_ > num_before) return plan_while_promising(skipped);
+    if (candidates.empty()) return;
     result_.time_is_up = true;
-    result_.num_left += skipped.size();
+    result_.num_left += candidates.size();
+  }
+
+  bool is_promising(const Ranked& each) const {
+    if (is_too_large({.bytes = memory_of(each).least})) return false;
+    return result_.best.size() < options_.num_best ||
+           value_of(each.estimate) * most_pessimistic_ < value_of(result_.best[options_.num_best - 1].plan);
+  }
+  bool seems_to_fit(const Ranked& each) const { return memory_of(each).most <= usable(); }
+
+  struct Range {
+    double least = 0, most = 0;
+  };
+  // The estimate's bytes, if it errs as those of its kind have so far. Without a plan of that kind, the margin decides while nothing fits, and
+  // for schedules that delay weight gradients: these keep what the gradients are computed from, also where activations are recomputed, which
+  // estimates leave out.
+  Range memory_of(const Ranked& each) const {
+    const auto& [layout, estimate] = each;
+    Range error{1, 1};
+    if (const auto found = memory_errors_.find(memory_kind(layout)); found != memory_errors_.end())
+      error = found->second;
+    else if (result_.best.empty() || delays_weight_gradients(layout))
+      error.most = kMemoryMargin;
+    return {error.least * estimate.bytes, error.most * estimate.bytes};
+  }
+  // Errors of memory depend on these most: in deep pipelines, more micro-batches wait for their backward.
+  using MemoryKind = std::tuple<std::string, int64_t, std::string>;
+  static MemoryKind memory_kind(const Layout& layout) {
+    return {layout.schedule, layout.pipeline, layout.recompute};
+  }
+  static bool delays_weight_gradients(const Layout& layout) {
+    return layout.pipeline > 1 && pipeline::schedule_traits(layout.schedule).splits_backward;
   }
 
   // A plan's layers' micro-batches. The first ones are planned in any case.
@@ -462,6 +492,9 @@ class Search {
       planning_time_.add(work_of(layout), plan.planning_s);
       most_pessimistic_ = std::min(most_pessimistic_, value_of(plan) / value_of(estimate));
       const auto needed = static_cast<double>(plan.needed_bytes);
+      const double error = needed / estimate.bytes;
+      Range& errors = memory_errors_.try_emplace(memory_kind(layout), error, error).first->second;
+      errors = {std::min(errors.least, error), std::max(errors.most, error)};
       const bool fits = plan.needed_bytes <= options_.usable_bytes;
       progress_(str(layout.text(), ": ", std::lround(1e3 * plan.step_s), " ms (estimate ",
                     std::lround(1e3 * estimate.step_s), " ms), ", std::lround(needed / kGiB),
@@ -539,8 +572,9 @@ class Search {
   std::set<Layout> fits_easily_;               // whatever less recomputation they have
   std::vector<Ranked> ranked_;
   PlanningTime planning_time_;
-  size_t num_asked_ = 0;         // layouts that the planner was asked for in the second round
-  double most_pessimistic_ = 1;  // the smallest quotient of a plan's value and its estimate
+  size_t num_asked_ = 0;                       // layouts that the planner was asked for in the second round
+  double most_pessimistic_ = 1;                // the smallest quotient of a plan's value and its estimate
+  std::map<MemoryKind, Range> memory_errors_;  // quotients of a plan's bytes and its estimate's
   SearchResult result_;
 };
 

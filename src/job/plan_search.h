@@ -8,7 +8,8 @@
 //    pipeline, the blocks are planned on all ranks. A pipeline gathers and reduces parameters only once a step, so its blocks are planned on
 //    the ranks of one replica, and the states' bytes are counted by the ranks that share them.
 // 2. The best estimates are planned as they are, and ranked by that, until no estimate that is left can be among the best, even if it is as
-//    pessimistic as the most pessimistic one so far.
+//    pessimistic as the most pessimistic one so far. Memory is corrected by how far the estimates of the same schedule, depth and recomputation
+//    were off so far. What seems not to fit is planned last, and not at all if it is far from fitting.
 //
 // The kinds of blocks that can't be of use aren't planned:
 // - what doesn't fit, by far, doesn't fit with a larger micro-batch either;
