@@ -286,7 +286,12 @@ class CudaBackend final : public DeviceBackend {
     const auto has_room = [&] { return memory(index).reserved_bytes >= before.reserved_bytes + room; };
     size_t free = 0, total = 0;
     C10_CUDA_CHECK(cudaMemGetInfo(&free, &total));
-    if (room < kLeastRoom || free < total / 32) return;
+    // The user may have left the process a part of the device (per_process_memory_fraction).
+    const double fraction =
+        c10::cuda::CUDACachingAllocator::getMemoryFraction(static_cast<c10::DeviceIndex>(index));
+    const double left = std::min(static_cast<double>(free), fraction * static_cast<double>(total) -
+                                                                static_cast<double>(before.reserved_bytes));
+    if (room < kLeastRoom || left < static_cast<double>(total) / 32) return;
     {
       std::vector<at::DataPtr> blocks;
       GiveBackIdleMemory::is_off = true;

@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kMaxBackwardThreads)
       }
     }
     const float mean = sum_of_block(dot) / static_cast<float>(size);
-    PackBits others[kBackwardPacks];
+    PackBits others[kBackwardPacks] = {};
 #pragma unroll
     for (int k = 0; k < kBackwardPacks; ++k) {
       const int i = threadIdx.x + k * blockDim.x;

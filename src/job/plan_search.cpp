@@ -410,11 +410,16 @@ class Search {
 
   // ---- the second round
 
-  // The candidates are in order of their estimates. Those that don't fit would cost the time that others need, so they wait until only they
-  // are left. Each plan improves the forecasts of memory and time, so each batch is chosen anew.
+  // The candidates are in order of their estimates. Those that don't fit would cost the time that others need, so they wait until no
+  // other is left that there is time for. Each plan improves the forecasts of memory and time, so each batch is chosen anew.
   void plan_while_promising(std::vector<Ranked> candidates) {
     while (true) {
-      std::erase_if(candidates, [&](const Ranked& each) { return !is_promising(each); });
+      std::erase_if(candidates, [&](const Ranked& each) {
+        const double bytes = memory_of(each).least;
+        const bool is_too_far = is_too_large({.bytes = bytes});
+        if (is_too_far) does_not_fit(each.layout, bytes);
+        return is_too_far || !is_promising(each);
+      });
       std::vector<Ranked> batch;
       for (const bool fits : {true, false})
         for (auto each = candidates.begin();
@@ -435,7 +440,6 @@ class Search {
   }
 
   bool is_promising(const Ranked& each) const {
-    if (is_too_large({.bytes = memory_of(each).least})) return false;
     return result_.best.size() < options_.num_best ||
            value_of(each.estimate) * most_pessimistic_ < value_of(result_.best[options_.num_best - 1].plan);
   }

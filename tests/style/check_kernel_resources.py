@@ -92,7 +92,8 @@ def bytes_of(opcode):
 
 
 def asked_at_once(code):
-    """The most bytes that reads of the device's memory ask for, in the order of the code, before an instruction needs one of them."""
+    """The most bytes that reads of the device's memory ask for, in the order of the code, before an instruction needs one of them. Branches aren't
+    followed, so reads of two ways through the code count together."""
     waiting, most = {}, 0  # registers, each with its read
     for opcode, rest in INSTRUCTION.findall(code):
         operands = re.split(r",\s*(?![^\[]*\])", rest)
@@ -116,7 +117,10 @@ def wrong_bytes_at_once(build):
         print("the column 'asks for at once' isn't compared with machine code: there is no cuobjdump")
         return
     documented = {name: int(size) for name, size in re.findall(r"^\| `(\w+_kernel)` \|.*?\| (\d+) B, \d+ KiB \|", docs.read_text(), re.MULTILINE)}
-    for cubin in sorted((build / "cuda").glob("*/*.compute_90.cubin")):
+    cubins = sorted((build / "cuda").glob("*/*.compute_90.cubin"))
+    if not cubins:
+        yield f"{build}/cuda has no machine code for compute capability 9.0"
+    for cubin in cubins:
         text = subprocess.run([tool, "-sass", cubin], capture_output=True, text=True, check=True).stdout
         for part in text.split("Function : ")[1:]:
             kernel, asked = demangled(part.split("\n")[0].strip()), asked_at_once(part)

@@ -288,7 +288,7 @@ class ThreadParts final : public RankParts {
   int count() const override { return static_cast<int>(board_.sent.size()); }
   void all_gather(const at::Tensor& out, const at::Tensor& in, const char* phase) const override {
     EXPECT_STREQ(phase, "tp::vocabulary");
-    board_.num_exchanges += index_ == 0;
+    if (index_ == 0) ++board_.num_exchanges;  // one thread alone writes it
     board_.sent[static_cast<size_t>(index_)] = in;
     board_.barrier.arrive_and_wait();
     for (int i = 0; i < count(); ++i) out[i].copy_(board_.sent[static_cast<size_t>(i)]);

@@ -116,16 +116,16 @@ Operation computation(std::string name, std::vector<Range> ranges, std::function
           }};
 }
 
-static std::set<std::string>& loaded_kernels() {
-  static auto* loaded = new std::set<std::string>;
+static std::set<std::pair<int, std::string>>& loaded_kernels() {
+  static auto* loaded = new std::set<std::pair<int, std::string>>;
   return *loaded;
 }
 
 // CUDA loads a kernel at its first launch, for which the host may have to wait until the device has nothing to do.
 static void load_kernel(Lock& lock, const Stream& stream, const std::string& name) {
-  const bool is_kernel =
-      !name.starts_with("nccl") && !name.starts_with("cudaMem") && !name.starts_with("cuMem");
-  if (is_kernel && loaded_kernels().insert(name).second) wait_for_device(lock, stream.device);
+  for (const char* other : {"nccl", "cudaMem", "cuMem", "host function", "callback"})
+    if (name.starts_with(other)) return;
+  if (loaded_kernels().insert({stream.device, name}).second) wait_for_device(lock, stream.device);
 }
 
 cudaError_t submit(cudaStream_t handle, Operation operation) {
