@@ -123,7 +123,7 @@ def torchao(model: dict, recipe: str, compiles: bool, options: argparse.Namespac
     words += ["--device", options.device, "--seq-len", options.seq_len, "--steps", options.steps, "--warmup", options.warmup]
     # On virtual GPUs: FSDP2 frees gradients on the stream that reduced them while the optimizer's may still read them. It isn't a fault, because that
     # stream waits for the optimizer's before it uses the memory again. So what the checks find is printed, and doesn't end the run.
-    checks = {"VIRTUAL_GPU_RACES": "1"} if os.environ.get("VIRTUAL_GPU_RACES") == "fatal" else {}
+    checks = {"VIRTUAL_GPU_RACES": "1", "VIRTUAL_GPU_FAULTS": ""} if os.environ.get("VIRTUAL_GPU_RACES") == "fatal" else {}
     result = json.loads(run(words + (["--compile"] if compiles else []), **checks).splitlines()[-1])
     return {"tokens_per_s": result["tokens_per_s"], "memory": result["peak_memory_gib"]}
 
