@@ -278,7 +278,7 @@ class CudaBackend final : public DeviceBackend {
   }
 
   // The blocks fill all gaps that are as large, so the allocator takes more. Idle memory isn't given back for them: the next
-  // step would find other gaps. They are no peak of the run's.
+  // step would find other gaps. The run's peaks don't count these blocks.
   void leave_room(int index) override {
     const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(index));
     const DeviceMemory before = memory(index);

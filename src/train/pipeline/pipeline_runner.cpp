@@ -432,8 +432,9 @@ bool needs(const Planned& action, const Planned& receive) {
 // CUDA loads a kernel when it is first launched, and the host may then have to wait until the device has nothing else to do. A
 // receive that is posted ahead of a rank's own first forward would keep the device busy until another rank sends, which may
 // itself need that forward: both would wait forever. So the first time, a receive is posted when an action needs it, after
-// the earlier ones of its link. A send keeps the device busy, too, until it is received; no schedule is known in which ranks
-// then wait in a circle (pipeline_contact_test runs them all), but there is no proof. (With CUDA_MODULE_LOADING=EAGER kernels are loaded when the program starts.)
+// the earlier ones of its link. (With CUDA_MODULE_LOADING=EAGER kernels are loaded when the program starts.) A send keeps the
+// device busy, too, until it is received. No schedule is known in which ranks then wait in a circle (pipeline_contact_test runs
+// them all), but there is no proof.
 std::vector<Planned> with_late_receives(const std::vector<Planned>& actions) {
   std::vector<Planned> late, pending;
   // Messages of one call follow each other, so they are posted together.
