@@ -1,6 +1,7 @@
 #include "job/job_plan.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <utility>
 
 #include "titan/core/error.h"
@@ -9,8 +10,11 @@ namespace titan::train {
 
 namespace {
 
+// But for a few allocations, which take no memory and no time.
 bool are_alike(const PlannedRole& a, const PlannedRole& b) {
-  return a.rank.peak_allocated_bytes == b.rank.peak_allocated_bytes &&
+  const int64_t allocations = a.summary.num_allocations;
+  return std::abs(allocations - b.summary.num_allocations) <= allocations / 100 &&
+         a.rank.peak_allocated_bytes == b.rank.peak_allocated_bytes &&
          a.rank.peak_reserved_bytes == b.rank.peak_reserved_bytes &&
          a.summary.num_launches == b.summary.num_launches && a.summary.flops == b.summary.flops &&
          a.summary.collectives.size() == b.summary.collectives.size();

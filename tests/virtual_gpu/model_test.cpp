@@ -310,33 +310,29 @@ using testing::plan_of, testing::planned_memory;
 
 using Counts = std::map<std::string, int64_t>;
 
-// Copies aren't compared one by one: the `fake` backend of virtual GPUs makes some in place of collectives.
-bool is_compared(const std::string& operation) {
-  return operation != "aten::copy_" && operation != "aten::zero_" && operation != "aten::_assert_async" &&
-         !operation.starts_with("cudaMem");
-}
-
-// LibTorch's own product of Float8 matrices runs on virtual GPUs, too, so what is counted is what it calls.
+// LibTorch's own product of Float8 matrices runs on virtual GPUs, too, so what is counted is what it calls. A plan names copies by where they go.
 std::string name_of_launch(const std::string& operation) {
+  if (operation.starts_with("cudaMemcpyAsync ")) return "cudaMemcpyAsync";
   return operation == "aten::_scaled_mm" ? "cublasLtMatmul" : operation;
 }
 
 Counts planned_launches(const json& plan, const std::string& role) {
   Counts counts;
   for (const json& row : plan.at("operations"))
-    if (row.at("role") == role && is_compared(row.at("operation")))
+    if (row.at("role") == role)
       counts[name_of_launch(row.at("operation"))] += row.at("launches").get<int64_t>();
   return counts;
 }
 
-// Those of the planned ones, and what else there is.
+// Those of the planned ones, and what else there is. The copies that stand for messages are nothing that a rank launches.
 Counts launches_of(const Counts& planned) {
+  const auto launches_by = [](const char* operation) {
+    return count("launches", nullptr, operation) - count("launches", "fake message", operation);
+  };
   Counts counts;
-  int64_t others = count("launches", nullptr);
-  for (const char* name : {"aten::copy_", "aten::zero_", "cudaMemcpyAsync", "cudaMemsetAsync"})
-    others -= count("launches", nullptr, name);
+  int64_t others = launches_by(nullptr);
   for (const auto& [operation, launches] : planned) {
-    counts[operation] = count("launches", nullptr, operation.c_str());
+    counts[operation] = launches_by(operation.c_str());
     others -= counts[operation];
   }
   if (others != 0) counts["others"] = others;
@@ -391,13 +387,18 @@ void expect_as_planned(const json& plan, int rank, const dist::DeviceMemory& mem
       const int64_t planned_allocations = step.at("allocations");
       std::printf("  allocations: %lld, planned %lld\n", static_cast<long long>(allocations),
                   static_cast<long long>(planned_allocations));
-      // A group's last rank in asynchronous tensor parallelism makes fewer than the one that is planned for all.
-      const double tolerance = rank == step.at("rank") ? 0 : 0.03 * static_cast<double>(allocations);
+      // A job's last rank is planned for itself only if it differs by more than that.
+      const double tolerance = rank == step.at("rank") ? 0 : 0.01 * static_cast<double>(allocations);
       EXPECT_NEAR(static_cast<double>(planned_allocations), static_cast<double>(allocations), tolerance);
     }
   EXPECT_EQ(planned_collectives(plan, planned.at("role")), collectives);
   const Counts launches = planned_launches(plan, planned.at("role"));
-  EXPECT_EQ(launches, launches_of(launches)) << "launches of a step: planned, and on the virtual GPU";
+  Counts on_gpu = launches_of(launches);
+  for (const auto& [operation, number] : launches) {
+    EXPECT_EQ(number, on_gpu[operation]) << "launches of " << operation << " in a step";
+    on_gpu.erase(operation);
+  }
+  EXPECT_TRUE(on_gpu.empty()) << on_gpu.begin()->second << " launches that aren't planned";
 }
 
 TEST_P(Recipes, FitTheirGpu) {
@@ -448,8 +449,8 @@ INSTANTIATE_TEST_SUITE_P(
                       Recipe{"llama3_70b_3d", 256, 35.09, 35.94}, Recipe{"llama3_405b", 512, 28.60, 29.09},
                       Recipe{"llama3_405b_2d", 512, 28.60, 29.09},
                       Recipe{"llama3_405b_3d", 512, 22.76, 23.15},
-                      Recipe{"llama3_405b_pp", 512, 35.28, 35.47},
-                      Recipe{"llama3_405b_pp_interleaved", 512, 37.16, 37.44}),
+                      Recipe{"llama3_405b_pp", 512, 35.28, 35.84},
+                      Recipe{"llama3_405b_pp_interleaved", 512, 37.16, 37.40}),
     [](const auto& info) { return std::string(info.param.name); });
 
 Recipe with(const char* variant, Words words, Recipe recipe) {
@@ -473,7 +474,7 @@ INSTANTIATE_TEST_SUITE_P(
               kSettings + "scaling_type_grad_output=delayed"},
              {"llama3_8b", 8, 34.15, 35.04}),
         with("_float8", {kFloat8}, {"llama3_8b_2d", 8, 34.16, 35.12}),
-        with("_float8", {kFloat8}, {"llama3_405b_pp", 512, 32.86, 33.21}),
+        with("_float8", {kFloat8}, {"llama3_405b_pp", 512, 32.86, 33.23}),
         with("_bfloat16_states", {"--optimizer.state_dtype=bfloat16"}, {"llama3_8b", 8, 30.21, 31.14}),
         with("_bfloat16", {"--training.dtype=bfloat16", "--optimizer.stochastic_rounding"},
              {"llama3_8b", 8, 26.82, 27.48}),
