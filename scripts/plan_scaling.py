@@ -3,6 +3,7 @@
 
     scripts/plan_scaling.py [--models 8B,70B] [--jobs N]    prints the tables
     scripts/plan_scaling.py --write                         writes them into docs/scaling.md, too
+    scripts/plan_scaling.py --check                         fails if docs/scaling.md has others, by more than 1 %
     scripts/plan_scaling.py --plans FILE                    keeps the plans in a file, and makes only those that it hasn't got
 
 Each layout of LAYOUTS is planned with micro-batches of 4, 2 and 1 sequences, each with the least recompute that fits (none, selective by operation,
@@ -10,9 +11,11 @@ full; not none for 405B), and the fastest counts. In a pipeline micro-batches ar
 
 import argparse
 import concurrent.futures
+import difflib
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -150,15 +153,32 @@ def tables(model, scaling, answers):
     return "\n".join(lines) + "\n"
 
 
+NUMBER = re.compile(r"[0-9][0-9,]*(?:\.[0-9]+)?")
+
+
+def agree(written, planned):
+    """Whether tables differ by 1 % at most, or by one in the last place."""
+    if NUMBER.split(written) != NUMBER.split(planned):
+        return False
+    for a, b in zip(NUMBER.findall(written), NUMBER.findall(planned)):
+        last_place = 10.0 ** -len(a.partition(".")[2])
+        a, b = (float(number.replace(",", "")) for number in (a, b))
+        if abs(a - b) > max(1.001 * last_place, 0.01 * a):
+            return False
+    return True
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", default="8B,70B,405B")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--plans", type=pathlib.Path)
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
     plans = json.loads(arguments.plans.read_text()) if arguments.plans and arguments.plans.exists() else {}
     page = ROOT / "docs/scaling.md"
+    is_as_written = True
     for model in arguments.models.split(","):
         for scaling in ("weak", "strong"):
             cases = [(layout, world, WEAK_TOKENS[model] * world if scaling == "weak" else STRONG_TOKENS[model]) for layout in LAYOUTS[model] for world in WORLDS]
@@ -166,11 +186,20 @@ def main():
                 found = pool.map(lambda case: best_of(model, *case, plans, arguments.plans), cases)
                 answers = {(text_of(layout), world): answer for (layout, world, _), answer in zip(cases, found)}
             table = tables(model, scaling, answers)
-            print(f"{model}, {scaling}\n\n{table}")
+            begin, end = f"<!-- {model} {scaling} -->\n\n", f"\n<!-- end of {model} {scaling} -->\n"
+            before, rest = page.read_text().split(begin)
+            written, after = rest.split(end)
+            if arguments.check:
+                if agree(written, table):
+                    continue
+                is_as_written = False
+                sys.stdout.writelines(difflib.unified_diff(written.splitlines(True), table.splitlines(True), "docs/scaling.md", f"{model}, {scaling}"))
+            else:
+                print(f"{model}, {scaling}\n\n{table}")
             if arguments.write:
-                begin, end = f"<!-- {model} {scaling} -->\n", f"<!-- end of {model} {scaling} -->\n"
-                before, rest = page.read_text().split(begin)
-                page.write_text(before + begin + "\n" + table + "\n" + end + rest.split(end)[1])
+                page.write_text(before + begin + table + end + after)
+    if not is_as_written:
+        sys.exit("docs/scaling.md has other tables than these plans: if they are meant to differ, run scripts/plan_scaling.py --write")
 
 
 if __name__ == "__main__":

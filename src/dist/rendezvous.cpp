@@ -1,7 +1,7 @@
 // [Note: rendezvous]
 // The ranks meet at a c10d store, which rank 0 serves and the others connect to. Each registers its rank, its
-// host and the host's address; the last one declares the rendezvous complete. A rank that finds that the job
-// can't start declares the reason instead, so that every rank reports the same.
+// host and the host's address; the last one writes the list of all, and declares the rendezvous complete. A rank that finds that the job can't
+// start declares the reason instead, so that every rank reports the same.
 
 #include "dist/rendezvous.h"
 
@@ -13,6 +13,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <map>
+#include <mutex>
 #include <random>
 #include <span>
 #include <sstream>
@@ -196,11 +198,37 @@ std::string key_of(int rank) { return str("rank/", rank); }
 // All ranks wait for this key. Its value is kOk, or the reason why the job can't start.
 constexpr const char* kVerdict = "verdict";
 constexpr const char* kOk = "ok";
+constexpr const char* kDescriptions = "descriptions";
 
 void condemn(c10d::Store& store, const Launch& launch, const std::string& reason) {
   store.set(kVerdict, reason);
   // The others need time to read it: this process serves the store and is about to end.
   if (launch.rank == 0) std::this_thread::sleep_for(Milliseconds(500));
+}
+
+// [Note: descriptions of peers]
+// N ranks that read N keys are N * N reads of one process: with 2,048 ranks, half a minute. So the last rank to register reads them all, and
+// writes one value: for each run of ranks with the same description, as those of a host have, a line with their number.
+
+std::string descriptions_of_all(c10d::Store& store, int num_ranks) {
+  std::vector<std::string> keys;
+  for (int rank = 0; rank < num_ranks; ++rank) keys.push_back(key_of(rank));
+  std::string text, last;
+  int count = 0;
+  const auto add_run = [&] {
+    if (count > 0) text += str(count, " ", last, "\n");
+  };
+  for (const auto& value : store.multiGet(keys)) {
+    const std::string description(value.begin(), value.end());
+    if (description != last) {
+      add_run();
+      last = description;
+      count = 0;
+    }
+    ++count;
+  }
+  add_run();
+  return text;
 }
 
 /// Returns the problem with this rank, or "".
@@ -218,7 +246,10 @@ std::string register_rank(c10d::Store& store, const Launch& launch) {
                ": each needs a RANK of its own");
   }
   store.set(key_of(launch.rank), str(host_identity(), " ", address_towards(launch.store_host)));
-  if (store.add("num_ranks", 1) == launch.size) store.set(kVerdict, kOk);
+  if (store.add("num_ranks", 1) == launch.size) {
+    store.set(kDescriptions, descriptions_of_all(store, launch.size));
+    store.set(kVerdict, kOk);
+  }
   return "";
 }
 
@@ -251,14 +282,15 @@ void wait_until_ready(c10d::Store& store, const Launch& launch, const Wait& wait
 }
 
 std::vector<Peer> read_peers(c10d::Store& store, const Launch& launch) {
-  std::vector<std::string> keys;
-  for (int rank = 0; rank < launch.size; ++rank) keys.push_back(key_of(rank));
   std::vector<Peer> peers;
-  for (const auto& value : store.multiGet(keys)) {
-    const std::string text(value.begin(), value.end());
-    const size_t space = text.rfind(' ');
-    peers.push_back({.host = text.substr(0, space), .address = text.substr(space + 1)});
+  std::istringstream lines(store.get_to_str(kDescriptions));
+  for (std::string line; std::getline(lines, line);) {
+    const size_t first = line.find(' '), last = line.rfind(' ');
+    const Peer peer{.host = line.substr(first + 1, last - first - 1), .address = line.substr(last + 1)};
+    peers.insert(peers.end(), std::stoul(line.substr(0, first)), peer);
   }
+  TITAN_INTERNAL_ASSERT(peers.size() == static_cast<size_t>(launch.size), "the store describes ",
+                        peers.size(), " of ", launch.size, " ranks");
   return peers;
 }
 
@@ -319,12 +351,26 @@ void leave(c10d::Store& store, const Launch& launch) {
 // The linker takes the first one that it finds. libtitan has one, too, because libc comes before libtitan_train in a
 // program that links only libtitan.
 
-int name_flags(const void* code, int flags) {
+namespace {
+
+// dladdr() also looks for the nearest symbol, which takes half a millisecond in LibTorch's libraries: a third of a rank's rendezvous, and most of
+// the time of the thread that serves the store. There are only a few callers.
+bool is_in_libtorch(const void* code) {
+  static std::mutex mutex;
+  static std::map<const void*, bool> known;
+  const std::lock_guard lock(mutex);
+  const auto [found, is_new] = known.try_emplace(code, false);
   Dl_info library{};
-  if (::dladdr(code, &library) == 0 || !library.dli_fname) return flags;
-  const std::string_view path = library.dli_fname;
-  return path.substr(path.rfind('/') + 1).starts_with("libtorch") ? flags | NI_NUMERICHOST : flags;
+  if (is_new && ::dladdr(code, &library) != 0 && library.dli_fname) {
+    const std::string_view path = library.dli_fname;
+    found->second = path.substr(path.rfind('/') + 1).starts_with("libtorch");
+  }
+  return found->second;
 }
+
+}  // namespace
+
+int name_flags(const void* code, int flags) { return is_in_libtorch(code) ? flags | NI_NUMERICHOST : flags; }
 
 int name_of_peer(const void* caller, const NameQuery& query) {
   using Call = decltype(&getnameinfo);

@@ -118,14 +118,17 @@ BlockCosts block_costs(const Layout& kind, const std::vector<PlanAnswer>& answer
 }
 
 LayoutEstimator::LayoutEstimator(const JobConfig& base, const SearchOptions& options)
-    : options_(options), layers_(base.spec().sizes(base.args()).num_layers), bytes_(parameter_bytes(base)) {}
+    : options_(options),
+      layers_(base.spec().sizes(base.args()).num_layers),
+      sequence_(base.training.seq_len),
+      bytes_(parameter_bytes(base)) {}
 
 LayoutEstimate LayoutEstimator::of(const Layout& layout, const BlockCosts& block) {
   const auto layers = static_cast<double>(layers_), batches = static_cast<double>(micro_batches(layout));
   if (layout.pipeline == 1)
     return {batches * block.seconds.of(layers) + block.once.of(layers),
-            (has_one_micro_batch(layout) ? block.bytes_of_one : block.bytes).of(layers)};
-  const auto [schedule_time, live] = schedule_figures(layout);
+            (has_one_micro_batch(layout) ? block.bytes_of_one : block.bytes).of(layers), 0};
+  const auto [schedule_time, live, delayed] = schedule_figures(layout);
   const auto depth = static_cast<double>(layout.pipeline),
              stages = static_cast<double>(layout.stages_of_rank);
   const auto less = static_cast<double>(layers_of_an_end(layers_, layout.pipeline * layout.stages_of_rank));
@@ -149,7 +152,9 @@ LayoutEstimate LayoutEstimator::of(const Layout& layout, const BlockCosts& block
                               (block_kind(layout).keeps_gathered ? whole_bytes(bytes_, layout, false) : 0);
   const double activations = std::max(0.0, block.bytes.of_layer - of_parameter * block.parameters.of_layer);
   const double others = std::max(0.0, block.bytes.rest - of_parameter * block.parameters.rest);
-  return {step_s, bytes_.state * parameters / sharing + whole + live * of_stage * activations + others};
+  const double tokens = static_cast<double>(layout.micro_batch * sequence_ / layout.context);
+  return {step_s, bytes_.state * parameters / sharing + whole + live * of_stage * activations + others,
+          delayed * of_stage * tokens};
 }
 
 double LayoutEstimator::bytes_of_copies(const Layout& layout, const BlockCosts& block) const {
@@ -183,11 +188,13 @@ LayoutEstimator::ScheduleFigures LayoutEstimator::schedule_figures(const Layout&
         pipeline::simulate(pipeline::make_schedule(layout.schedule, depth, depth * stages, simulated),
                            {.forward = {forward}, .input = {1 - 2 * forward}, .weight = {forward}});
     figures.time = simulation.makespan;
-    for (const pipeline::RankFigures& rank : simulation.ranks)
+    for (const pipeline::RankFigures& rank : simulation.ranks) {
       figures.live = std::max<double>(figures.live, rank.peak_live);
+      figures.delayed = std::max<double>(figures.delayed, rank.peak_owed_weight);
+    }
   }
   const double more = static_cast<double>(all - simulated) * stages;
-  return {figures.time + more, figures.live + (traits.memory_grows ? more : 0)};
+  return {figures.time + more, figures.live + (traits.memory_grows ? more : 0), figures.delayed};
 }
 
 }  // namespace titan::train

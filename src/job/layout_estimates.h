@@ -58,7 +58,10 @@ BlockCosts block_costs(const Layout& kind, const std::vector<PlanAnswer>& answer
 
 struct LayoutEstimate {
   double step_s = 0;
-  double bytes = 0;
+  double bytes = 0;  ///< without what delayed weight gradients are computed from
+  /// The largest number of a rank's tokens that wait for weight gradients, times the layers that they wait for: what keeps inputs and gradients
+  /// of outputs, also where activations are recomputed.
+  double delayed_tokens = 0;
 };
 
 class LayoutEstimator {
@@ -78,9 +81,10 @@ class LayoutEstimator {
   double bytes_of_copies(const Layout& layout, const BlockCosts& block) const;
 
  private:
-  /// A schedule's time in units of a stage's forward and backward, and the largest number of a rank's forwards that wait for their backward.
+  /// A schedule's time in units of a stage's forward and backward, and the largest numbers of a rank's forwards that wait for their backward, and
+  /// of weight gradients that wait for their computation.
   struct ScheduleFigures {
-    double time = 0, live = 0;
+    double time = 0, live = 0, delayed = 0;
   };
 
   ScheduleFigures schedule_figures(const Layout& layout);
@@ -90,6 +94,7 @@ class LayoutEstimator {
 
   const SearchOptions& options_;
   int64_t layers_;
+  int64_t sequence_;
   ParameterBytes bytes_;
   std::map<std::tuple<std::string, int, int, int, bool>, ScheduleFigures> figures_;
 };

@@ -197,8 +197,9 @@ class Search {
       if (is_too_large(each.estimate)) does_not_fit(each.layout, each.estimate.bytes);
     std::erase_if(ranked_, [&](const Ranked& each) { return is_too_large(each.estimate); });
     std::ranges::stable_sort(ranked_, {}, [&](const Ranked& each) {
-      const auto& [step_s, bytes] = each.estimate;
-      return options_.least_memory ? std::pair(bytes, step_s) : std::pair(step_s, bytes);
+      const LayoutEstimate& estimate = each.estimate;
+      return options_.least_memory ? std::pair(estimate.bytes, estimate.step_s)
+                                   : std::pair(estimate.step_s, estimate.bytes);
     });
     plan_while_promising(ranked_);
     if (!result_.best.empty()) plan_while_promising(replicas_of(result_.best[0].layout));
@@ -448,15 +449,20 @@ class Search {
   struct Range {
     double least = 0, most = 0;
   };
-  // The estimate's bytes, if it errs as those of its kind have so far. Without a plan of that kind, the margin decides while nothing fits, and
-  // for schedules that delay weight gradients: these keep what the gradients are computed from, also where activations are recomputed, which
-  // estimates leave out.
+  // The estimate's bytes, if it errs as those of its kind have so far, and what delayed weight gradients took. Without a plan of that kind, the
+  // margin decides for these, and while nothing fits.
   Range memory_of(const Ranked& each) const {
     const auto& [layout, estimate] = each;
+    if (estimate.delayed_tokens > 0) {
+      const auto found = bytes_of_delayed_.find(delayed_kind(layout));
+      return {estimate.bytes, found == bytes_of_delayed_.end()
+                                  ? kMemoryMargin * estimate.bytes
+                                  : estimate.bytes + found->second * estimate.delayed_tokens};
+    }
     Range error{1, 1};
     if (const auto found = memory_errors_.find(memory_kind(layout)); found != memory_errors_.end())
       error = found->second;
-    else if (result_.best.empty() || delays_weight_gradients(layout))
+    else if (result_.best.empty())
       error.most = kMemoryMargin;
     return {error.least * estimate.bytes, error.most * estimate.bytes};
   }
@@ -465,8 +471,19 @@ class Search {
   static MemoryKind memory_kind(const Layout& layout) {
     return {layout.schedule, layout.pipeline, layout.recompute};
   }
-  static bool delays_weight_gradients(const Layout& layout) {
-    return layout.pipeline > 1 && pipeline::schedule_traits(layout.schedule).splits_backward;
+  // A layer's inputs and gradients of outputs, for one token of a tensor-parallel group.
+  using DelayedKind = std::tuple<int64_t, std::string>;
+  static DelayedKind delayed_kind(const Layout& layout) { return {layout.tensor, layout.recompute}; }
+  void add_error(const Ranked& planned, double needed) {
+    const auto& [layout, estimate] = planned;
+    if (estimate.delayed_tokens > 0) {
+      double& most = bytes_of_delayed_[delayed_kind(layout)];
+      most = std::max(most, (needed - estimate.bytes) / estimate.delayed_tokens);
+      return;
+    }
+    const double error = needed / estimate.bytes;
+    Range& errors = memory_errors_.try_emplace(memory_kind(layout), error, error).first->second;
+    errors = {std::min(errors.least, error), std::max(errors.most, error)};
   }
 
   // A plan's layers' micro-batches. The first ones are planned in any case.
@@ -496,9 +513,7 @@ class Search {
       planning_time_.add(work_of(layout), plan.planning_s);
       most_pessimistic_ = std::min(most_pessimistic_, value_of(plan) / value_of(estimate));
       const auto needed = static_cast<double>(plan.needed_bytes);
-      const double error = needed / estimate.bytes;
-      Range& errors = memory_errors_.try_emplace(memory_kind(layout), error, error).first->second;
-      errors = {std::min(errors.least, error), std::max(errors.most, error)};
+      add_error(batch[i], needed);
       const bool fits = plan.needed_bytes <= options_.usable_bytes;
       progress_(str(layout.text(), ": ", std::lround(1e3 * plan.step_s), " ms (estimate ",
                     std::lround(1e3 * estimate.step_s), " ms), ", std::lround(needed / kGiB),
@@ -528,14 +543,15 @@ class Search {
     return replicas;
   }
 
-  // They have no estimates of their own.
+  // Instead of estimates, they have the best one's plan.
   void try_variants() {
     const FoundLayout best = result_.best[0];
     std::vector<Ranked> variants;
     const auto add = [&](const auto& change) {
       Layout layout = best.layout;
       change(layout);
-      variants.push_back({layout, {best.estimated_s, best.estimated_bytes}});
+      variants.push_back(
+          {layout, {.step_s = best.plan.step_s, .bytes = static_cast<double>(best.plan.needed_bytes)}});
     };
     if (best.layout.only_degrees || options_.least_memory) return;
     const auto& [tensor, context, pipeline, replicate] =
@@ -579,6 +595,7 @@ class Search {
   size_t num_asked_ = 0;                       // layouts that the planner was asked for in the second round
   double most_pessimistic_ = 1;                // the smallest quotient of a plan's value and its estimate
   std::map<MemoryKind, Range> memory_errors_;  // quotients of a plan's bytes and its estimate's
+  std::map<DelayedKind, double> bytes_of_delayed_;  // most for each delayed token
   SearchResult result_;
 };
 
