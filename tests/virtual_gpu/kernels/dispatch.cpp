@@ -231,7 +231,7 @@ class Call {
       targets.push_back(memory.stand_in(t));
       if (t.defined()) written.push_back(t);
     }
-    // What is asserted of numbers that weren't computed isn't true.
+    // Numbers that weren't computed needn't be as asserted.
     const bool is_vain = !computes() && schema_.name() == "aten::_assert_async";
     run_on_device(schema_.name(), cuda_arguments(false), written, [is_vain, op = op_, arguments, targets] {
       if (!is_vain) compute(op, arguments, targets);
