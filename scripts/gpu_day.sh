@@ -82,23 +82,31 @@ folder = pathlib.Path(sys.argv[1])
 def last(name):
     return json.loads((folder / f"{name}.8/metrics.jsonl").read_text().splitlines()[-1])
 def traced(name):
+    """Launches of the eighth step, and calls of the host that wait or take memory (with the profiler's own)."""
     trace = next((folder / f"{name}.8").rglob("iteration_8/rank0_trace.json.gz"))
-    return collections.Counter(event.get("name") if event.get("cat") == "kernel" else event["cat"]
-                               for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-                               if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"))
-def counted(name):
+    kernels, calls = collections.Counter(), collections.Counter()
+    for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]:
+        kind = event.get("cat")
+        if kind in ("kernel", "gpu_memcpy", "gpu_memset"):
+            kernels[event.get("name") if kind == "kernel" else kind] += 1
+        elif kind == "cuda_runtime" and ("Synchronize" in event["name"] or "Malloc" in event["name"]):
+            calls[event["name"]] += 1
+    return kernels, calls
+def counted(name, field):
     few, many = collections.Counter(), collections.Counter()
-    for steps, launches in ((4, few), (8, many)):
+    for steps, counts in ((4, few), (8, many)):
         for operations in json.loads((folder / f"{name}.{steps}.json").read_text()).values():
-            launches.update({op: count.get("launches", 0) for op, count in operations.items()})
-    return {op: (number - few[op]) / 4 for op, number in many.items()}
+            counts.update({op: count.get(field, 0) for op, count in operations.items()})
+    return {op: (number - few[op]) / 4 for op, number in many.items() if number > few[op]}
 device, virtual = last("device"), last("virtual")
 print(f"{'':26}{'device':>12}{'virtual':>12}")
 for key in ("memory_gib", "active_gib", "alloc_retries", "step_s", "tps", "mfu"):
     print(f"{key:26}{device.get(key, '-'):>12.5}{virtual.get(key, '-'):>12.5}" if isinstance(device.get(key), float) else
           f"{key:26}{device.get(key, '-')!s:>12}{virtual.get(key, '-')!s:>12}")
-kernels, operations = traced("device"), counted("virtual")
+(kernels, calls), operations = traced("device"), counted("virtual", "launches")
 print(f"{'launches in a step':26}{sum(kernels.values()):>12}{sum(n for op, n in operations.items() if op not in ('allocation', 'free')):>12.0f}")
+print("\nthe device's calls that wait or take memory, in step 8:", dict(calls) or "none")
+print("those of the virtual GPU, in a step:", counted("virtual", "host_waits") | counted("virtual", "calls") or "none")
 print("\nkernels of the device in step 8:")
 for name, number in kernels.most_common(60):
     print(f"{number:6}  {name[:150]}")

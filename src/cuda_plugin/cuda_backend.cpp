@@ -292,12 +292,14 @@ class CudaBackend final : public DeviceBackend {
     const double left = std::min(static_cast<double>(free), fraction * static_cast<double>(total) -
                                                                 static_cast<double>(before.reserved_bytes));
     if (room < kLeastRoom || left < static_cast<double>(total) / 32) return;
-    {
+    try {
       std::vector<at::DataPtr> blocks;
       GiveBackIdleMemory::is_off = true;
       const auto on_again = c10::make_scope_exit([] { GiveBackIdleMemory::is_off = false; });
       for (int64_t bytes = 0; bytes < before.reserved_bytes + 2 * room && !has_room(); bytes += room)
         blocks.push_back(allocator().allocate(static_cast<size_t>(room)));
+    } catch (const c10::OutOfMemoryError&) {
+      // Another process has taken it meanwhile, and training may do without.
     }
     allocator().resetPeakStats(static_cast<c10::DeviceIndex>(index));
     const std::lock_guard lock(peaks_mutex_);

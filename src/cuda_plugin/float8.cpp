@@ -437,24 +437,50 @@ void multiply_vectors_cuda(const at::Tensor& out, const at::Tensor& a, const at:
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
+struct NewBlocks {
+  NewBlocks(const at::Tensor& x, at::ScalarType dtype, bool transposed, bool for_hardware)
+      : is_for_hardware(for_hardware) {
+    const int64_t vectors = x.size(transposed ? 1 : 0), elements = x.size(transposed ? 0 : 1);
+    const int64_t blocks = (elements + kBlock - 1) / kBlock;
+    data = at::empty({vectors, blocks * kBlock}, x.options().dtype(dtype));
+    const int64_t size = size_of_blocked_layout(vectors, blocks);
+    const auto bytes = x.options().dtype(at::kByte);
+    exponents = !for_hardware             ? at::empty({vectors, blocks}, bytes)
+                : size > vectors * blocks ? at::zeros({size}, bytes)
+                                          : at::empty({size}, bytes);
+  }
+  cuda::CastBlocks places() { return {bytes_or_null(data), bytes_or_null(exponents), is_for_hardware}; }
+  at::Tensor scale() const { return exponents.view(at::kFloat8_e8m0fnu); }
+
+  at::Tensor data, exponents;
+  bool is_for_hardware;
+};
+
 std::tuple<at::Tensor, at::Tensor> cast_blocks_cuda(const at::Tensor& x, at::ScalarType dtype, bool round_up,
                                                     bool transposed, bool for_hardware) {
   if (!has_kernels(x)) return composite::cast_blocks(x, dtype, round_up, transposed, for_hardware);
   const c10::cuda::CUDAGuard guard(x.device());
   const at::Tensor from = as_source(x);
-  const int64_t vectors = x.size(transposed ? 1 : 0), elements = x.size(transposed ? 0 : 1);
-  const int64_t blocks = (elements + kBlock - 1) / kBlock;
-  at::Tensor data = at::empty({vectors, blocks * kBlock}, x.options().dtype(dtype));
-  const int64_t size = size_of_blocked_layout(vectors, blocks);
-  const auto exponents = x.options().dtype(at::kByte);
-  at::Tensor scale = !for_hardware             ? at::empty({vectors, blocks}, exponents)
-                     : size > vectors * blocks ? at::zeros({size}, exponents)
-                                               : at::empty({size}, exponents);
+  NewBlocks blocks(x, dtype, transposed, for_hardware);
   const auto launch = transposed ? cuda::launch_cast_column_blocks : cuda::launch_cast_row_blocks;
-  launch({bytes_or_null(data), bytes_or_null(scale), for_hardware}, matrix_of(from),
-         {.round_up = round_up, .format = format_of(dtype)}, c10::cuda::getCurrentCUDAStream());
+  launch(blocks.places(), matrix_of(from), {.round_up = round_up, .format = format_of(dtype)},
+         c10::cuda::getCurrentCUDAStream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
-  return {data, scale.view(at::kFloat8_e8m0fnu)};
+  return {blocks.data, blocks.scale()};
+}
+
+composite::FourTensors cast_blocks_both_cuda(const at::Tensor& x, at::ScalarType dtype, bool round_up,
+                                             bool for_hardware) {
+  if (!has_kernels(x)) return composite::cast_blocks_both(x, dtype, round_up, for_hardware);
+  const c10::cuda::CUDAGuard guard(x.device());
+  const at::Tensor from = as_source(x);
+  NewBlocks rows(x, dtype, /*transposed=*/false, for_hardware),
+      columns(x, dtype, /*transposed=*/true, for_hardware);
+  cuda::launch_cast_both_blocks(rows.places(), columns.places(), matrix_of(from),
+                                {.round_up = round_up, .format = format_of(dtype)},
+                                c10::cuda::getCurrentCUDAStream());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  return {rows.data, rows.scale(), columns.data, columns.scale()};
 }
 
 at::Tensor amax_many_cuda(at::TensorList xs) {
@@ -507,6 +533,7 @@ TORCH_LIBRARY_IMPL(titan, CUDA, m) {
   m.impl("float8_scale", scale_cuda);
   m.impl("float8_cast", cast_cuda);
   m.impl("float8_cast_blocks", cast_blocks_cuda);
+  m.impl("float8_cast_blocks_both", cast_blocks_both_cuda);
   m.impl("float8_amax_many", amax_many_cuda);
   m.impl("float8_delayed_scale", delayed_scale_cuda);
   m.impl("float8_magnitudes", magnitudes_cuda);

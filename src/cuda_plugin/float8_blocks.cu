@@ -91,6 +91,69 @@ __global__ void column_blocks_kernel(CastBlocks out, const T* x, int64_t rows, i
   }
 }
 
+// A tile has the 32 rows of one block of each of its columns. Eight threads read a row of it, and two neighboring ones make a block of it, as in
+// row_blocks_kernel; then two neighboring threads make a block of a column, each with half of it.
+constexpr int kTileColumns = 128;
+
+template <Format format, class T>
+__global__ void __launch_bounds__(kThreads, 5)
+    both_blocks_kernel(CastBlocks along_rows, CastBlocks down_columns, const T* x, int64_t rows,
+                       int64_t columns, bool round_up) {
+  constexpr int kRowThreads = kTileColumns / kChunk;
+  static_assert(kBlock * kRowThreads == kThreads && kTileColumns * 2 == kThreads && kBlock == 2 * kChunk);
+  constexpr int kRowPacks = kTileColumns / Pack<T>::kSize, kPacks = kRowPacks / kRowThreads;
+  __shared__ PackBits tile[kBlock][kRowPacks];
+  const int64_t row_blocks = (columns + kBlock - 1) / kBlock, column_blocks = (rows + kBlock - 1) / kBlock;
+  const int64_t tiles_across = (columns + kTileColumns - 1) / kTileColumns;
+  const bool whole = takes_chunks(x, columns);
+  const int thread = threadIdx.x;
+  for (int64_t i = blockIdx.x; i < tiles_across * column_blocks; i += gridDim.x) {
+    const int64_t block = i / tiles_across, first = i % tiles_across * kTileColumns;
+    {
+      const int64_t row = block * kBlock + thread / kRowThreads;
+      const int64_t column = first + thread % kRowThreads * kChunk;
+      const Chunk<T> chunk = load_chunk(x + row * columns + column, row < rows ? columns - column : 0, whole);
+      const unsigned mine = largest_of_chunk(chunk), other = __shfl_xor_sync(kAllLanes, mine, 1);
+      if (row < rows && column < row_blocks * kBlock) {
+        const int exponent = exponent_of<format>(max(mine, other), round_up);
+        const float factor = factor_of(exponent, round_up);
+        reinterpret_cast<uint4*>(along_rows.data)[row * row_blocks * 2 + column / kChunk] =
+            cast_chunk<format>([&](int e) { return widen(chunk.values[e]) * factor; });
+        if (thread % 2 == 0)
+          along_rows.exponents[place_of_exponent(along_rows, row, column / kBlock, row_blocks)] =
+              static_cast<uint8_t>(exponent);
+      }
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+        Pack<T> pack;
+#pragma unroll
+        for (int e = 0; e < Pack<T>::kSize; ++e) pack.values[e] = chunk.values[p * Pack<T>::kSize + e];
+        tile[thread / kRowThreads][thread % kRowThreads * kPacks + p] = __builtin_bit_cast(PackBits, pack);
+      }
+    }
+    __syncthreads();
+    {
+      const int in_tile = thread / 2, half = thread % 2;
+      Chunk<T> chunk;
+#pragma unroll
+      for (int e = 0; e < kChunk; ++e)
+        chunk.values[e] = reinterpret_cast<const T*>(tile[half * kChunk + e])[in_tile];
+      const unsigned mine = largest_of_chunk(chunk), other = __shfl_xor_sync(kAllLanes, mine, 1);
+      const int64_t column = first + in_tile, place = column * column_blocks + block;
+      if (column < columns) {
+        const int exponent = exponent_of<format>(max(mine, other), round_up);
+        const float factor = factor_of(exponent, round_up);
+        reinterpret_cast<uint4*>(down_columns.data)[place * 2 + half] =
+            cast_chunk<format>([&](int e) { return widen(chunk.values[e]) * factor; });
+        if (half == 0)
+          down_columns.exponents[place_of_exponent(down_columns, column, block, column_blocks)] =
+              static_cast<uint8_t>(exponent);
+      }
+    }
+    __syncthreads();  // before the next tile takes this one's place
+  }
+}
+
 }  // namespace
 
 void launch_cast_row_blocks(const CastBlocks& out, const Matrix& x, const BlockOptions& options,
@@ -109,6 +172,16 @@ void launch_cast_column_blocks(const CastBlocks& out, const Matrix& x, const Blo
                   static_cast<unsigned>(std::clamp<int64_t>(parts_of(x.rows, kBlock), 1, kMaxGrid)));
   with_types(options.format, x.source, [&]<Format format, class T>(T) {
     launch_kernel(column_blocks_kernel<format, T>, grid, dim3(kThreads), stream, out,
+                  static_cast<const T*>(x.data), x.rows, x.columns, options.round_up);
+  });
+}
+
+void launch_cast_both_blocks(const CastBlocks& rows, const CastBlocks& columns, const Matrix& x,
+                             const BlockOptions& options, cudaStream_t stream) {
+  const int64_t tiles = parts_of(x.columns, kTileColumns) * parts_of(x.rows, kBlock);
+  const auto grid = static_cast<unsigned>(std::clamp<int64_t>(tiles, 1, kMaxGrid));
+  with_types(options.format, x.source, [&]<Format format, class T>(T) {
+    launch_kernel(both_blocks_kernel<format, T>, grid, dim3(kThreads), stream, rows, columns,
                   static_cast<const T*>(x.data), x.rows, x.columns, options.round_up);
   });
 }

@@ -169,5 +169,8 @@ void launch_cast_row_blocks(const CastBlocks& out, const Matrix& x, const BlockO
                             cudaStream_t stream);
 void launch_cast_column_blocks(const CastBlocks& out, const Matrix& x, const BlockOptions& options,
                                cudaStream_t stream);
+/// Both, with one read of x.
+void launch_cast_both_blocks(const CastBlocks& rows, const CastBlocks& columns, const Matrix& x,
+                             const BlockOptions& options, cudaStream_t stream);
 
 }  // namespace titan::float8::cuda

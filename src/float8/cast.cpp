@@ -113,6 +113,13 @@ std::tuple<at::Tensor, at::Tensor> cast_blocks(const at::Tensor& x, at::ScalarTy
   return {data, for_hardware ? blocked_layout(scale) : scale};
 }
 
+// A CPU has a kernel for each.
+FourTensors cast_blocks_both(const at::Tensor& x, at::ScalarType dtype, bool round_up, bool for_hardware) {
+  static const auto operation = ops::find_operator<decltype(cast_blocks)>("titan::float8_cast_blocks");
+  return std::tuple_cat(operation.call(x, dtype, round_up, /*transposed=*/false, for_hardware),
+                        operation.call(x, dtype, round_up, /*transposed=*/true, for_hardware));
+}
+
 void cast_into_many(at::TensorList outs, at::TensorList xs, const at::Tensor& scales) {
   for (size_t i = 0; i < outs.size(); ++i) {
     if (outs[i].numel() == 0) continue;
@@ -245,6 +252,10 @@ TORCH_LIBRARY_FRAGMENT(titan, m) {
   m.def(
       "float8_cast_blocks(Tensor x, ScalarType dtype, bool round_up, bool transposed, bool for_hardware) -> "
       "(Tensor, Tensor)");
+  // -> data, exponents; those of the transposed
+  m.def(
+      "float8_cast_blocks_both(Tensor x, ScalarType dtype, bool round_up, bool for_hardware) -> (Tensor, "
+      "Tensor, Tensor, Tensor)");
   // amax: [], or [n] for parts. The others are [], fp32. pending = max(pending, amax) if `records`.
   m.def(
       "float8_delayed_scale(Tensor amax, Tensor(a!) pending, Tensor largest, ScalarType dtype, bool "
@@ -285,6 +296,7 @@ TORCH_LIBRARY_IMPL(titan, CompositeExplicitAutograd, m) {
   m.impl("float8_scale", composite::scale_and_inverse_of);
   m.impl("float8_cast", composite::cast);
   m.impl("float8_cast_blocks", composite::cast_blocks);
+  m.impl("float8_cast_blocks_both", composite::cast_blocks_both);
   m.impl("float8_delayed_scale", composite::delayed_scale);
   m.impl("float8_cast_into_many", composite::cast_into_many);
   m.impl("float8_magnitudes", composite::magnitudes);
@@ -313,14 +325,20 @@ TORCH_LIBRARY_IMPL(titan, Meta, m) {
     const auto options = x.options().dtype(dtype);
     return transposed ? at::empty({x.size(1), x.size(0)}, options) : at::empty(x.sizes(), options);
   });
-  m.impl("float8_cast_blocks",
-         [](In x, at::ScalarType dtype, bool, bool transposed, bool for_hardware) -> DataAndScale {
-           const int64_t vectors = x.size(transposed ? 1 : 0), elements = x.size(transposed ? 0 : 1);
-           const int64_t blocks = (elements + kBlock - 1) / kBlock;
-           const auto exponents = x.options().dtype(at::kFloat8_e8m0fnu);
-           return {at::empty({vectors, blocks * kBlock}, x.options().dtype(dtype)),
-                   for_hardware ? at::empty({size_of_blocked_layout(vectors, blocks)}, exponents)
-                                : at::empty({vectors, blocks}, exponents)};
+  static const auto new_blocks = [](In x, at::ScalarType dtype, bool, bool transposed,
+                                    bool for_hardware) -> DataAndScale {
+    const int64_t vectors = x.size(transposed ? 1 : 0), elements = x.size(transposed ? 0 : 1);
+    const int64_t blocks = (elements + kBlock - 1) / kBlock;
+    const auto exponents = x.options().dtype(at::kFloat8_e8m0fnu);
+    return {at::empty({vectors, blocks * kBlock}, x.options().dtype(dtype)),
+            for_hardware ? at::empty({size_of_blocked_layout(vectors, blocks)}, exponents)
+                         : at::empty({vectors, blocks}, exponents)};
+  };
+  m.impl("float8_cast_blocks", new_blocks);
+  m.impl("float8_cast_blocks_both",
+         [](In x, at::ScalarType dtype, bool up, bool for_hardware) -> composite::FourTensors {
+           return std::tuple_cat(new_blocks(x, dtype, up, /*transposed=*/false, for_hardware),
+                                 new_blocks(x, dtype, up, /*transposed=*/true, for_hardware));
          });
   m.impl("float8_delayed_scale",
          [](In amax, In, In, at::ScalarType, bool, bool) { return at::empty({}, amax.options()); });
@@ -516,6 +534,18 @@ ops::ScaledMatrix cast_blocks(const at::Tensor& x, const BlockCast& options) {
           ? composite::cast_blocks(x, options.dtype, round_up, options.transposed, options.for_hardware)
           : operation.call(x, options.dtype, round_up, options.transposed, options.for_hardware);
   return {std::move(data), std::move(scale)};
+}
+
+BothCasts cast_blocks_both(const at::Tensor& x, const BlockCast& options) {
+  largest_value(options.dtype);
+  check_matrix(x);
+  TITAN_INTERNAL_ASSERT(!options.transposed && !options.composed);
+  static const auto operation =
+      ops::find_operator<decltype(composite::cast_blocks_both)>("titan::float8_cast_blocks_both");
+  auto [rows, row_scale, columns, column_scale] =
+      operation.call(x, options.dtype, options.rounding == BlockRounding::Up, options.for_hardware);
+  return {.along_rows = {std::move(rows), std::move(row_scale)},
+          .down_columns = {std::move(columns), std::move(column_scale)}};
 }
 
 at::Tensor delayed_scale(const at::Tensor& amax, const DelayedScale& history, at::ScalarType dtype,

@@ -149,6 +149,8 @@ constexpr int64_t size_of_blocked_layout(int64_t vectors, int64_t blocks) {
 /// data: [N, K], with K padded to whole blocks by zeros, which add nothing to a sum; scale: [N, blocks].
 /// Transposed: [K, N].
 ops::ScaledMatrix cast_blocks(const at::Tensor& x, const BlockCast& options);
+/// Casts rows and columns, with one read of x on a GPU. The options' `transposed` and `composed` are false.
+BothCasts cast_blocks_both(const at::Tensor& x, const BlockCast& options);
 
 /// Scales [vectors, blocks] in cuBLAS's layout ("1D block scaling factors layout"): tiles of 128 vectors by
 /// four blocks, 512 bytes each, one after the other, padded with zeros; a tensor of one dimension.
@@ -182,6 +184,7 @@ using FourTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 FourTensors cast_both(const at::Tensor& x, const std::optional<at::Tensor>& magnitudes,
                       const std::optional<at::Tensor>& scale, at::ScalarType dtype, bool power_of_two,
                       bool rows, bool columns);
+FourTensors cast_blocks_both(const at::Tensor& x, at::ScalarType dtype, bool round_up, bool for_hardware);
 FourTensors cast_rows(const at::Tensor& x, at::ScalarType dtype, bool power_of_two, bool measures_columns);
 std::tuple<at::Tensor, at::Tensor, at::Tensor> cast_columns(const at::Tensor& x, const at::Tensor& magnitudes,
                                                             at::ScalarType dtype, bool power_of_two);

@@ -240,15 +240,19 @@ BothCasts cast_whole(const at::Tensor& matrix, const ScaleForm& form, const Rank
 }
 
 // If vectors are spread over ranks, each rank's part must be whole blocks.
-ScaledMatrix cast_in_blocks(const at::Tensor& matrix, Vectors vectors, const Cast& how,
-                            const BlockScaling& blocks, const Spread& spread, bool for_hardware) {
-  const bool columns = vectors == Vectors::Columns;
-  const int64_t length = matrix.size(columns ? 0 : 1);
+void check_parts_of_blocks(const at::Tensor& matrix, Vectors vectors, const Spread& spread) {
+  const int64_t length = matrix.size(vectors == Vectors::Columns ? 0 : 1);
   if (spread.parts && spread.across == vectors && length % kBlock != 0)
     throw ConfigError(titan::str(
         "MXFP8: tensor parallelism over ", spread.parts->count(), " ranks gives a rank ", length,
         " features of a linear layer, which isn't a multiple of the block size ", kBlock,
         "; name the layer in quantize.linear.mx.filter_fqns, or use a smaller tensor_parallel_degree"));
+}
+
+ScaledMatrix cast_in_blocks(const at::Tensor& matrix, Vectors vectors, const Cast& how,
+                            const BlockScaling& blocks, const Spread& spread, bool for_hardware) {
+  check_parts_of_blocks(matrix, vectors, spread);
+  const bool columns = vectors == Vectors::Columns;
   return cast_blocks(matrix, {.dtype = how.dtype,
                               .rounding = blocks.rounding,
                               .transposed = columns,
@@ -593,6 +597,16 @@ class Float8Products final : public Products {
       const MeasuredRows measured = cast_rows(matrix, form(rows), /*measures_columns=*/true);
       operand.along_rows = measured.along_rows;
       operand.down_columns = cast_columns(matrix, measured.magnitudes, form(columns));
+    } else if (rows == columns && rows.granularity == Granularity::Block &&
+               !layer_.recipe->blocks.composed_columns) {
+      const at::Tensor matrix = operand.values.contiguous();
+      for (const Vectors vectors : {Vectors::Rows, Vectors::Columns})
+        check_parts_of_blocks(matrix, vectors, spread);
+      BothCasts both = cast_blocks_both(
+          matrix,
+          {.dtype = rows.dtype, .rounding = layer_.recipe->blocks.rounding, .for_hardware = is_never_cut()});
+      operand.along_rows = std::move(both.along_rows);
+      operand.down_columns = std::move(both.down_columns);
     }
   }
   ScaledMatrix cast_of(const Operand& operand, Vectors vectors, const Cast& how, const Spread& spread,

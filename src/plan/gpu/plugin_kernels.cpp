@@ -258,6 +258,11 @@ void launch_cast_column_blocks(const CastBlocks&, const Matrix& x, const BlockOp
   count("column_blocks_kernel", bytes_of(x), elements_of(x) * 33 / 32);
 }
 
+void launch_cast_both_blocks(const CastBlocks&, const CastBlocks&, const Matrix& x, const BlockOptions&,
+                             cudaStream_t) {
+  count("both_blocks_kernel", bytes_of(x), elements_of(x) * 33 / 16);
+}
+
 }  // namespace float8::cuda
 
 }  // namespace titan

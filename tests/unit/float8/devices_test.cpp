@@ -339,6 +339,25 @@ TEST_P(Float8Device, CastsOfBlocksEqualTheComposition) {
             }
 }
 
+TEST_P(Float8Device, CastsOfBlocksBothWaysEqualTheComposition) {
+  for (const at::ScalarType from : {at::kFloat, at::kBFloat16})
+    for (const at::ScalarType to : kFormats)
+      for (const at::Tensor& x : matrices(from, to))
+        for (const bool up : {false, true})
+          for (const bool for_hardware : {false, true}) {
+            const BothCasts ours =
+                cast_blocks_both(there(x), {.dtype = to,
+                                            .rounding = up ? BlockRounding::Up : BlockRounding::Down,
+                                            .for_hardware = for_hardware});
+            for (const bool transposed : {false, true}) {
+              const auto [data, scale] = composite::cast_blocks(x, to, up, transposed, for_hardware);
+              const ops::ScaledMatrix& cast = transposed ? ours.down_columns : ours.along_rows;
+              expect_same(cast.data, data, name_of(x));
+              EXPECT_TRUE(at::equal(cast.scale.cpu().view(at::kByte), scale.view(at::kByte))) << name_of(x);
+            }
+          }
+}
+
 INSTANTIATE_TEST_SUITE_P(All, Float8Device, ::testing::Values("cpu", "cuda"),
                          [](const auto& info) { return std::string(info.param); });
 
@@ -399,6 +418,8 @@ TEST(Float8KernelsOnGpu, ReadAndWriteEveryByteOnce) {
                [&] { cast_blocks(x, {.for_hardware = true}); });
   expect_bytes("column_blocks_kernel", bytes + cast_bytes + cast_bytes / kBlock,
                [&] { cast_blocks(x, {.transposed = true, .for_hardware = true}); });
+  expect_bytes("both_blocks_kernel", bytes + 2 * (cast_bytes + cast_bytes / kBlock),
+               [&] { cast_blocks_both(x, {.for_hardware = true}); });
   // Scales that ranks have to agree on.
   const double row_scales = 4 * 8192;
   at::Tensor of_rows_amax;
