@@ -25,14 +25,24 @@ __device__ unsigned magnitude(T x) {
   return __float_as_uint(widen(x)) & 0x7fffffffu;
 }
 
-template <class T>
+// Reads so many packs before it uses the first.
+template <int kAtOnce, class T>
 __device__ unsigned largest_of(const T* x, int64_t count, int64_t first, int64_t step) {
   unsigned best = 0;
   const bool packed = reinterpret_cast<uintptr_t>(x) % sizeof(Pack<T>) == 0;
   const int64_t packs = packed ? count / Pack<T>::kSize : 0;
-  for (int64_t i = first; i < packs; i += step) {
-    const Pack<T> pack = reinterpret_cast<const Pack<T>*>(x)[i];
-    for (const T value : pack.values) best = max(best, magnitude(value));
+  for (int64_t i = first; i < packs; i += kAtOnce * step) {
+    PackBits bits[kAtOnce] = {};
+    bits[0] = reinterpret_cast<const PackBits*>(x)[i];
+#pragma unroll
+    for (int k = 1; k < kAtOnce; ++k)
+      if (i + k * step < packs) bits[k] = reinterpret_cast<const PackBits*>(x)[i + k * step];
+#pragma unroll
+    for (const PackBits& some : bits) {
+      const Pack<T> pack = unpacked<T>(some);
+#pragma unroll
+      for (const T value : pack.values) best = max(best, magnitude(value));
+    }
   }
   for (int64_t i = packs * Pack<T>::kSize + first; i < count; i += step) best = max(best, magnitude(x[i]));
   return best;
@@ -63,8 +73,8 @@ __device__ inline float scale_for(float amax, ScaleOptions options) {
   const bool writes = threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0;
   float scale = from.scale ? *from.scale : 0;
   if (!from.scale) {
-    const float amax =
-        __uint_as_float(largest_of_block(largest_of(from.magnitudes, from.count, threadIdx.x, blockDim.x)));
+    const float amax = __uint_as_float(
+        largest_of_block(largest_of<1>(from.magnitudes, from.count, threadIdx.x, blockDim.x)));
     const float largest = from.history.largest ? *from.history.largest : 0;
     if (from.history.largest && !isfinite(amax)) {
       scale = __uint_as_float(0x7fc00000u);

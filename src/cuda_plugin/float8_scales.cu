@@ -26,14 +26,14 @@ __global__ void magnitudes_kernel(Batch<Measurement> batch) {
   if (blockIdx.x >= parts) return;
   const int64_t first = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   const unsigned best =
-      largest_of_block(largest_of(static_cast<const T*>(work.x.data), count, first, parts * kThreads));
+      largest_of_block(largest_of<2>(static_cast<const T*>(work.x.data), count, first, parts * kThreads));
   if (threadIdx.x == 0) static_cast<float*>(work.out)[blockIdx.x] = __uint_as_float(best);
 }
 
 template <class T>
 __global__ void amax_of_rows_kernel(float* out, const T* x, int64_t rows, int64_t columns) {
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    const unsigned best = largest_of_block(largest_of(x + row * columns, columns, threadIdx.x, kThreads));
+    const unsigned best = largest_of_block(largest_of<2>(x + row * columns, columns, threadIdx.x, kThreads));
     if (threadIdx.x == 0) out[row] = __uint_as_float(best);
   }
 }
@@ -53,17 +53,25 @@ __global__ void magnitudes_of_columns_kernel(Batch<Measurement> batch) {
   const bool packed = reinterpret_cast<uintptr_t>(x) % sizeof(Pack<T>) == 0 && columns % kSize == 0;
   const int64_t end = min(rows, (blockIdx.y + int64_t{1}) * part_rows);
   unsigned best[kSize] = {};
-  for (int64_t row = blockIdx.y * part_rows + warp; row < end; row += kWarps) {
-    const T* from = x + row * columns + column;
-    if (packed && column < columns) {
-      const Pack<T> pack = *reinterpret_cast<const Pack<T>*>(from);
+  const int64_t first = blockIdx.y * part_rows + warp;
+  if (packed && column < columns) {
+    for (int64_t row = first; row < end; row += 2 * kWarps) {
+      PackBits bits[2] = {};  // both are read before the first is used
+      bits[0] = *reinterpret_cast<const PackBits*>(x + row * columns + column);
+      if (row + kWarps < end)
+        bits[1] = *reinterpret_cast<const PackBits*>(x + (row + kWarps) * columns + column);
 #pragma unroll
-      for (int e = 0; e < kSize; ++e) best[e] = max(best[e], magnitude(pack.values[e]));
-    } else {
+      for (const PackBits& some : bits) {
+        const Pack<T> pack = unpacked<T>(some);
+#pragma unroll
+        for (int e = 0; e < kSize; ++e) best[e] = max(best[e], magnitude(pack.values[e]));
+      }
+    }
+  } else {
+    for (int64_t row = first; row < end; row += kWarps)
 #pragma unroll
       for (int e = 0; e < kSize; ++e)
-        if (column + e < columns) best[e] = max(best[e], magnitude(from[e]));
-    }
+        if (column + e < columns) best[e] = max(best[e], magnitude(x[row * columns + column + e]));
   }
 #pragma unroll
   for (int e = 0; e < kSize; ++e) of_warps[warp][e * kWarp + lane] = best[e];
@@ -111,7 +119,7 @@ __global__ void amax_of_many_kernel(Batch<Measurement> batch) {
   const int64_t count = work.x.rows * work.x.columns, parts = parts_of_elements(count);
   if (blockIdx.x >= parts) return;
   const int64_t first = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  unsigned best = largest_of(static_cast<const T*>(work.x.data), count, first, parts * kThreads);
+  unsigned best = largest_of<2>(static_cast<const T*>(work.x.data), count, first, parts * kThreads);
   best = __reduce_max_sync(0xffffffffu, best);
   if (threadIdx.x % kWarp == 0) atomicMax(static_cast<unsigned*>(work.out), best);
 }
