@@ -208,14 +208,38 @@ def planned_memory(plan, entry):
     return best
 
 
-def planned(run, memory_only):
-    # Memory doesn't depend on micro-batches beyond those that fill a pipeline.
-    settings = run.get("memory_settings", run["settings"]) if memory_only else run["settings"]
+def plan_of(run, settings):
     command = [str(TITAN), "plan", "--world", str(run["world"]), "--device", run["device"], "--kernels", run["kernels"], "--json"]
     result = subprocess.run(command + settings, cwd=ROOT, capture_output=True, text=True)
     if result.returncode != 0:
-        return {"id": run["id"], "error": result.stderr.strip()}
-    plan = json.loads(result.stdout)
+        raise ValueError(result.stderr.strip())
+    return json.loads(result.stdout)
+
+
+def with_more_micro_batches(run, plan):
+    """The plan of a run with more micro-batches than can be planned in minutes: in a pipeline's steady state, further ones take as long as those between
+    two plans did."""
+    key, fewer, planned, all_of_them = (run["micro_batches"][name] for name in ("key", "fewer", "planned", "run"))
+    settings = list(run["settings"])
+    assert settings[settings.index(key) + 1] == str(planned)
+    settings[settings.index(key) + 1] = str(fewer)
+    few = plan_of(run, settings)
+    more = (all_of_them - planned) / (planned - fewer)
+    time = {name: seconds + more * (seconds - few["time"][name]) for name, seconds in plan["time"].items()}
+    step_s = plan["step_s"] + more * (plan["step_s"] - few["step_s"])
+    faster = all_of_them / planned * plan["step_s"] / step_s
+    return plan | {"time": time, "step_s": step_s, "mfu": plan["mfu"] * faster, "tokens_per_s_per_device": plan["tokens_per_s_per_device"] * faster}
+
+
+def planned(run, memory_only):
+    # Memory doesn't depend on micro-batches beyond those that fill a pipeline.
+    settings = run.get("memory_settings", run["settings"]) if memory_only else run["settings"]
+    try:
+        plan = plan_of(run, settings)
+        if "micro_batches" in run and not memory_only:
+            plan = with_more_micro_batches(run, plan)
+    except ValueError as error:
+        return {"id": run["id"], "error": str(error)}
     seconds = plan["step_s"]
     tokens = plan["tokens_per_s_per_device"] * plan["step_s"]
     items = {}
