@@ -219,15 +219,17 @@ def plan_of(run, settings):
 def with_more_micro_batches(run, plan):
     """The plan of a run with more micro-batches than can be planned in minutes: in a pipeline's steady state, further ones take as long as those between
     two plans did."""
-    key, fewer, planned, all_of_them = (run["micro_batches"][name] for name in ("key", "fewer", "planned", "run"))
+    key, fewer, planned, in_run = (run["micro_batches"][name] for name in ("key", "fewer", "planned", "run"))
     settings = list(run["settings"])
     assert settings[settings.index(key) + 1] == str(planned)
     settings[settings.index(key) + 1] = str(fewer)
     few = plan_of(run, settings)
-    more = (all_of_them - planned) / (planned - fewer)
+    more = (in_run - planned) / (planned - fewer)
     time = {name: seconds + more * (seconds - few["time"][name]) for name, seconds in plan["time"].items()}
+    # Further micro-batches have no bubble of their own, so it is the difference of nearly equal numbers.
+    assert min(time.values()) > -0.01 * plan["step_s"], time
     step_s = plan["step_s"] + more * (plan["step_s"] - few["step_s"])
-    faster = all_of_them / planned * plan["step_s"] / step_s
+    faster = in_run / planned * plan["step_s"] / step_s
     return plan | {"time": time, "step_s": step_s, "mfu": plan["mfu"] * faster, "tokens_per_s_per_device": plan["tokens_per_s_per_device"] * faster}
 
 
@@ -380,7 +382,7 @@ def memory_table(runs, plans):
 
 MOST_DIFFERENCE = 0.002  # from the page
 MOST_MEDIAN, MOST_TIME, MOST_MEMORY = 0.06, 0.15, 0.015  # errors against published numbers; of memory, without TorchTitan's rows
-LARGER = {"r10": 0.17, "r43": 0.18, "r44": 0.18, "r63": 0.24}  # errors of time; docs/plan.md explains them as far as it can
+LARGER = {"r10": 0.17, "r43": 0.18, "r44": 0.18, "r63": 0.18}  # errors of time; docs/plan.md explains them as far as it can
 SLOW = {"r21", "r22", "r23", "r24", "r62", "r63"}
 
 

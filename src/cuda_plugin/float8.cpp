@@ -437,6 +437,28 @@ void multiply_vectors_cuda(const at::Tensor& out, const at::Tensor& a, const at:
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
+void add_product_cuda(const at::Tensor& out, const at::Tensor& mat1, const at::Tensor& mat2,
+                      const at::Tensor& inverse_1, const at::Tensor& inverse_2, bool fast_accumulation) {
+  const at::Tensor b = mat2.t();
+  const bool is_possible = is_source(out) && out.is_contiguous() && mat1.is_contiguous() && b.is_contiguous();
+  const c10::cuda::CUDAGuard guard(out.device());
+  if (is_possible && cuda::add_product({.out = out.mutable_data_ptr(),
+                                        .source = source_of(out),
+                                        .a = mat1.const_data_ptr(),
+                                        .b = b.const_data_ptr(),
+                                        .format_a = format_of(mat1.scalar_type()),
+                                        .format_b = format_of(b.scalar_type()),
+                                        .factor_a = inverse_1.const_data_ptr<float>(),
+                                        .factor_b = inverse_2.const_data_ptr<float>(),
+                                        .rows = out.size(0),
+                                        .columns = out.size(1),
+                                        .length = mat1.size(1),
+                                        .fast_accumulation = fast_accumulation},
+                                       c10::cuda::getCurrentCUDAStream()))
+    return;
+  composite::add_product(out, mat1, mat2, inverse_1, inverse_2, fast_accumulation);
+}
+
 struct NewBlocks {
   NewBlocks(const at::Tensor& x, at::ScalarType dtype, bool transposed, bool for_hardware)
       : is_for_hardware(for_hardware) {
@@ -532,6 +554,7 @@ TORCH_LIBRARY_IMPL(titan, CUDA, m) {
   m.impl("float8_amax", amax_cuda);
   m.impl("float8_scale", scale_cuda);
   m.impl("float8_cast", cast_cuda);
+  m.impl("float8_add_product", add_product_cuda);
   m.impl("float8_cast_blocks", cast_blocks_cuda);
   m.impl("float8_cast_blocks_both", cast_blocks_both_cuda);
   m.impl("float8_amax_many", amax_many_cuda);

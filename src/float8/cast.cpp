@@ -120,6 +120,12 @@ FourTensors cast_blocks_both(const at::Tensor& x, at::ScalarType dtype, bool rou
                         operation.call(x, dtype, round_up, /*transposed=*/true, for_hardware));
 }
 
+void add_product(const at::Tensor& out, const at::Tensor& mat1, const at::Tensor& mat2,
+                 const at::Tensor& inverse_1, const at::Tensor& inverse_2, bool fast_accumulation) {
+  out.add_(at::_scaled_mm(mat1, mat2, inverse_1, inverse_2, /*bias=*/{}, /*scale_result=*/{},
+                          out.scalar_type(), fast_accumulation));
+}
+
 void cast_into_many(at::TensorList outs, at::TensorList xs, const at::Tensor& scales) {
   for (size_t i = 0; i < outs.size(); ++i) {
     if (outs[i].numel() == 0) continue;
@@ -287,6 +293,9 @@ TORCH_LIBRARY_FRAGMENT(titan, m) {
       "float8_cast_columns(Tensor x, Tensor magnitudes, ScalarType dtype, bool power_of_two) -> "
       "(Tensor, Tensor, Tensor)");
   m.def(
+      "float8_add_product(Tensor(a!) out, Tensor mat1, Tensor mat2, Tensor inverse_1, Tensor inverse_2, bool "
+      "fast_accumulation) -> ()");
+  m.def(
       "float8_multiply_vectors(Tensor(a!) out, Tensor a, Tensor b, Tensor inverse_a, Tensor inverse_b, bool "
       "fast_accumulation, bool power_of_two_scales) -> ()");
 }
@@ -297,6 +306,7 @@ TORCH_LIBRARY_IMPL(titan, CompositeExplicitAutograd, m) {
   m.impl("float8_cast", composite::cast);
   m.impl("float8_cast_blocks", composite::cast_blocks);
   m.impl("float8_cast_blocks_both", composite::cast_blocks_both);
+  m.impl("float8_add_product", composite::add_product);
   m.impl("float8_delayed_scale", composite::delayed_scale);
   m.impl("float8_cast_into_many", composite::cast_into_many);
   m.impl("float8_magnitudes", composite::magnitudes);
@@ -514,6 +524,13 @@ ops::ScaledMatrix cast_columns(const at::Tensor& x, const at::Tensor& magnitudes
       ops::find_operator<decltype(composite::cast_columns)>("titan::float8_cast_columns");
   auto [data, scale, inverse] = operation.call(x, magnitudes, form.dtype, form.power_of_two);
   return {std::move(data), std::move(scale), std::move(inverse)};
+}
+
+void add_product(const at::Tensor& out_NM, const ops::ScaledMatrix& a_NK, const ops::ScaledMatrix& b_MK,
+                 bool fast_accumulation) {
+  static const auto operation =
+      ops::find_operator<decltype(composite::add_product)>("titan::float8_add_product");
+  operation.call(out_NM, a_NK.data, b_MK.data.t(), a_NK.inverse, b_MK.inverse, fast_accumulation);
 }
 
 void multiply_vectors(const at::Tensor& out_NM, const VectorProduct& product) {

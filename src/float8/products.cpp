@@ -89,6 +89,14 @@ void put_each_product(const at::Tensor& out, ops::ScaledMatrix a, ops::ScaledMat
 
 }  // namespace
 
+void add_hardware_product(const at::Tensor& out_NM, const ops::ScaledMatrix& a_NK,
+                          const ops::ScaledMatrix& b_MK, bool fast_accumulation) {
+  const auto with_inverse = [](const ops::ScaledMatrix& matrix) -> ops::ScaledMatrix {
+    return {aligned(matrix.data), matrix.scale, inverse_of(matrix).reshape({})};
+  };
+  add_product(out_NM, with_inverse(a_NK), with_inverse(b_MK), fast_accumulation);
+}
+
 at::Tensor hardware_product(const ops::ScaledMatrix& a_NK, const ops::ScaledMatrix& b_MK,
                             const ScaledProductOptions& options) {
   if (in_blocks(a_NK))
@@ -286,7 +294,12 @@ class Float8Products final : public Products {
   }
   void add_grad_weight(const at::Tensor& out, const Operand& grad, const Operand& x) const override {
     if (!layer_.recipe->grad_weight) return layer_.plain->add_grad_weight(out, grad, x);
-    out.add_(multiply(*layer_.recipe->grad_weight, out.scalar_type(), grad_columns(grad), x_columns(x)));
+    const ProductCasts& casts = *layer_.recipe->grad_weight;
+    const ScaledMatrix left = grad_columns(grad), right = x_columns(x);
+    if (layer_.arithmetic == Arithmetic::Hardware && out.is_cuda() &&
+        casts.left.granularity == Granularity::Matrix)
+      return add_hardware_product(out, left, right, casts.fast_accumulation);
+    out.add_(multiply(casts, out.scalar_type(), left, right));
   }
   bool put_grad_weight(const at::Tensor& out, const Operand& grad, const Operand& x,
                        bool adds) const override {

@@ -243,7 +243,10 @@ CostModel::KernelTime CostModel::of(const Launch& launch, std::string_view name)
     const bool is_as_in_bf16 = cluster_.device.is_cpu && kind == KernelKind::Attention;
     const double peak = cluster_.device.peak_flops(is_as_in_bf16 ? c10::kBFloat16 : launch.dtype);
     const double computing = launch.flops / (peak * share);
-    return {std::max(computing, seconds_of_bytes(bytes)) + launch_seconds(), 1};
+    const double product = std::max(computing, seconds_of_bytes(bytes)) + launch_seconds();
+    if (name != kAddedProduct || kernels_ == Kernels::Ours) return {product, 1};
+    // PyTorch adds a gradient in Float8 to the sum by an operation of its own, which reads both.
+    return {product + seconds_of_bytes(3 * launch.bytes_written) + launch_seconds(), 2};
   }
   if (is_copy_over_bus(name))
     return {launch.bytes_written / (kPcieShare * cluster_.host.pcie_gb_per_s * 1e9) + launch_seconds(), 1};

@@ -38,6 +38,7 @@ struct Allocation {
 };
 
 /// The names of launches that are copies over the host's bus.
+constexpr const char* kAddedProduct = "cublasLtMatmul";  ///< in Float8, to a sum
 constexpr const char* kCopyToHost = "cudaMemcpyAsync to the host";
 constexpr const char* kCopyToDevice = "cudaMemcpyAsync to the device";
 

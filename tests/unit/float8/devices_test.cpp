@@ -343,19 +343,19 @@ TEST_P(Float8Device, CastsOfBlocksBothWaysEqualTheComposition) {
   for (const at::ScalarType from : {at::kFloat, at::kBFloat16})
     for (const at::ScalarType to : kFormats)
       for (const at::Tensor& x : matrices(from, to))
-        for (const bool up : {false, true})
-          for (const bool for_hardware : {false, true}) {
-            const BothCasts ours =
-                cast_blocks_both(there(x), {.dtype = to,
-                                            .rounding = up ? BlockRounding::Up : BlockRounding::Down,
-                                            .for_hardware = for_hardware});
-            for (const bool transposed : {false, true}) {
-              const auto [data, scale] = composite::cast_blocks(x, to, up, transposed, for_hardware);
-              const ops::ScaledMatrix& cast = transposed ? ours.down_columns : ours.along_rows;
-              expect_same(cast.data, data, name_of(x));
-              EXPECT_TRUE(at::equal(cast.scale.cpu().view(at::kByte), scale.view(at::kByte))) << name_of(x);
-            }
+        for (const bool option :
+             {false, true}) {  // of rounding and order, whose other pairs the test above has
+          const BothCasts ours =
+              cast_blocks_both(there(x), {.dtype = to,
+                                          .rounding = option ? BlockRounding::Up : BlockRounding::Down,
+                                          .for_hardware = option});
+          for (const bool transposed : {false, true}) {
+            const auto [data, scale] = composite::cast_blocks(x, to, option, transposed, option);
+            const ops::ScaledMatrix& cast = transposed ? ours.down_columns : ours.along_rows;
+            expect_same(cast.data, data, name_of(x));
+            EXPECT_TRUE(at::equal(cast.scale.cpu().view(at::kByte), scale.view(at::kByte))) << name_of(x);
           }
+        }
 }
 
 INSTANTIATE_TEST_SUITE_P(All, Float8Device, ::testing::Values("cpu", "cuda"),
@@ -561,6 +561,37 @@ TEST(Float8KernelsOnGpu, LayersWithMxfp8CastInTheHardwaresOrder) {
   start();
   torch::autograd::grad({y}, {x, weight}, {grad});
   EXPECT_EQ(count("launches", nullptr, nullptr), 2 + 2u);
+}
+
+// One launch, also for a length that isn't a multiple of 16. In fp32, a product that adds rounds once where a product and an addition round twice.
+TEST(Float8ProductsOnGpu, AddToASum) {
+  if (!dist::open_cuda_plugin()) GTEST_SKIP() << "no GPU is visible";
+  const auto [start, count] = launch_counters();
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16})
+    for (const int64_t length : {64, 40}) {
+      const at::Tensor a = at::randn({32, length}), b = at::randn({48, length}),
+                       sum = at::randn({32, 48}).to(dtype);
+      const auto there = [](const at::Tensor& x, at::ScalarType to) -> ops::ScaledMatrix {
+        const ops::ScaledMatrix scale = scale_and_inverse_of(amax(x, Over::Matrix), to, false);
+        return {cast(x, scale.scale, to, false).cuda(), scale.scale.cuda(), scale.inverse.cuda()};
+      };
+      const ops::ScaledMatrix left = there(a, at::kFloat8_e5m2), right = there(b, at::kFloat8_e4m3fn);
+      const auto here = [](const ops::ScaledMatrix& x) {
+        return x.data.cpu().to(at::kDouble) / x.scale.cpu();
+      };
+      const at::Tensor expected = sum.to(at::kDouble) + here(left).mm(here(right).t());
+      const at::Tensor out = sum.cuda();
+      if (start && length % 16 == 0) {
+        start();
+        add_hardware_product(out, left, right, /*fast_accumulation=*/false);
+        EXPECT_EQ(count("launches", nullptr, nullptr), 1U);
+      } else {
+        add_hardware_product(out, left, right, /*fast_accumulation=*/false);
+      }
+      const double error = (out.cpu().to(at::kDouble) - expected).abs().max().item<double>();
+      EXPECT_LE(error, (dtype == at::kFloat ? 2e-6 : 8e-3) * expected.abs().max().item<double>())
+          << dtype << " " << length;
+    }
 }
 
 struct RecipeOnGpu : ::testing::TestWithParam<const char*> {};

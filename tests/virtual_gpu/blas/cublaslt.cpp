@@ -255,8 +255,8 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDe
 
 cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t description, const void* alpha,
                               const void* a_data, cublasLtMatrixLayout_t a_layout, const void* b_data,
-                              cublasLtMatrixLayout_t b_layout, const void* beta, const void*,
-                              cublasLtMatrixLayout_t, void* d_data, cublasLtMatrixLayout_t d_layout,
+                              cublasLtMatrixLayout_t b_layout, const void* beta, const void* c_data,
+                              cublasLtMatrixLayout_t c_layout, void* d_data, cublasLtMatrixLayout_t d_layout,
                               const cublasLtMatmulAlgo_t*, void*, size_t, cudaStream_t stream) {
   const Product& product = *pointer_in<Product>(description);
   const Factor a = factor_of(product, a_data, *pointer_in<Layout>(a_layout), true);
@@ -264,8 +264,11 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t description
   const Layout d = *pointer_in<Layout>(d_layout);
   if (!is_possible(a, b) || reinterpret_cast<uintptr_t>(d_data) % 16 != 0) return CUBLAS_STATUS_NOT_SUPPORTED;
   const float factor = *static_cast<const float*>(alpha);
-  if (*static_cast<const float*>(beta) != 0)
-    not_supported("cublasLtMatmul with beta", "Add it to blas/cublaslt.cpp.");
+  const float factor_of_c = *static_cast<const float*>(beta);
+  const Layout c = *pointer_in<Layout>(c_layout);
+  if (factor_of_c != 0 && (c_data != d_data || c.type != d.type || c.leading != d.leading))
+    not_supported("cublasLtMatmul that adds to another matrix than its result",
+                  "Add it to blas/cublaslt.cpp.");
   const void* bias = product.get<const void*>(CUBLASLT_MATMUL_DESC_BIAS_POINTER, nullptr);
   const auto bias_type =
       static_cast<cudaDataType>(product.get<int>(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, d.type));
@@ -275,7 +278,15 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t description
         .data = f.data, .bytes = f.layout.bytes(), .is_computed_with = f.layout.leading == f.layout.rows};
   };
   const size_t d_bytes = d.bytes();
-  std::vector<Range> ranges{read(a), read(b), {d_data, d_bytes, true}};
+  std::vector<Range> ranges{read(a), read(b)};
+  if (factor_of_c != 0)
+    ranges.push_back({.data = d_data,
+                      .bytes = d_bytes,
+                      .is_written = true,
+                      .is_read_too = true,
+                      .is_computed_with = d.leading == d.rows});
+  else
+    ranges.push_back({d_data, d_bytes, true});
   for (const Factor* f : {&a, &b})
     if (f->scale) ranges.push_back(f->scales());
   if (bias)
@@ -291,7 +302,10 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t description
                                          float sum = dot(&a_elements[i * size], &b_elements[j * size], size);
                                          sum *= factor * a.outer_scale(i) * b.outer_scale(j);
                                          if (bias) sum += load(bias, bias_type, i);
-                                         store(d_data, d.type, j * d.leading + i, sum);
+                                         const int64_t place = j * d.leading + i;
+                                         if (factor_of_c != 0)
+                                           sum += factor_of_c * load(d_data, d.type, place);
+                                         store(d_data, d.type, place, sum);
                                        }
                                      }
                                    }));
