@@ -100,13 +100,19 @@ def counted(name, field):
     return {op: (number - few[op]) / 4 for op, number in many.items() if number > few[op]}
 device, virtual = last("device"), last("virtual")
 print(f"{'':26}{'device':>12}{'virtual':>12}")
+def grown(name):
+    """What a GPU's calls don't show if its allocator has expandable segments."""
+    steps = [json.loads(line) for line in (folder / f"{name}.8/metrics.jsonl").read_text().splitlines()]
+    peaks = [step["memory_gib"] for step in steps if "memory_gib" in step]
+    return peaks[-1] - peaks[2]
+print(f"{'memory_gib after step 3':26}{grown('device'):>+12.3f}{grown('virtual'):>+12.3f}")
 for key in ("memory_gib", "active_gib", "alloc_retries", "step_s", "tps", "mfu"):
     print(f"{key:26}{device.get(key, '-'):>12.5}{virtual.get(key, '-'):>12.5}" if isinstance(device.get(key), float) else
           f"{key:26}{device.get(key, '-')!s:>12}{virtual.get(key, '-')!s:>12}")
 (kernels, calls), operations = traced("device"), counted("virtual", "launches")
 print(f"{'launches in a step':26}{sum(kernels.values()):>12}{sum(n for op, n in operations.items() if op not in ('allocation', 'free')):>12.0f}")
 print("\nthe device's calls that wait or take memory, in step 8:", dict(calls) or "none")
-print("those of the virtual GPU, in a step:", counted("virtual", "host_waits") | counted("virtual", "calls") or "none")
+print("those of the virtual GPU, in a step:", dict(collections.Counter(counted("virtual", "host_waits")) + collections.Counter(counted("virtual", "calls"))) or "none")
 print("\nkernels of the device in step 8:")
 for name, number in kernels.most_common(60):
     print(f"{number:6}  {name[:150]}")

@@ -299,7 +299,7 @@ class CudaBackend final : public DeviceBackend {
       for (int64_t bytes = 0; bytes < before.reserved_bytes + 2 * room && !has_room(); bytes += room)
         blocks.push_back(allocator().allocate(static_cast<size_t>(room)));
     } catch (const c10::OutOfMemoryError&) {
-      // Another process has taken it meanwhile, and training may do without.
+      // Another process has taken the memory; training can do without it.
     }
     allocator().resetPeakStats(static_cast<c10::DeviceIndex>(index));
     const std::lock_guard lock(peaks_mutex_);
@@ -329,6 +329,7 @@ class CudaBackend final : public DeviceBackend {
  private:
   // LibTorch has released its allocator's lock when it calls this.
   void tell_out_of_memory(int64_t device, int64_t requested) {
+    if (GiveBackIdleMemory::is_off) return;  // leave_room() does without
     const std::lock_guard lock(seen_mutex_);
     if (!out_of_memory_seen_) return;
     OutOfMemory found{requested, {}};

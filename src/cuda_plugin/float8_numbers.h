@@ -25,7 +25,7 @@ __device__ unsigned magnitude(T x) {
   return __float_as_uint(widen(x)) & 0x7fffffffu;
 }
 
-// Reads so many packs before it uses the first.
+// Reads kAtOnce packs before it uses the first.
 template <int kAtOnce, class T>
 __device__ unsigned largest_of(const T* x, int64_t count, int64_t first, int64_t step) {
   unsigned best = 0;

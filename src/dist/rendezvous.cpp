@@ -200,8 +200,15 @@ constexpr const char* kVerdict = "verdict";
 constexpr const char* kOk = "ok";
 constexpr const char* kDescriptions = "descriptions";
 
+/// Returns the verdict, which is the first one that a rank gave.
+std::string settle(c10d::Store& store, const std::string& verdict) {
+  const std::vector<uint8_t> settled =
+      store.compareSet(kVerdict, {}, std::vector<uint8_t>(verdict.begin(), verdict.end()));
+  return {settled.begin(), settled.end()};
+}
+
 void condemn(c10d::Store& store, const Launch& launch, const std::string& reason) {
-  store.set(kVerdict, reason);
+  settle(store, reason);
   // The others need time to read it: this process serves the store and is about to end.
   if (launch.rank == 0) std::this_thread::sleep_for(Milliseconds(500));
 }
@@ -248,7 +255,7 @@ std::string register_rank(c10d::Store& store, const Launch& launch) {
   store.set(key_of(launch.rank), str(host_identity(), " ", address_towards(launch.store_host)));
   if (store.add("num_ranks", 1) == launch.size) {
     store.set(kDescriptions, descriptions_of_all(store, launch.size));
-    store.set(kVerdict, kOk);
+    settle(store, kOk);
   }
   return "";
 }
@@ -263,6 +270,9 @@ std::string missing_peers(c10d::Store& store, const Launch& launch, const Wait& 
   std::vector<int> missing;
   for (int rank = 0; rank < launch.size; ++rank)
     if (!store.check({key_of(rank)})) missing.push_back(rank);
+  if (missing.empty())
+    return str("all ", launch.size, " ranks connected to ", where(launch), ", but within ",
+               seconds(wait.timeout), " s the last one didn't list them");
   return str(missing.size(), " of ", launch.size, " ranks didn't connect to ", where(launch), " within ",
              seconds(wait.timeout), " s, missing: ", list_missing(missing));
 }
@@ -271,11 +281,7 @@ void wait_until_ready(c10d::Store& store, const Launch& launch, const Wait& wait
   try {
     store.wait({kVerdict}, wait.left());
   } catch (const c10::Error&) {
-    if (!store.check({kVerdict})) {
-      const std::string reason = missing_peers(store, launch, wait);
-      condemn(store, launch, reason);
-      throw Error(reason);
-    }
+    if (!store.check({kVerdict})) condemn(store, launch, missing_peers(store, launch, wait));
   }
   const std::string verdict = store.get_to_str(kVerdict);
   if (verdict != kOk) throw Error(verdict);
@@ -357,7 +363,8 @@ namespace {
 // the time of the thread that serves the store. There are only a few callers.
 bool is_in_libtorch(const void* code) {
   static std::mutex mutex;
-  static std::map<const void*, bool> known;
+  static auto& known =
+      *new std::map<const void*, bool>;  // the store's thread may outlive this library's variables
   const std::lock_guard lock(mutex);
   const auto [found, is_new] = known.try_emplace(code, false);
   Dl_info library{};

@@ -351,6 +351,9 @@ class Float8Products final : public Products {
     const Recipe& recipe = *layer_.recipe;
     if (!recipe.output || !recipe.grad_weight || x_NI.along_rows.scale.defined() || !x_NI.values.is_cuda())
       return scaled(x_NI, trains);
+    // With tensor parallelism rows may be multiplied part by part, and then no cast of all of them along rows is needed.
+    if (recipe.output->left.granularity == Granularity::Block && (layer_.spread.in || layer_.spread.out))
+      return scaled(x_NI, trains);
     Operand x = x_NI;
     cast_both_ways(x, recipe.output->left, recipe.grad_weight->right, {layer_.spread.in.get(), Vectors::Rows},
                    input_history(trains));
@@ -613,8 +616,7 @@ class Float8Products final : public Products {
     } else if (rows == columns && rows.granularity == Granularity::Block &&
                !layer_.recipe->blocks.composed_columns) {
       const at::Tensor matrix = operand.values.contiguous();
-      for (const Vectors vectors : {Vectors::Rows, Vectors::Columns})
-        check_parts_of_blocks(matrix, vectors, spread);
+      check_parts_of_blocks(matrix, Vectors::Rows, spread);
       BothCasts both = cast_blocks_both(
           matrix,
           {.dtype = rows.dtype, .rounding = layer_.recipe->blocks.rounding, .for_hardware = is_never_cut()});

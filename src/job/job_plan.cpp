@@ -10,7 +10,7 @@ namespace titan::train {
 
 namespace {
 
-// But for a few allocations, which take no memory and no time.
+// They may differ by a few allocations, which take no memory and no time.
 bool are_alike(const PlannedRole& a, const PlannedRole& b) {
   const int64_t allocations = a.summary.num_allocations;
   return std::abs(allocations - b.summary.num_allocations) <= allocations / 100 &&

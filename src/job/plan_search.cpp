@@ -449,15 +449,15 @@ class Search {
   struct Range {
     double least = 0, most = 0;
   };
-  // The estimate's bytes, if it errs as those of its kind have so far, and what delayed weight gradients took. Without a plan of that kind, the
-  // margin decides for these, and while nothing fits.
+  // The estimate's bytes, if it errs as those of its kind have so far. What delayed weight gradients keep is added, as plans of its kind have had;
+  // while there is none, and for all layouts while nothing fits, the estimate must leave a margin.
   Range memory_of(const Ranked& each) const {
     const auto& [layout, estimate] = each;
     if (estimate.delayed_tokens > 0) {
       const auto found = bytes_of_delayed_.find(delayed_kind(layout));
       return {estimate.bytes, found == bytes_of_delayed_.end()
                                   ? kMemoryMargin * estimate.bytes
-                                  : estimate.bytes + found->second * estimate.delayed_tokens};
+                                  : estimate.bytes + found->second.of_token() * estimate.delayed_tokens};
     }
     Range error{1, 1};
     if (const auto found = memory_errors_.find(memory_kind(layout)); found != memory_errors_.end())
@@ -471,14 +471,20 @@ class Search {
   static MemoryKind memory_kind(const Layout& layout) {
     return {layout.schedule, layout.pipeline, layout.recompute};
   }
-  // A layer's inputs and gradients of outputs, for one token of a tensor-parallel group.
+  // A layer's inputs and gradients of outputs, in plans so far.
+  struct Delayed {
+    double bytes = 0, tokens = 0;
+    double of_token() const { return std::max(0.0, bytes / tokens); }
+  };
+  // What a token's take depends on these.
   using DelayedKind = std::tuple<int64_t, std::string>;
   static DelayedKind delayed_kind(const Layout& layout) { return {layout.tensor, layout.recompute}; }
   void add_error(const Ranked& planned, double needed) {
     const auto& [layout, estimate] = planned;
     if (estimate.delayed_tokens > 0) {
-      double& most = bytes_of_delayed_[delayed_kind(layout)];
-      most = std::max(most, (needed - estimate.bytes) / estimate.delayed_tokens);
+      Delayed& delayed = bytes_of_delayed_[delayed_kind(layout)];
+      delayed.bytes += needed - estimate.bytes;
+      delayed.tokens += estimate.delayed_tokens;
       return;
     }
     const double error = needed / estimate.bytes;
@@ -595,7 +601,7 @@ class Search {
   size_t num_asked_ = 0;                       // layouts that the planner was asked for in the second round
   double most_pessimistic_ = 1;                // the smallest quotient of a plan's value and its estimate
   std::map<MemoryKind, Range> memory_errors_;  // quotients of a plan's bytes and its estimate's
-  std::map<DelayedKind, double> bytes_of_delayed_;  // most for each delayed token
+  std::map<DelayedKind, Delayed> bytes_of_delayed_;
   SearchResult result_;
 };
 

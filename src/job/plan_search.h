@@ -9,7 +9,8 @@
 //    the ranks of one replica, and the states' bytes are counted by the ranks that share them.
 // 2. The best estimates are planned as they are, and ranked by that, until no estimate that is left can be among the best, even if it is as
 //    pessimistic as the most pessimistic one so far. Memory is corrected by how far the estimates of the same schedule, depth and recomputation
-//    were off so far. What seems not to fit is planned last, and not at all if it is far from fitting.
+//    were off so far; what delayed weight gradients keep, which estimates leave out, is learned from plans of the same tensor-parallel degree and
+//    recomputation. What seems not to fit is planned last, and not at all if its estimate is far from fitting.
 //
 // The kinds of blocks that can't be of use aren't planned:
 // - what doesn't fit, by far, doesn't fit with a larger micro-batch either;

@@ -105,6 +105,11 @@ TEST(BlockCast, AcceptsOtherDtypesAndStrides) {
   EXPECT_TRUE(at::equal(raw_bytes(cast_blocks(x.to(at::kDouble), {}).data), raw_bytes(wanted.data)));
   EXPECT_TRUE(at::equal(raw_bytes(cast_blocks(x.t().contiguous().t(), {}).data), raw_bytes(wanted.data)));
   EXPECT_EQ(cast_blocks(x.to(at::kMeta), {.transposed = true}).data.sizes(), (std::vector<int64_t>{96, 64}));
+  const BothCasts shapes = cast_blocks_both(x.to(at::kMeta), {}), both = cast_blocks_both(x, {});
+  for (const auto of : {&BothCasts::along_rows, &BothCasts::down_columns}) {
+    EXPECT_EQ((shapes.*of).data.sizes(), (both.*of).data.sizes());
+    EXPECT_EQ((shapes.*of).scale.sizes(), (both.*of).scale.sizes());
+  }
 }
 
 TEST(BlockCast, RefusesBadDtypesAndShapes) {

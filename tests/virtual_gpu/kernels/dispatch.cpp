@@ -232,9 +232,9 @@ class Call {
       if (t.defined()) written.push_back(t);
     }
     // Numbers that weren't computed needn't be as asserted.
-    const bool is_vain = !computes() && schema_.name() == "aten::_assert_async";
-    run_on_device(schema_.name(), cuda_arguments(false), written, [is_vain, op = op_, arguments, targets] {
-      if (!is_vain) compute(op, arguments, targets);
+    const bool is_skipped = !computes() && schema_.name() == "aten::_assert_async";
+    run_on_device(schema_.name(), cuda_arguments(false), written, [is_skipped, op = op_, arguments, targets] {
+      if (!is_skipped) compute(op, arguments, targets);
     });
   }
 
