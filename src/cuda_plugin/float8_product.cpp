@@ -33,7 +33,7 @@ class Description {
   cublasLtMatmulDesc_t description_ = nullptr;
 };
 
-// Of cuBLAS, whose columns are our rows.
+// As cuBLAS has it: its columns are our rows.
 class MatrixLayout {
  public:
   MatrixLayout(cudaDataType type, int64_t rows, int64_t columns) {

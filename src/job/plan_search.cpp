@@ -476,7 +476,7 @@ class Search {
     double bytes = 0, tokens = 0;
     double of_token() const { return std::max(0.0, bytes / tokens); }
   };
-  // What a token's take depends on these.
+  // These decide how much it is for a token.
   using DelayedKind = std::tuple<int64_t, std::string>;
   static DelayedKind delayed_kind(const Layout& layout) { return {layout.tensor, layout.recompute}; }
   void add_error(const Ranked& planned, double needed) {

@@ -344,7 +344,7 @@ TEST_P(Float8Device, CastsOfBlocksBothWaysEqualTheComposition) {
     for (const at::ScalarType to : kFormats)
       for (const at::Tensor& x : matrices(from, to))
         for (const bool option :
-             {false, true}) {  // of rounding and order, whose other pairs the test above has
+             {false, true}) {  // for rounding and order; the test above has their other pairs
           const BothCasts ours =
               cast_blocks_both(there(x), {.dtype = to,
                                           .rounding = option ? BlockRounding::Up : BlockRounding::Down,
