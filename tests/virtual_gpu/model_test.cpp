@@ -478,7 +478,7 @@ INSTANTIATE_TEST_SUITE_P(
              {kFloat8, "--training.global_batch_size=16",
               "--parallelism.fsdp_reduce_every_micro_batch=false"},
              {"llama3_8b", 8, 63.39, 63.75}),
-        with("_float8", {kFloat8}, {"llama3_405b_pp", 512, 32.86, 33.23}),
+        with("_float8", {kFloat8}, {"llama3_405b_pp", 512, 32.45, 32.57}),
         with("_bfloat16_states", {"--optimizer.state_dtype=bfloat16"}, {"llama3_8b", 8, 30.21, 31.14}),
         with("_bfloat16", {"--training.dtype=bfloat16", "--optimizer.stochastic_rounding"},
              {"llama3_8b", 8, 26.82, 27.48}),
