@@ -3,6 +3,8 @@
 
 #include <cublasLt.h>
 
+#include <algorithm>
+
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/cuda/Exceptions.h>
 
@@ -52,20 +54,26 @@ class MatrixLayout {
 
 class Preference {
  public:
-  explicit Preference(size_t workspace_bytes) {
-    TORCH_CUDABLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference_));
-    TORCH_CUDABLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(
-        preference_, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace_bytes, sizeof workspace_bytes));
-  }
+  Preference() { TORCH_CUDABLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference_)); }
   ~Preference() { cublasLtMatmulPreferenceDestroy(preference_); }
   Preference(const Preference&) = delete;
   Preference& operator=(const Preference&) = delete;
 
+  template <class T>
+  void set(cublasLtMatmulPreferenceAttributes_t attribute, const T& value) {
+    TORCH_CUDABLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference_, attribute, &value, sizeof value));
+  }
   cublasLtMatmulPreference_t get() const { return preference_; }
 
  private:
   cublasLtMatmulPreference_t preference_ = nullptr;
 };
+
+// Up to 256, which cuBLAS supposes of all matrices; a gradient's place in a buffer may have less.
+uint32_t alignment_of(const void* address) {
+  const auto bits = reinterpret_cast<uintptr_t>(address);
+  return static_cast<uint32_t>(std::min<uintptr_t>(bits & (~bits + 1), 256));
+}
 
 }  // namespace
 
@@ -83,14 +91,20 @@ bool add_product(const AddedProduct& product, cudaStream_t stream) {
   const cublasLtHandle_t handle = at::cuda::getCurrentCUDABlasLtHandle();
   const size_t workspace_bytes = at::cuda::getCUDABlasLtWorkspaceSize();
   void* workspace = at::cuda::getCUDABlasLtWorkspace();
-  const Preference preference(workspace_bytes);
+  Preference preference;
+  preference.set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, workspace_bytes);
+  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment_of(product.b));
+  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment_of(product.a));
+  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment_of(product.out));
+  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment_of(product.out));
   cublasLtMatmulHeuristicResult_t found = {};
   int num_found = 0;
   const cublasStatus_t status =
       cublasLtMatmulAlgoGetHeuristic(handle, description.get(), b.get(), a.get(), out.get(), out.get(),
                                      preference.get(), 1, &found, &num_found);
-  if (status == CUBLAS_STATUS_NOT_SUPPORTED || num_found == 0) return false;
+  if (status == CUBLAS_STATUS_NOT_SUPPORTED) return false;
   TORCH_CUDABLAS_CHECK(status);
+  if (num_found == 0) return false;
   const float one = 1;
   TORCH_CUDABLAS_CHECK(cublasLtMatmul(handle, description.get(), &one, product.b, b.get(), product.a, a.get(),
                                       &one, product.out, out.get(), product.out, out.get(), &found.algo,

@@ -38,9 +38,10 @@ struct Allocation {
 };
 
 /// The names of launches that are copies over the host's bus.
-constexpr const char* kAddedProduct = "cublasLtMatmul";  ///< in Float8, to a sum
 constexpr const char* kCopyToHost = "cudaMemcpyAsync to the host";
 constexpr const char* kCopyToDevice = "cudaMemcpyAsync to the device";
+/// That of a product in Float8 that is added to a sum.
+constexpr const char* kAddedProduct = "cublasLtMatmul";
 
 struct Launch {
   int name = 0;  ///< "aten::mm", "rms_norm_kernel"

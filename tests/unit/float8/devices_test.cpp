@@ -291,6 +291,22 @@ TEST_P(Float8Device, CastsOfVectorsEqualTheComposition) {
         }
 }
 
+struct LaunchCounters {
+  void (*start)();
+  uint64_t (*count)(const char*, const char*, const char*);
+};
+// Null on other devices than virtual GPUs.
+LaunchCounters launch_counters() {
+  return {reinterpret_cast<void (*)()>(dlsym(RTLD_DEFAULT, "virtual_gpu_start_counting")),
+          reinterpret_cast<uint64_t (*)(const char*, const char*, const char*)>(
+              dlsym(RTLD_DEFAULT, "virtual_gpu_count"))};
+}
+
+// Units for Float8 keep about 14 bits of a sum of a few products; CPUs and virtual GPUs sum in fp32.
+double tolerance_in_fp32(at::Device device) {
+  return device.is_cpu() || launch_counters().start ? 1e-6 : 5e-4;
+}
+
 // Hardware multiplies them directly, or the sums are scaled afterwards.
 TEST_P(Float8Device, ProductsOfVectorsAreNearTheExactOnes) {
   if (!device.is_cpu() && dist::open_cuda_plugin()->compute_capability(0) < 89)
@@ -316,8 +332,9 @@ TEST_P(Float8Device, ProductsOfVectorsAreNearTheExactOnes) {
         const at::Tensor got = out.cpu().to(at::kDouble), is_zero = wanted.eq(0);
         EXPECT_TRUE(got.masked_select(is_zero).eq(0).all().item<bool>());
         const at::Tensor error = (got / wanted - 1).abs().masked_select(is_zero.logical_not()).median();
-        EXPECT_LT(error.item<double>(), to == at::kFloat ? 1e-6 : 4e-3) << to << whole_b << power_of_two;
-        EXPECT_LT(testing::relative_error(out.cpu(), wanted), to == at::kFloat ? 1e-6 : 4e-3);
+        const double tolerance = to == at::kFloat ? tolerance_in_fp32(device) : 4e-3;
+        EXPECT_LT(error.item<double>(), tolerance) << to << whole_b << power_of_two;
+        EXPECT_LT(testing::relative_error(out.cpu(), wanted), tolerance);
       }
 }
 
@@ -439,17 +456,6 @@ TEST(Float8KernelsOnGpu, ReadAndWriteEveryByteOnce) {
   table.expect_equals_docs();
 }
 
-struct LaunchCounters {
-  void (*start)();
-  uint64_t (*count)(const char*, const char*, const char*);
-};
-// Null on other devices than virtual GPUs.
-LaunchCounters launch_counters() {
-  return {reinterpret_cast<void (*)()>(dlsym(RTLD_DEFAULT, "virtual_gpu_start_counting")),
-          reinterpret_cast<uint64_t (*)(const char*, const char*, const char*)>(
-              dlsym(RTLD_DEFAULT, "virtual_gpu_count"))};
-}
-
 // Scales come with their inverses. Where cuBLASLt has no product of vectors, the sums are scaled by one more launch.
 TEST(Float8KernelsOnGpu, ScalesAndProductsOfVectorsTakeNoOtherLaunches) {
   dist::DeviceBackend* backend = dist::open_cuda_plugin();
@@ -565,7 +571,9 @@ TEST(Float8KernelsOnGpu, LayersWithMxfp8CastInTheHardwaresOrder) {
 
 // One launch, also for a length that isn't a multiple of 16. In fp32, a product that adds rounds once where a product and an addition round twice.
 TEST(Float8ProductsOnGpu, AddToASum) {
-  if (!dist::open_cuda_plugin()) GTEST_SKIP() << "no GPU is visible";
+  dist::DeviceBackend* backend = dist::open_cuda_plugin();
+  if (!backend) GTEST_SKIP() << "no GPU is visible";
+  if (backend->compute_capability(0) < 89) GTEST_SKIP() << "this GPU has no products in Float8";
   const auto [start, count] = launch_counters();
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16})
     for (const int64_t length : {64, 40}) {
@@ -589,8 +597,8 @@ TEST(Float8ProductsOnGpu, AddToASum) {
         add_hardware_product(out, left, right, /*fast_accumulation=*/false);
       }
       const double error = (out.cpu().to(at::kDouble) - expected).abs().max().item<double>();
-      EXPECT_LE(error, (dtype == at::kFloat ? 2e-6 : 8e-3) * expected.abs().max().item<double>())
-          << dtype << " " << length;
+      const double tolerance = dtype == at::kFloat ? 2 * tolerance_in_fp32(at::kCUDA) : 8e-3;
+      EXPECT_LE(error, tolerance * expected.abs().max().item<double>()) << dtype << " " << length;
     }
 }
 
