@@ -4,6 +4,7 @@
 #include <cublasLt.h>
 
 #include <algorithm>
+#include <memory>
 
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/cuda/Exceptions.h>
@@ -16,58 +17,42 @@ namespace {
 
 cudaDataType type_of(Format format) { return format == Format::E4m3 ? CUDA_R_8F_E4M3 : CUDA_R_8F_E5M2; }
 
-class Description {
+template <auto kDestroy>
+struct Destroy {
+  void operator()(auto* handle) const { kDestroy(handle); }
+};
+template <auto kCreate, auto kDestroy, class Opaque>
+class Handle {
  public:
-  Description() {
-    TORCH_CUDABLAS_CHECK(cublasLtMatmulDescCreate(&description_, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+  template <class... Arguments>
+  explicit Handle(Arguments... arguments) {
+    Opaque* made = nullptr;
+    TORCH_CUDABLAS_CHECK(kCreate(&made, arguments...));
+    handle_.reset(made);
   }
-  ~Description() { cublasLtMatmulDescDestroy(description_); }
-  Description(const Description&) = delete;
-  Description& operator=(const Description&) = delete;
-
-  template <class T>
-  void set(cublasLtMatmulDescAttributes_t attribute, const T& value) {
-    TORCH_CUDABLAS_CHECK(cublasLtMatmulDescSetAttribute(description_, attribute, &value, sizeof value));
-  }
-  cublasLtMatmulDesc_t get() const { return description_; }
+  Opaque* get() const { return handle_.get(); }
 
  private:
-  cublasLtMatmulDesc_t description_ = nullptr;
+  std::unique_ptr<Opaque, Destroy<kDestroy>> handle_;
 };
+using Description = Handle<cublasLtMatmulDescCreate, cublasLtMatmulDescDestroy, cublasLtMatmulDescOpaque_t>;
+using MatrixLayout =
+    Handle<cublasLtMatrixLayoutCreate, cublasLtMatrixLayoutDestroy, cublasLtMatrixLayoutOpaque_t>;
+using Preference =
+    Handle<cublasLtMatmulPreferenceCreate, cublasLtMatmulPreferenceDestroy, cublasLtMatmulPreferenceOpaque_t>;
+
+void set(const Description& description, cublasLtMatmulDescAttributes_t attribute, const auto& value) {
+  TORCH_CUDABLAS_CHECK(cublasLtMatmulDescSetAttribute(description.get(), attribute, &value, sizeof value));
+}
+void set(const Preference& preference, cublasLtMatmulPreferenceAttributes_t attribute, const auto& value) {
+  TORCH_CUDABLAS_CHECK(
+      cublasLtMatmulPreferenceSetAttribute(preference.get(), attribute, &value, sizeof value));
+}
 
 // As cuBLAS has it: its columns are our rows.
-class MatrixLayout {
- public:
-  MatrixLayout(cudaDataType type, int64_t rows, int64_t columns) {
-    TORCH_CUDABLAS_CHECK(cublasLtMatrixLayoutCreate(&layout_, type, static_cast<uint64_t>(columns),
-                                                    static_cast<uint64_t>(rows), columns));
-  }
-  ~MatrixLayout() { cublasLtMatrixLayoutDestroy(layout_); }
-  MatrixLayout(const MatrixLayout&) = delete;
-  MatrixLayout& operator=(const MatrixLayout&) = delete;
-
-  cublasLtMatrixLayout_t get() const { return layout_; }
-
- private:
-  cublasLtMatrixLayout_t layout_ = nullptr;
-};
-
-class Preference {
- public:
-  Preference() { TORCH_CUDABLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference_)); }
-  ~Preference() { cublasLtMatmulPreferenceDestroy(preference_); }
-  Preference(const Preference&) = delete;
-  Preference& operator=(const Preference&) = delete;
-
-  template <class T>
-  void set(cublasLtMatmulPreferenceAttributes_t attribute, const T& value) {
-    TORCH_CUDABLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference_, attribute, &value, sizeof value));
-  }
-  cublasLtMatmulPreference_t get() const { return preference_; }
-
- private:
-  cublasLtMatmulPreference_t preference_ = nullptr;
-};
+MatrixLayout layout_of(cudaDataType type, int64_t rows, int64_t columns) {
+  return MatrixLayout(type, static_cast<uint64_t>(columns), static_cast<uint64_t>(rows), columns);
+}
 
 // Up to 256, which cuBLAS supposes of all matrices; a gradient's place in a buffer may have less.
 uint32_t alignment_of(const void* address) {
@@ -79,24 +64,25 @@ uint32_t alignment_of(const void* address) {
 
 // Float8 has one form of product: both matrices have the summed dimension contiguous, so in cuBLAS's order the first one is transposed.
 bool add_product(const AddedProduct& product, cudaStream_t stream) {
-  Description description;
-  description.set(CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T);
-  description.set(CUBLASLT_MATMUL_DESC_TRANSB, CUBLAS_OP_N);
-  description.set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, product.factor_b);
-  description.set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, product.factor_a);
-  description.set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(product.fast_accumulation));
-  const MatrixLayout a(type_of(product.format_a), product.rows, product.length),
-      b(type_of(product.format_b), product.columns, product.length),
-      out(product.source == Source::Float ? CUDA_R_32F : CUDA_R_16BF, product.rows, product.columns);
+  const Description description(CUBLAS_COMPUTE_32F, CUDA_R_32F);
+  set(description, CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T);
+  set(description, CUBLASLT_MATMUL_DESC_TRANSB, CUBLAS_OP_N);
+  set(description, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, product.factor_b);
+  set(description, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, product.factor_a);
+  set(description, CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(product.fast_accumulation));
+  const MatrixLayout a = layout_of(type_of(product.format_a), product.rows, product.length),
+                     b = layout_of(type_of(product.format_b), product.columns, product.length),
+                     out = layout_of(product.source == Source::Float ? CUDA_R_32F : CUDA_R_16BF, product.rows,
+                                     product.columns);
   const cublasLtHandle_t handle = at::cuda::getCurrentCUDABlasLtHandle();
   const size_t workspace_bytes = at::cuda::getCUDABlasLtWorkspaceSize();
   void* workspace = at::cuda::getCUDABlasLtWorkspace();
-  Preference preference;
-  preference.set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, workspace_bytes);
-  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment_of(product.b));
-  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment_of(product.a));
-  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment_of(product.out));
-  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment_of(product.out));
+  const Preference preference;
+  set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, workspace_bytes);
+  set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment_of(product.b));
+  set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment_of(product.a));
+  set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment_of(product.out));
+  set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment_of(product.out));
   cublasLtMatmulHeuristicResult_t found = {};
   int num_found = 0;
   const cublasStatus_t status =
