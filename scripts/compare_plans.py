@@ -364,20 +364,25 @@ def time_table(runs, plans):
 def memory_table(runs, plans):
     lines = ["| run | GPUs | number | plan says | adjusted | published | difference | adjustments, GiB |",
              "| --- | --- | --- | --- | --- | --- | --- | --- |"]
-    largest = 0
+    largest, of_torchtitan = 0, []
     for run, plan in zip(runs, plans):
         for entry, (value, items) in zip(run.get("memory", []), plan["memory"]):
             adjusted = (value + sum(items.values())) / GIB
             notes = [f"{name} {size / GIB:+.2f}" for name, size in items.items()]
             if entry["number"] == "reserved":
                 notes.append(f"unexplained {entry['published_gib'] - adjusted:+.2f}")
+                of_torchtitan.append(abs(adjusted / entry["published_gib"] - 1))
             elif items:
                 largest = max(largest, abs(adjusted / entry["published_gib"] - 1))
             lines.append(f"| {place(run)} | {entry.get('title', entry['number'])} | {value / GIB:.2f} | {f'{adjusted:.2f}' if items else ''} | "
                          f"{entry['published_gib']:.2f} | {100 * (adjusted / entry['published_gib'] - 1):+.1f} % | "
                          f"{'; '.join(notes)} |")
-    table = "\n".join(lines) + "\n"
-    return table + f"\nWithout TorchTitan's rows, the largest difference after adjustment is {100 * largest:.1f} %.\n" if largest else table
+    notes = [f"Without TorchTitan's rows, the largest difference after adjustment is {100 * largest:.1f} %."] if largest else []
+    if of_torchtitan:
+        above = lambda limit: sum(error > limit for error in of_torchtitan)
+        notes.append(f"Of TorchTitan's {len(of_torchtitan)} rows, {above(MOST_MEMORY)} are more than {100 * MOST_MEMORY} % off even after adjustment; "
+                     f"{above(0.1)} of them are more than 10 % off, the worst one {100 * max(of_torchtitan):.1f} %.")
+    return "\n".join(lines) + "\n" + (f"\n{' '.join(notes)}\n" if notes else "")
 
 
 MOST_DIFFERENCE = 0.002  # from the page

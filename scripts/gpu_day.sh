@@ -15,7 +15,7 @@ fi
 file=$(realpath -m "${1:-$($only_speed && echo gpu_speed.txt || echo gpu_day.txt)}")
 programs=build/bin
 folder=build/test_tmp/gpu_day
-export on_gpu='*OnGpu*:*OnTheGpu*:*/cuda'  # tests
+export on_gpu='*OnGpu*'  # tests
 for needed in titan distributed_tests attention_bench overlap_bench ../virtual_gpu/libcudart.so.13; do
   [ -e $programs/$needed ] || { echo "gpu_day.sh: $programs/$needed is missing: scripts/build.sh all benchmarks virtual_gpu" >&2; exit 2; }
 done

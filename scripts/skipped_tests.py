@@ -5,7 +5,7 @@
 
 It reads the output of `ctest --output-junit`, which scripts/test.sh writes. Tests for GPUs and cases for another number of ranks are only counted. The
 others are listed with their reasons, even if a test program skipped only some of its cases. With TITAN_NO_SKIPS=1, for a machine that has everything
-the tests need, a listed test is an error (exit status 1).
+the tests need, a listed test is an error (exit status 1). So is, always, a test on virtual GPUs that finds no GPU.
 """
 
 import os
@@ -19,6 +19,7 @@ ELSEWHERE = re.compile(
     r"needs a peer|(needs|takes|made for) (\w+|\d x \d) ranks|needs a shard axis|needs an even number of ranks|one rank |on one rank|of two ranks|hidden features aren't a multiple|"
     r"the machine is too busy|a long form"
 )
+NO_GPU = "no GPU is visible"
 ON_A_GPU = re.compile(r"\.(cuda|nccl)$")
 # The line that googletest prints, also under `titan launch`.
 CASE = re.compile(r"^(?:\[rank \d+\] )?\S*?([^/\s]+:\d+): Skipped\n(?:\[rank \d+\] )?(.*)$", re.MULTILINE)
@@ -35,21 +36,25 @@ def reasons(test: xml.etree.ElementTree.Element) -> list[str]:
 
 
 def main(path: str) -> int:
-    counted, listed = 0, []
+    counted, listed, blind = 0, [], []
     for test in xml.etree.ElementTree.parse(path).iter("testcase"):
         name = test.get("name", "")
         for reason in reasons(test):
-            if ON_A_GPU.search(name) or ELSEWHERE.search(reason):
+            if NO_GPU in reason and ".virtual" in name:
+                blind.append(f"  {name}: {reason}")
+            elif ON_A_GPU.search(name) or ELSEWHERE.search(reason):
                 counted += 1
             else:
                 listed.append(f"  {name}: {reason}")
     if counted:
         print(f"{counted} skipped because they need a GPU, another number of ranks or a nightly run")
+    if blind:
+        print("error: tests on virtual GPUs found none:", *sorted(blind), sep="\n")
     if not listed:
-        return 0
+        return 1 if blind else 0
     strict = os.environ.get("TITAN_NO_SKIPS") == "1"
     print(f"{'error: ' if strict else ''}{len(listed)} skipped because this machine lacks something:", *sorted(listed), sep="\n")
-    return 1 if strict else 0
+    return 1 if strict or blind else 0
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ struct ScheduleArguments {
   bool list = false;
   bool forward_only = false;
   bool complete = false;
+  bool first_contact = false;
   Costs costs;
   int max_live = 0;  ///< 0: no limit
   bool no_svg = false;
@@ -84,6 +85,10 @@ ScheduleArguments parse_schedule_arguments(const Arguments& words) {
   parser.flag("--forward-only", arguments.forward_only,
               "only the forwards, as in validation, on the schedule's stages");
   parser.flag("--complete", arguments.complete, "add sends, receives and parameter actions, as a run does");
+  parser.flag(
+      "--first-contact", arguments.first_contact,
+      "refuse a schedule that hangs where ranks connect at their first message, as NCCL's do (titan train "
+      "connects them before)");
   parser.flag("--list", arguments.list,
               "print a table of all schedules for --pp and --microbatches, and stop");
   add_costs(parser, arguments.costs);
@@ -97,6 +102,7 @@ ScheduleArguments parse_schedule_arguments(const Arguments& words) {
     for (const char* other : others) parser.app.get_option(option)->excludes(parser.app.get_option(other));
   };
   exclude("--max-live", {"--forward-only", "--list"});
+  exclude("--first-contact", {"--list"});
   exclude("--from-csv", {"--schedule", "--pp", "--microbatches", "--stages", "--forward-only", "--list"});
   parser.parse(words);
   return arguments;
@@ -249,9 +255,11 @@ int schedule_command(const Arguments& words) {
   Schedule schedule = make(arguments);
   check_size(schedule.num_stages, int64_t{schedule.num_micro_batches} * arguments.times);
   if (arguments.times > 1) schedule = repeat(schedule, arguments.times);
+  const Purpose purpose = has_backward(schedule) ? Purpose::Training : Purpose::Evaluation;
   if (arguments.max_live > 0)
-    check_schedule(schedule, {.purpose = has_backward(schedule) ? Purpose::Training : Purpose::Evaluation,
-                              .max_live_activations = arguments.max_live});
+    check_schedule(schedule, {.purpose = purpose, .max_live_activations = arguments.max_live});
+  if (arguments.first_contact)
+    check_schedule(with_communication(schedule), {.purpose = purpose, .connects_at_first_message = true});
   if (arguments.complete) schedule = with_parameter_actions(with_communication(schedule));
   const Simulation simulation = simulate(schedule, arguments.costs);
   if (!arguments.csv.empty()) write_file_atomic(arguments.csv, to_csv(schedule));

@@ -293,8 +293,10 @@ std::filesystem::path record_folder(const JobConfig& config) {
 }
 
 dist::World build_world(const JobConfig& config, int fake_ranks) {
+  // "auto" means the CPU to a fake world, which plans and tests make on machines with a GPU, too.
+  const bool is_on_gpu = fake_ranks > 0 && config.training.device == "auto" && dist::open_cuda_plugin();
   return dist::init({.backend = fake_ranks > 0 ? "fake" : config.comm.backend,
-                     .device = config.training.device,
+                     .device = is_on_gpu ? "cuda" : config.training.device,
                      .timeout = std::chrono::seconds(config.comm.init_timeout_seconds),
                      .flight_entries = static_cast<size_t>(config.comm.trace_buf_size),
                      .check_collectives = config.debug.check_collectives,

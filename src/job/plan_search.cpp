@@ -21,7 +21,8 @@ namespace titan::train {
 
 namespace {
 
-constexpr std::array<const char*, 3> kRecompute = {"none", "selective", "full"};  // least first
+// Least first. "op" is selective_ac_option = "op"; "selective" is as the config has it.
+constexpr std::array<const char*, 4> kRecompute = {"none", "op", "selective", "full"};
 /// Estimates of memory are rough: some are too small by this share, and few are too large.
 constexpr double kMemoryMargin = 1.3, kMostTooLarge = 1.2;
 /// If all larger micro-batches together can save no more than this share of a sequence's time, they aren't tried.
@@ -43,7 +44,10 @@ std::vector<int64_t> divisors_up_to(int64_t number, int64_t most) {
 class Layouts {
  public:
   Layouts(const JobConfig& base, const SearchOptions& options)
-      : sizes_(base.spec().sizes(base.args())), sequence_(base.training.seq_len), options_(options) {}
+      : sizes_(base.spec().sizes(base.args())),
+        sequence_(base.training.seq_len),
+        is_selective_by_op_(base.activation_checkpoint.selective_ac_option == "op"),
+        options_(options) {}
 
   std::vector<Layout> all() {
     for (const int64_t tensor :
@@ -119,7 +123,8 @@ class Layouts {
       layout.only_degrees = true;
       return layouts_.push_back(layout);
     }
-    for (const char* recompute : kRecompute) {
+    for (const std::string recompute : kRecompute) {
+      if (recompute == "selective" && is_selective_by_op_) continue;
       layout.recompute = recompute;
       for (const bool float8 : {false, true}) {
         if (float8 && !options_.may_use_float8) continue;
@@ -139,6 +144,7 @@ class Layouts {
 
   ModelSizes sizes_;
   int64_t sequence_;
+  bool is_selective_by_op_;
   const SearchOptions& options_;
   std::vector<Layout> layouts_;
 };
@@ -636,7 +642,10 @@ std::vector<Layout::Setting> Layout::settings(int world, int64_t sequences, int6
                                                    : reshard > 0  ? str(reshard)
                                                                   : "default")},
                                    {"parallelism", "fsdp_reduce_every_micro_batch", truth(!keeps_gathered)},
-                                   {"activation_checkpoint", "mode", config::quoted(recompute)}});
+                                   {"activation_checkpoint", "mode",
+                                    config::quoted(recompute == "op" ? "selective" : recompute)}});
+  if (recompute == "op")
+    settings.push_back({"activation_checkpoint", "selective_ac_option", config::quoted("op")});
   // Otherwise the base's precision stays.
   if (float8) settings.push_back({"model", "converters", "[\"quantize.linear.float8\"]"});
   if (float8_gather)

@@ -40,9 +40,10 @@ struct Layout {
   int64_t replicate = 1;  ///< groups of ranks that share parameters
   std::string schedule;   ///< with a pipeline
   int64_t stages_of_rank = 1;
-  int64_t micro_batch = 1;         ///< sequences
-  bool only_degrees = false;       ///< the policies below are the base's own
-  std::string recompute = "none";  ///< activation_checkpoint.mode
+  int64_t micro_batch = 1;    ///< sequences
+  bool only_degrees = false;  ///< the policies below are the base's own
+  std::string recompute =
+      "none";  ///< activation_checkpoint.mode; "op": selective, with that selective_ac_option
   /// Parameters stay gathered for the backward and from a micro-batch to the next.
   bool keeps_gathered = false;
   bool float8 = false, asynchronous = false;

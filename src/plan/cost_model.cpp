@@ -263,12 +263,16 @@ bool CostModel::is_copy_over_bus(std::string_view name) const {
   return !cluster_.device.is_cpu && (name == kCopyToHost || name == kCopyToDevice);
 }
 
-CostModel::KernelTime CostModel::of_copies(std::string_view op, double bytes) const {
-  if (kernels_ == Kernels::Ours) return {0, 0};
-  // A gather's result is split into parameters: read and written. Gradients, in the compute dtype, are written into one buffer of the
-  // reduction's dtype, which has twice their bytes (PyTorch's _fsdp_collectives.py).
-  const double passes = op == "all_gather" ? 2 : 1.5;
-  return {seconds_of_bytes(passes * bytes) + launch_seconds(), 1};
+CostModel::KernelTime CostModel::of_copies(const Trace& trace, const Collective& call) const {
+  const std::string &op = trace.name(call.op), &label = trace.name(call.label);
+  const bool gathers = op == "all_gather", is_of_fsdp = label.starts_with("fsdp::");
+  const bool is_of_rows = label.starts_with("tp::") && call.num_tensors > 1;
+  if (kernels_ == Kernels::Ours || !(gathers || op == "reduce_scatter") || !(is_of_fsdp || is_of_rows))
+    return {0, 0};
+  // All bytes of the call are read and written. FSDP's gradients are in the compute dtype, and are written into one buffer of the reduction's dtype,
+  // which has twice their bytes (PyTorch's _fsdp_collectives.py).
+  const double passes = is_of_fsdp && !gathers ? 1.5 : 2;
+  return {seconds_of_bytes(passes * static_cast<double>(call.bytes)) + launch_seconds(), 1};
 }
 
 // A GPU's kernel; a CPU's calls are measured as a whole.

@@ -56,8 +56,9 @@ class CostModel {
   /// Whether it is a copy by the device's copy engines, which takes nothing from its kernels. A CPU's ranks have no such engine.
   bool is_copy_over_bus(std::string_view name) const;
 
-  /// The copies that FSDP of PyTorch makes after a gather, or before a reduction, of so many bytes; 0 with our kernels.
-  KernelTime of_copies(std::string_view op, double bytes) const;
+  /// The copies that PyTorch makes after a gather, or before a reduction: FSDP's of parameters and gradients, and tensor parallelism's of a
+  /// batch's rows, which ours sends as several tensors. 0 with our kernels.
+  KernelTime of_copies(const Trace& trace, const Collective& call) const;
 
   /// The host's time for each launch. 0 on a CPU, where it is part of the kernel's.
   double host_seconds() const;

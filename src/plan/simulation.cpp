@@ -115,8 +115,7 @@ struct Rank {
   std::map<std::tuple<int, size_t, bool>, int64_t> messages;  // by communicator, peer and direction
   std::unordered_map<int, int64_t> calls;                     // by communicator
   std::unordered_map<LaunchKey, CostModel::KernelTime, HashOfLaunch> times;
-  std::unordered_map<int64_t, std::pair<double, size_t>>
-      gathers;  // FSDP's in progress, by batch: bytes, entry
+  std::unordered_map<int64_t, size_t> gathers;  // in progress: an entry of each batch
   int steps_ended = 0;
   double step_ends[2] = {0, 0};
 
@@ -251,8 +250,9 @@ class Simulation {
            .entry = index});
   }
 
-  void copies(Rank& rank, std::string_view op, double bytes, int64_t stream, size_t entry) const {
-    const CostModel::KernelTime time = costs_.of_copies(op, bytes);
+  void copies(Rank& rank, size_t entry, int64_t stream) const {
+    const Collective& call = rank.trace->collectives()[rank.trace->entries()[entry].index];
+    const CostModel::KernelTime time = costs_.of_copies(*rank.trace, call);
     if (time.launches == 0) return;
     rank.host_time += time.launches * costs_.host_seconds();
     queue(rank, stream, {.kind = Item::Kind::Work, .seconds = time.seconds, .entry = entry});
@@ -265,9 +265,8 @@ class Simulation {
     const size_t first_call = entries[index].index;
     const Collective& first = collectives[first_call];
     const std::string& op = rank.trace->name(first.op);
-    const bool is_of_fsdp = rank.trace->name(first.label).starts_with("fsdp::");
     rank.host_time += costs_.host_seconds();
-    if (is_of_fsdp && op == "reduce_scatter") copies(rank, op, static_cast<double>(first.bytes), 0, index);
+    if (op == "reduce_scatter") copies(rank, index, 0);
     Item batch{.kind = Item::Kind::Batch, .num_calls = 1, .entry = index, .first_call = first_call};
     while (rank.next_entry < entries.size() && entries[rank.next_entry].kind == Entry::Kind::Collective &&
            collectives[entries[rank.next_entry].index].batch == first.batch) {
@@ -279,8 +278,7 @@ class Simulation {
     queue(rank, own, {.kind = Item::Kind::Wait, .point = begin_of_batch(first.batch)});
     queue(rank, own, batch);
     queue(rank, own, {.kind = Item::Kind::Reach, .point = end_of_batch(first.batch)});
-    if (is_of_fsdp && op == "all_gather")
-      rank.gathers[first.batch] = {static_cast<double>(first.bytes), index};
+    if (op == "all_gather") rank.gathers[first.batch] = index;
   }
 
   void synchronize(Rank& rank, const Sync& sync) const {
@@ -296,7 +294,7 @@ class Simulation {
         queue(rank, sync.stream, {.kind = Item::Kind::Wait, .point = end_of_batch(sync.number)});
         const auto gather = rank.gathers.find(sync.number);
         if (gather == rank.gathers.end()) break;
-        copies(rank, "all_gather", gather->second.first, sync.stream, gather->second.second);
+        copies(rank, gather->second, sync.stream);
         rank.gathers.erase(gather);
         break;
       }

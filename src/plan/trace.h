@@ -62,7 +62,8 @@ struct Collective {
   int peer = -1;       ///< world rank of the other side of a send or receive
   int64_t stream = 0;  ///< that it was called on
   int64_t bytes = 0;   ///< the larger of input and output
-  int batch = 0;       ///< calls of one batch have the same number, and end together
+  int num_tensors = 1;
+  int batch = 0;  ///< calls of one batch have the same number, and end together
 };
 
 /// A stream or the host waits, or a stream reaches a point that others may wait for.

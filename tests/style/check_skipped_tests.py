@@ -42,6 +42,8 @@ def main() -> int:
         for line in ("nightly.transformers: check_transformers: skipped: it can't be installed", "unit.dist: device_test.cpp:54: the plugin isn't built",
                      "e2e.Init.UnderTorchrun: launch_test.cpp:204: no torchrun in .venv"):
             assert line in text, (line, text)
+    status, text = run(script, ENOUGH + [("unit.dist.virtual", "run", "/src/device_test.cpp:31: Skipped\nno GPU is visible\n\n")], strict=False)
+    assert status == 1 and "unit.dist.virtual: device_test.cpp:31" in text, (status, text)
     return 0
 
 

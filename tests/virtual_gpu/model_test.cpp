@@ -258,6 +258,12 @@ INSTANTIATE_TEST_SUITE_P(
                8,
                {"--activation_checkpoint.mode=none", "--parallelism.tensor_parallel_degree=8"},
                {54, 45, 1'100'000'000}},
+        // Rows are gathered and scattered in their places.
+        Layout{"TensorParallelOfTwoRows",
+               8,
+               {"--activation_checkpoint.mode=none", "--parallelism.tensor_parallel_degree=8",
+                "--training.local_batch_size=2"},
+               {54, 45, 1'600'000'000}},
         Layout{"TensorParallelInBfloat16",
                8,
                {"--activation_checkpoint.mode=none", "--parallelism.tensor_parallel_degree=8",

@@ -25,7 +25,7 @@ namespace titan::dist {
 
 struct InitOptions {
   std::string backend = "auto";       ///< "auto" (nccl on GPUs, else gloo), "gloo", "nccl", "fake"
-  std::string device = "auto";        ///< "auto" (a GPU if one is visible), "cpu", "cuda"
+  std::string device = "auto";        ///< "auto" (a GPU if one is visible, with "fake" the CPU), "cpu", "cuda"
   std::chrono::seconds timeout{300};  ///< for rendezvous and for every group's collectives until set_timeout
   /// Ranks of one host copy from each other's memory (process_vm_readv), where the kernel allows it, instead
   /// of through gloo's sockets. Results are the same except for the rounding of sums. Set it to false to

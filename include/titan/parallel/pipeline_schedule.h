@@ -172,6 +172,9 @@ struct CheckOptions {
   /// A send blocks while this many earlier messages of its channel (directed pair of ranks) have no posted
   /// receive. With 0, each send blocks until its own receive is posted.
   int channel_capacity = 1;
+  /// Whether the first send or receive of a channel blocks until the other rank comes to its own first one there, as NCCL's do on a
+  /// communicator that has carried no message. Links that `Links::connect` makes have carried one, so their schedules need not pass this.
+  bool connects_at_first_message = false;
   /// Limit per rank of micro-batches, counted per stage, between their F and the end of their B or W.
   int max_live_activations = std::numeric_limits<int>::max();
 };

@@ -274,6 +274,7 @@ class Progress {
         schedule_(check.schedule),
         channels_(check.schedule),
         num_open_(channels_.size(), 0),
+        contacts_(channels_.size()),
         next_(check.schedule.ranks.size(), 0),
         sent_(check.schedule, false),
         runnable_(check.schedule.num_ranks()) {}
@@ -286,16 +287,34 @@ class Progress {
   }
 
  private:
+  /// Which ranks of a channel have come to its first message.
+  struct Contact {
+    bool sender = false, receiver = false;
+    bool is_made() const { return sender && receiver; }
+  };
+
   bool at_end(int rank) const { return next_[rank] == schedule_.ranks[rank].size(); }
   const Action& action(int rank) const { return schedule_.ranks[rank][next_[rank]]; }
 
   // Whether the input of an F, B or I exists: it was computed and, if the schedule has messages, sent. The
   // earlier checks ensure that a receive, or the computation on the same rank, precedes the action.
   bool can_run(const Action& action) {
+    if (is_communication(action.kind) && !connect(action)) return false;
     if (is_send(action.kind)) return num_open_[channels_.of(action)] < check_.options.channel_capacity;
     const auto receive = receive_for(schedule_, action);
     if (!receive) return true;
     return sent_(*receive);
+  }
+
+  // Whether the message's channel is connected, now that one of its ranks has come to a message.
+  bool connect(const Action& message) {
+    const int channel = channels_.of(message);
+    Contact& contact = contacts_[channel];
+    if (!check_.options.connects_at_first_message || contact.is_made()) return true;
+    const bool sends = is_send(message.kind);
+    (sends ? contact.sender : contact.receiver) = true;
+    if (contact.is_made()) runnable_.wake(sends ? channels_.receiver(channel) : channels_.sender(channel));
+    return contact.is_made();
   }
 
   // Marks a stage's output or input gradient as available to its neighbor on another rank.
@@ -320,12 +339,17 @@ class Progress {
 
   /// The rank that a blocked rank waits for.
   int waits_for(int rank) const {
-    if (is_send(action(rank).kind)) return channels_.receiver(channels_.of(action(rank)));
-    return channels_.sender(channels_.of(*receive_for(schedule_, action(rank))));
+    const Action& blocked = action(rank);
+    if (is_send(blocked.kind)) return channels_.receiver(channels_.of(blocked));
+    if (is_communication(blocked.kind)) return channels_.sender(channels_.of(blocked));
+    return channels_.sender(channels_.of(*receive_for(schedule_, blocked)));
   }
 
   std::string wait_of(int rank) const {
     const std::string place = str("rank ", rank, " at action ", next_[rank], " (", action(rank), ") ");
+    if (is_communication(action(rank).kind) && check_.options.connects_at_first_message &&
+        !contacts_[channels_.of(action(rank))].is_made())
+      return str(place, "connects to rank ", waits_for(rank), ", which hasn't come to their first message");
     if (is_send(action(rank).kind))
       return str(place, "waits until rank ", waits_for(rank), " posts ", receive_of(action(rank)), " (",
                  check_.options.channel_capacity, " sent without a receive allowed)");
@@ -353,9 +377,10 @@ class Progress {
   CheckCase& check_;
   const Schedule& schedule_;
   Channels channels_;
-  std::vector<int> num_open_;  // per channel: sends minus receives; negative if receives are posted ahead
-  std::vector<size_t> next_;   // per rank
-  PerMessage<char> sent_;      // if the schedule has no messages: computed
+  std::vector<int> num_open_;      // per channel: sends minus receives; negative if receives are posted ahead
+  std::vector<Contact> contacts_;  // per channel
+  std::vector<size_t> next_;       // per rank
+  PerMessage<char> sent_;          // if the schedule has no messages: computed
   Runnable runnable_;
 };
 

@@ -33,7 +33,18 @@ at::Tensor padded(const at::Tensor& tensor, int64_t dim, int64_t size) {
   return at::constant_pad_nd(tensor, padding);
 }
 
+// Rows of a batch that travel as tensors of one call. Many short ones take longer than a copy.
+constexpr int64_t kMostRows = 64;
+
+std::vector<at::Tensor> rows_of(const at::Tensor& tensor, int64_t num_rows) {
+  return tensor.view({num_rows, -1}).unbind();
+}
+
 }  // namespace
+
+bool TpGroup::takes_rows(int64_t num_rows, const at::Tensor& tensor) const {
+  return num_rows <= kMostRows && group_->has_batches(tensor.device());
+}
 
 at::Tensor TpGroup::gather(const at::Tensor& part, int64_t dim, int64_t whole, dist::Label label) const {
   const int64_t parts = count();
@@ -45,6 +56,8 @@ at::Tensor TpGroup::gather(const at::Tensor& part, int64_t dim, int64_t whole, d
     // nothing to move
   } else if (outer == 1) {
     group_->all_gather(out.view(-1), mine.view(-1), label).wait();
+  } else if (takes_rows(outer, mine)) {
+    group_->all_gather(rows_of(out, outer), rows_of(mine, outer), label).wait();
   } else {
     const int64_t run = mine.numel() / outer;
     const at::Tensor by_rank = by_rank_.get({parts, outer, run}, mine.options());
@@ -63,6 +76,8 @@ at::Tensor TpGroup::reduce_scatter(const at::Tensor& summand, int64_t dim, dist:
     // nothing to move
   } else if (outer == 1) {
     group_->reduce_scatter(out.view(-1), all.view(-1), label).wait();
+  } else if (takes_rows(outer, all)) {
+    group_->reduce_scatter(rows_of(out, outer), rows_of(all, outer), label).wait();
   } else {
     const int64_t run = out.numel() / outer;
     const at::Tensor by_rank = by_rank_.get({parts, outer, run}, all.options());

@@ -42,6 +42,9 @@ class TpGroup {
   const std::shared_ptr<dist::Group>& group() const { return group_; }
 
  private:
+  /// Whether the rows of a batch are sent and received in their places, by one call. If not, they are copied.
+  bool takes_rows(int64_t num_rows, const at::Tensor& tensor) const;
+
   std::shared_ptr<dist::Group> group_;
   // Parts in the order of the ranks, as a collective has them; a batch interleaves them. One buffer is
   // enough, because calls follow each other on one stream.

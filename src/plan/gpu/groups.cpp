@@ -123,6 +123,7 @@ class PlannedGroup final : public c10d::Backend {
       trace.set_category(address_of(ins[i]), category);
       counted.bytes += static_cast<int64_t>(std::max(outs[i].nbytes(), ins[i].nbytes()));
     }
+    counted.num_tensors = static_cast<int>(outs.size());
     if (!batch_) return c10::make_intrusive<PlannedWork>(trace.called({counted}));
     add_to_batch(counted);
     return c10::make_intrusive<PlannedWork>(0);  // that of the batch is waited for
@@ -132,6 +133,7 @@ class PlannedGroup final : public c10d::Backend {
     for (Collective& call : *batch_)
       if (call.op == counted.op && call.peer == counted.peer) {
         call.bytes += counted.bytes;
+        call.num_tensors += counted.num_tensors;
         return;
       }
     batch_->push_back(counted);

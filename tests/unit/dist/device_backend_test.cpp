@@ -27,7 +27,7 @@ TEST(Stream, DoesNothingOnTheCpu) {
   EXPECT_FALSE(Stream::create(at::kMeta).on_device());
 }
 
-TEST(Stream, OrdersWorkOnTheGpu) {
+TEST(StreamOnGpu, OrdersWork) {
   if (!open_cuda_plugin()) GTEST_SKIP() << "no GPU is visible";
   const at::Device gpu(at::kCUDA, 0);
   const Stream main = Stream::current(gpu), side = Stream::create(gpu, Priority::High);

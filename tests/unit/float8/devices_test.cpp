@@ -375,8 +375,8 @@ TEST_P(Float8Device, CastsOfBlocksBothWaysEqualTheComposition) {
         }
 }
 
-INSTANTIATE_TEST_SUITE_P(All, Float8Device, ::testing::Values("cpu", "cuda"),
-                         [](const auto& info) { return std::string(info.param); });
+INSTANTIATE_TEST_SUITE_P(OnCpu, Float8Device, ::testing::Values("cpu"));
+INSTANTIATE_TEST_SUITE_P(OnGpu, Float8Device, ::testing::Values("cuda"));
 
 // As KernelsOnGpu of tests/unit/ops: at most 1.1 times the bytes of inputs and outputs.
 TEST(Float8KernelsOnGpu, ReadAndWriteEveryByteOnce) {

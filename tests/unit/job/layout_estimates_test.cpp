@@ -1,8 +1,13 @@
 #include "job/layout_estimates.h"
 
+#include <algorithm>
+
 #include <gtest/gtest.h>
 
+#include "titan/config/load.h"
+#include "titan/models/llama3.h"
 #include "titan/optim/optimizer.h"
+#include "titan/parallel/pipeline_schedule.h"
 
 namespace titan::train {
 namespace {
@@ -90,6 +95,25 @@ TEST(Layers, DivideEvenlyWithOrWithoutTheEnds) {
   EXPECT_TRUE(divides_evenly(126, 16));  // embedding and output count for a layer each
   EXPECT_TRUE(divides_evenly(80, 16));
   EXPECT_FALSE(divides_evenly(80, 32));
+}
+
+// The inputs and gradients that delayed weight gradients are computed from, for which a search learns the bytes of a token.
+TEST(LayoutEstimator, CountsTheTokensWhoseWeightGradientsWait) {
+  if (!model_specs().contains("llama3")) models::register_llama3();
+  JobConfig config;
+  config::load(job_schema(), {std::string(TITAN_SOURCE_DIR) + "/configs/llama3_8b.toml", {}}, config);
+  const SearchOptions options{.world = 8, .sequences = 32};
+  LayoutEstimator estimator(config, options);
+  Layout layout{.pipeline = 4, .schedule = "ZBVZeroBubble", .stages_of_rank = 2, .micro_batch = 1};
+  const BlockCosts costs = block_costs(layout, answers(), kBytes);
+  int owed = 0;
+  for (const auto& rank : pipeline::simulate(pipeline::make_schedule("ZBVZeroBubble", 4, 8, 16), {}).ranks)
+    owed = std::max(owed, rank.peak_owed_weight);
+  ASSERT_GT(owed, 0);
+  EXPECT_EQ(estimator.of(layout, costs).delayed_tokens, owed * (32 / 8) * 8192.0);
+  layout.schedule = "1F1B";
+  layout.stages_of_rank = 1;
+  EXPECT_EQ(estimator.of(layout, costs).delayed_tokens, 0);
 }
 
 }  // namespace

@@ -31,6 +31,7 @@ JobConfig searched_job() {
   if (!model_specs().contains("llama3")) models::register_llama3();
   JobConfig config;
   config::load(job_schema(), {std::string(TITAN_SOURCE_DIR) + "/configs/llama3_8b.toml", {}}, config);
+  config.activation_checkpoint.selective_ac_option = "2";  // so that "op" is another policy than the config's
   return config;
 }
 
@@ -80,7 +81,8 @@ struct FakeCluster {
     const double micro_batch =
         number(depth > 1 ? "parallelism.pipeline_parallel_microbatch_size" : "training.local_batch_size");
     const double micro_batches = number("training.global_batch_size") / replicas / micro_batch;
-    const std::string recompute = values["activation_checkpoint.mode"];
+    const bool by_op = values["activation_checkpoint.selective_ac_option"] == "\"op\"";
+    const std::string recompute = by_op ? "\"op\"" : values["activation_checkpoint.mode"];
     const bool keeps = values["parallelism.fsdp_reduce_every_micro_batch"] == "false";
     const bool asynchronous = values["parallelism.enable_async_tensor_parallel"] == "true";
     const bool float8 = values.contains("model.converters");
@@ -89,6 +91,7 @@ struct FakeCluster {
                         (1 + 0.1 * std::log2(tensor) + 0.15 * std::log2(context)) * (float8 ? 0.8 : 1) *
                         (recompute == "\"full\""        ? 1.33
                          : recompute == "\"selective\"" ? 1.1
+                         : by_op                        ? 1.08
                                                         : 1);
     const double exposed = tensor > 1 ? micro_batch * (asynchronous ? 0.02 : 0.1) : 0;
     const std::string reshard = values["parallelism.fsdp_reshard_after_forward"];
@@ -99,6 +102,7 @@ struct FakeCluster {
     const double activation = activation_bytes * micro_batch / (tensor * context) *
                               (recompute == "\"full\""        ? 0.1
                                : recompute == "\"selective\"" ? 0.6
+                               : by_op                        ? 0.7
                                                               : 1);
     const double parameters = layers * kParametersOfLayer + kParametersOfEnds;
     PlanAnswer answer{.tokens = 1, .parameters = parameters};
@@ -183,7 +187,7 @@ std::vector<int64_t> powers(int64_t most) {
 template <class Each>
 void for_each_layout(const SearchOptions& options, const Each& each) {
   const auto policies = [&](Layout layout) {
-    for (const char* recompute : {"none", "selective", "full"})
+    for (const char* recompute : {"none", "op", "selective", "full"})
       for (int bits = 0; bits < 8; ++bits) {
         layout.recompute = recompute;
         layout.float8 = (bits & 1) != 0;

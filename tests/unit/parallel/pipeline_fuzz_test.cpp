@@ -7,6 +7,7 @@
 #include <map>
 #include <random>
 #include <set>
+#include <utility>
 
 #include "titan/parallel/pipeline_schedule.h"
 #include "unit/parallel/pipeline_cases.h"
@@ -32,8 +33,8 @@ class Trial {
 
   bool runs() {
     std::vector<size_t> next(schedule_.ranks.size(), 0);
-    for (bool moved = true; moved && !broken_;) {
-      moved = false;
+    for (bool moved = true; (moved || came_) && !broken_;) {
+      moved = came_ = false;
       for (int rank = 0; rank < schedule_.num_ranks() && !broken_; ++rank)
         if (next[rank] < schedule_.ranks[rank].size() && take(rank, schedule_.ranks[rank][next[rank]])) {
           ++next[rank];
@@ -48,6 +49,7 @@ class Trial {
  private:
   struct Channel {
     std::vector<Key> sent, posted;  // each message is given by its receive
+    bool sender_came = false, receiver_came = false;
   };
 
   static Key key(Kind kind, int stage, int micro_batch) {
@@ -123,6 +125,11 @@ class Trial {
     const int other = forward == sends ? stage + 1 : stage - 1;
     if (!exists(other) || rank_of(other) == rank) return breaks();
     const Kind receive = forward ? Kind::ReceiveForward : Kind::ReceiveBackward;
+    if (options_.connects_at_first_message) {
+      Channel& channel = channels_[sends ? std::pair(rank, rank_of(other)) : std::pair(rank_of(other), rank)];
+      came_ |= !std::exchange(sends ? channel.sender_came : channel.receiver_came, true);
+      if (!channel.sender_came || !channel.receiver_came) return false;
+    }
     if (sends) {
       if (!(forward ? done(Kind::Forward, stage, micro_batch) : backward_done(stage, micro_batch)))
         return false;
@@ -157,6 +164,7 @@ class Trial {
   const Schedule& schedule_;
   const CheckOptions& options_;
   bool messages_ = false, gathers_ = false, reduces_ = false, broken_ = false;
+  bool came_ = false;  // a rank came to a channel's first message
   std::set<Key> done_;
   std::map<std::pair<int, int>, Channel> channels_;
   std::set<int> gathered_, reduced_;
@@ -232,7 +240,8 @@ TEST(PipelineFuzz, CheckerAcceptsExactlyTheSchedulesThatRun) {
   int num_accepted = 0, num_refused = 0;
   for (int i = 0; i < kSchedules; ++i) {
     const auto& one = cases[mutator.below(static_cast<int>(cases.size()))];
-    CheckOptions options{.channel_capacity = mutator.below(3)};
+    CheckOptions options{.channel_capacity = mutator.below(3),
+                         .connects_at_first_message = mutator.below(2) == 0};
     Schedule plain = one.make();
     if (mutator.below(8) == 0) {
       options.purpose = Purpose::Evaluation;

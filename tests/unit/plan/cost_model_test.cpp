@@ -150,8 +150,26 @@ TEST(CostModel, OtherKernelsMoveMoreBytes) {
   };
   EXPECT_LT(seconds(Kernels::Ours), seconds(Kernels::Compiled));
   EXPECT_LT(seconds(Kernels::Compiled), seconds(Kernels::Eager) / 3);
-  EXPECT_EQ(CostModel(cluster, Kernels::Ours).of_copies("all_gather", 1e9).seconds, 0);
-  EXPECT_GT(CostModel(cluster, Kernels::Eager).of_copies("all_gather", 1e9).seconds, 0.5e-3);
+}
+
+TEST(CostModel, PyTorchCopiesWhatItGathersAndReduces) {
+  Trace trace;
+  const auto seconds = [&](Kernels kernels, const char* op, const char* label, int num_tensors) {
+    const Collective call{.op = trace.number_of(op),
+                          .label = trace.number_of(label),
+                          .bytes = 1'000'000'000,
+                          .num_tensors = num_tensors};
+    return CostModel(load_device("h100"), kernels).of_copies(trace, call).seconds;
+  };
+  EXPECT_EQ(seconds(Kernels::Ours, "all_gather", "fsdp::all_gather layers.0", 9), 0);
+  const double of_bytes = seconds(Kernels::Eager, "all_gather", "fsdp::all_gather layers.0", 9);
+  EXPECT_GT(of_bytes, 0.5e-3);
+  EXPECT_LT(seconds(Kernels::Eager, "reduce_scatter", "fsdp::reduce_scatter layers.0", 9), of_bytes);
+  for (const char* op : {"all_gather", "reduce_scatter"}) {
+    EXPECT_EQ(seconds(Kernels::Compiled, op, "tp::forward", 8), of_bytes) << op;  // a batch of eight rows
+    EXPECT_EQ(seconds(Kernels::Compiled, op, "tp::forward", 1), 0) << op;
+  }
+  EXPECT_EQ(seconds(Kernels::Eager, "all_reduce", "fsdp::all_reduce", 1), 0);
 }
 
 TEST(CostModel, ADtypeWithoutAPeakIsRefused) {
