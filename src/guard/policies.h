@@ -58,6 +58,7 @@ class LossSpikes {
 class RewindOnSpike final : public TrainerPolicy {
  public:
   explicit RewindOnSpike(const FaultToleranceSettings& settings) : settings_(settings), spikes_(settings) {}
+  bool reads_loss() const override { return true; }
   void judge(Trainer& trainer, const StepValues& values) override;
   bool end_step(Trainer& trainer) override;
   std::string state() const override { return spikes_.state(); }

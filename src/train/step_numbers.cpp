@@ -54,7 +54,7 @@ class ReadAtOnce final : public StepNumbers {
                .grad_norm = optim::clip_grad_norm(parts_.parameters, max_norm_, parts_.meshes.pp)};
     values_.local_loss = loss.item<double>();
     double flag = flag_of(world, !std::isfinite(values_.local_loss));
-    if (is_logged_) {
+    if (has_losses_) {
       const at::Tensor losses = gathered(world, at::scalar_tensor(values_.local_loss, at::kDouble));
       values_.losses.assign(losses.const_data_ptr<double>(),
                             losses.const_data_ptr<double>() + losses.numel());
@@ -101,7 +101,7 @@ class ReadLate final : public StepNumbers {
     const at::NoGradGuard no_grad;
     queued_ = {};  // frees its memory for reuse
     std::vector<at::Tensor> parts{clipped.loss.view({1}), clipped.flag.view({1}), clipped.norm.squares};
-    if (is_logged_) parts.push_back(gathered(parts_.world, clipped.loss));
+    if (has_losses_) parts.push_back(gathered(parts_.world, clipped.loss));
     const at::Tensor values = at::cat(parts);
     const bool on_device = !values.is_cpu();
     queued_.host = at::empty(values.sizes(), values.options().device(at::kCPU).pinned_memory(on_device));

@@ -93,10 +93,10 @@ struct ClippedStep {
 class StepNumbers {
  public:
   virtual ~StepNumbers() = default;
-  /// All ranks get the losses of a step that is logged.
-  void begin(int64_t step, bool is_logged) {
+  /// `has_losses`: all ranks get the losses of all.
+  void begin(int64_t step, bool has_losses) {
     step_ = step;
-    is_logged_ = is_logged;
+    has_losses_ = has_losses;
   }
   /// Clips the gradients by their norm over all ranks, and exchanges whether the losses are finite. If the numbers
   /// are read late, update_weights() multiplies the gradients, because the optimizer can do that in its own pass.
@@ -113,7 +113,7 @@ class StepNumbers {
 
  protected:
   int64_t step_ = 0;
-  bool is_logged_ = false;
+  bool has_losses_ = false;
 };
 
 /// `parts` must outlive the result.

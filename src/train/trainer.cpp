@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <numeric>
 #include <utility>
 
 #include "core/units.h"
@@ -91,7 +92,9 @@ bool Trainer::train_step() {
   const TokenCounts tokens = input->tokens;
   const int64_t local_tokens = tokens_in(input->batches);
   schedule_step();
-  numbers_->begin(progress_.step, is_due(options_.log_freq));
+  bool has_losses = is_due(options_.log_freq);
+  for (const auto& [name, policy] : parts_.policies) has_losses = has_losses || policy->reads_loss();
+  numbers_->begin(progress_.step, has_losses);
   if (tokens.global > 0) {
     parts_.optimizer.zero_grad();
     ClippedStep clipped;
@@ -272,7 +275,10 @@ std::string Trainer::describe_nonfinite(const StepValues& values) const {
 
 // All ranks of a tensor-parallel group have the same loss.
 double Trainer::loss_of_all(const StepValues& values) const {
-  return parts_.world.everyone()->sum(values.local_loss, {"train::loss_of_all"}) / parts_.meshes.tp.size();
+  const double sum = values.losses.empty()
+                         ? parts_.world.everyone()->sum(values.local_loss, {"train::loss_of_all"})
+                         : std::accumulate(values.losses.begin(), values.losses.end(), 0.0);
+  return sum / parts_.meshes.tp.size();
 }
 
 // The speed and memory are those up to now: if numbers are read late, the next step is queued already, but the device

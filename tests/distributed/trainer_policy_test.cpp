@@ -2,6 +2,7 @@
 
 #include <map>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <ATen/ops/equal.h>
@@ -16,7 +17,9 @@ struct Wanted {
   bool registered = false;  // only for this test's trainers
   int64_t stop_after = -1;  // the bad rank votes to stop after this step
   bool skips = false;       // steps with non-finite numbers
+  bool reads_loss = false;
   std::vector<int64_t> judged, ended, saved;
+  std::vector<double> losses;
   std::string state = "1";
   std::string loaded;
 } wanted;
@@ -28,8 +31,9 @@ class WatchfulPolicy final : public TrainerPolicy {
   }
   std::optional<StopCause> stop_cause() override { return StopCause{.reason = "the watchful policy"}; }
   bool skip(const std::string&, const std::function<std::string()>&) override { return wanted.skips; }
+  bool reads_loss() const override { return wanted.reads_loss; }
   void judge(Trainer& trainer, const StepValues& values) override {
-    EXPECT_GT(trainer.loss_of_all(values), 0);
+    wanted.losses.push_back(trainer.loss_of_all(values));
     wanted.judged.push_back(values.step);
   }
   bool end_step(Trainer& trainer) override {
@@ -68,6 +72,26 @@ TEST_F(TrainerPolicyTest, SeesEachStepAndEachSave) {
   EXPECT_EQ(wanted.ended, (Steps{1, 2, 3, 4}));
   EXPECT_EQ(wanted.saved, (Steps{2, 4}));
   world().everyone()->barrier({"test::saved"}).wait();
+}
+
+// The losses then come with the step's other numbers, and hosts exchange nothing for them.
+TEST_F(TrainerPolicyTest, GetsTheLossWithoutAnExchangeIfItSaysThatItReadsIt) {
+  std::vector<double> losses;
+  for (const bool reads_loss : {false, true}) {
+    wanted = {.registered = true, .reads_loss = reads_loss};
+    const uint64_t before = world().recorder().num_calls();
+    Started job = start({.options = {.steps = 3, .log_freq = 100}});
+    job.trainer.train();
+    int64_t exchanges = 0;
+    for (const dist::CallRecord& call : world().recorder().snapshot())
+      exchanges += call.number >= before && call.phase == std::string_view("train::loss_of_all");
+    EXPECT_EQ(exchanges, reads_loss || world().size() == 1 ? 0 : 2);  // the first step is always logged
+    ASSERT_EQ(wanted.losses.size(), 3u);
+    EXPECT_GT(wanted.losses.back(), 0);
+    if (reads_loss)
+      for (size_t i = 0; i < losses.size(); ++i) EXPECT_NEAR(wanted.losses[i], losses[i], 1e-12 * losses[i]);
+    losses = wanted.losses;
+  }
 }
 
 TEST_F(TrainerPolicyTest, OneRanksVoteStopsAllRanksAndSaves) {

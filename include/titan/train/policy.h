@@ -100,6 +100,8 @@ class TrainerPolicy {
 
   // ---- a step's numbers: called at the end of the step, or one step later if they are read late
 
+  /// Whether judge() calls Trainer::loss_of_all: the ranks' losses then come with each step's numbers.
+  virtual bool reads_loss() const { return false; }
   /// Called if the loss and the gradient norm are finite.
   virtual void judge(Trainer& /*trainer*/, const StepValues& /*values*/) {}
   /// Called if they aren't; `problem` says which one. The weights are those from before the step. True: the

@@ -112,7 +112,8 @@ class Trainer {
   /// The numbers of the last step, which is then logged if that is due. Waits for the device if they are read late.
   /// Collective over the world.
   const StepValues& settle();
-  /// The step's loss over the whole batch: the same bits on all ranks. Collective over the world.
+  /// The step's loss over the whole batch: the same bits on all ranks. Collective over the world, unless the step is logged or a policy
+  /// `reads_loss()`.
   double loss_of_all(const StepValues& values) const;
   at::Tensor forward_backward(const StepInput& input);
   /// Waits for the loader's next step. False: a policy gave up waiting.
@@ -173,7 +174,7 @@ class Trainer {
   int64_t last_step_ = 0;
   bool stopping_ = false;
   bool is_loaded_ = false;
-  bool has_room_ = false;  // room for gaps of the device's memory
+  bool has_room_ = false;      // room for gaps of the device's memory
   int64_t started_at_ = 0;     // the step whose state was loaded; -1: it was in memory only, not on disk
   bool save_is_late_ = false;  // a save was postponed to the next finite step
   std::vector<std::unique_ptr<checkpoint::Stateful>> saved_;  // refer to the members above
