@@ -136,11 +136,24 @@ struct Check {
     }
   }
 
+  /// The key of the first degree that the world isn't a multiple of, together with those before it. A data-parallel degree of -1 is as large as
+  /// the others let it be.
+  std::string misfit_of_world(const ParallelDims& dims, int world_size) const {
+    std::vector<std::pair<std::string, int>> degrees{{"parallelism.tensor_parallel_degree", dims.tp},
+                                                     {"parallelism.pipeline_parallel_degree", dims.pp}};
+    for (const RowAxis& axis : dims.rows) degrees.emplace_back("parallelism." + axis.degree_key, axis.degree);
+    degrees.emplace_back("parallelism.data_parallel_replicate_degree", dims.dp_replicate);
+    int product = 1;
+    for (const auto& [key, degree] : degrees)
+      if (world_size % (product *= degree) != 0) return key;
+    return "parallelism.data_parallel_shard_degree";
+  }
+
   /// Returns the data-parallel degree, or nullopt if the degrees don't fit the world.
   std::optional<int> check_parallelism(int world_size) {
     const ParallelDims dims = resolve_parallel_dims(config.parallelism, world_size);
     const auto world_problem = world_size_problem(dims, world_size);
-    if (world_problem) report("parallelism.data_parallel_shard_degree", *world_problem);
+    if (world_problem) report(misfit_of_world(dims, world_size), *world_problem);
     std::vector<KeyedProblem> misfits;
     check_divisibility(dims, config.spec().sizes(config.args()), config.training.seq_len, misfits);
     check_pipeline(config, dims, misfits);

@@ -338,10 +338,12 @@ std::optional<std::string> world_size_problem(const ParallelDims& dims, int worl
   if (dims.world_size() == world_size) return std::nullopt;
   std::string rows;
   for (const RowAxis& axis : dims.rows) rows += str(" x ", axis.name, " ", axis.degree);
-  return str("parallelism: dp_replicate ", dims.dp_replicate, " x dp_shard ", dims.dp_shard, rows, " x tp ",
-             dims.tp, " x pp ", dims.pp, " = ", dims.world_size(), " ranks, but the job has ", world_size,
-             "; change a degree (data_parallel_shard_degree = -1 takes what is left) or start ",
-             dims.world_size(), " ranks (on one machine: titan train --nproc ", dims.world_size(), ")");
+  return str(
+      "parallelism: dp_replicate ", dims.dp_replicate, " x dp_shard ", dims.dp_shard, rows, " x tp ", dims.tp,
+      " x pp ", dims.pp, " = ", dims.world_size(), " ranks, but the job has ", world_size,
+      "; change a degree (data_parallel_shard_degree = -1 takes what is left, if the others divide the "
+      "ranks) or start ",
+      dims.world_size(), " ranks (on one machine: titan train --nproc ", dims.world_size(), ")");
 }
 
 void check_sequence_length(const ParallelDims& dims, const std::string& key, int64_t seq_len,

@@ -442,6 +442,8 @@ TEST_F(JobConfigTest, DegreesMustMultiplyToTheRanks) {
   const auto problems = problems_of(words, 1);
   ASSERT_EQ(problems.size(), 1u);
   EXPECT_NE(problems[0].find("= 2 ranks, but the job has 1;"), std::string::npos) << problems[0];
+  // The key is that of a degree that doesn't fit, which data_parallel_shard_degree = -1 always does.
+  EXPECT_TRUE(problems[0].starts_with("--parallelism.tensor_parallel_degree = 2")) << problems[0];
   const auto of_pipeline = problems_of({"--parallelism.pipeline_parallel_degree", "2"}, 1);
   ASSERT_FALSE(of_pipeline.empty());
   EXPECT_NE(of_pipeline[0].find("start 2 ranks (on one machine: titan train --nproc 2)"), std::string::npos)

@@ -165,7 +165,7 @@ TEST_F(PipelineStages, RefuseSettingsThatDontFit) {
          "module_fqns_per_model_part", "3");
   expect({"--parallelism.pipeline_parallel_layers_per_stage", "3"}, "pipeline_parallel_layers_per_stage",
          "3");
-  expect({}, "data_parallel_shard_degree", "x pp 2 = 2 ranks, but the job has 3", 3);
+  expect({}, "pipeline_parallel_degree", "x pp 2 = 2 ranks, but the job has 3", 3);
 }
 
 TEST_F(PipelineStages, NeedAModelThatNamesItsLayers) {
