@@ -23,7 +23,9 @@ bool chooses_a_test(const std::string& pattern, const ::testing::UnitTest& progr
     const ::testing::TestSuite& suite = *program.GetTestSuite(i);
     for (int j = 0; j < suite.total_test_count(); ++j) {
       const ::testing::TestInfo& test = *suite.GetTestInfo(j);
-      if (test.should_run() && fnmatch(pattern.c_str(), full_name(test).c_str(), 0) == 0) return true;
+      if ((test.should_run() || test.is_in_another_shard()) &&
+          fnmatch(pattern.c_str(), full_name(test).c_str(), 0) == 0)
+        return true;
     }
   }
   return false;

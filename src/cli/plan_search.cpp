@@ -192,7 +192,8 @@ void keep_named_degrees(const std::vector<std::string>& words, const train::JobC
     given = degree;
   };
   std::vector<std::string> chosen;
-  for (const Layout::Setting& setting : Layout{.pipeline = 2, .schedule = ""}.settings(/*world=*/2, 1, 2)) {
+  for (const Layout::Setting& setting :
+       Layout{.pipeline = 2, .schedule = "", .recompute = "op"}.settings(/*world=*/2, 1, 2)) {
     const std::string key = setting.section + "." + setting.key;
     if (setting.section == "training" || !config::override_value(words, key)) continue;
     if (setting.key == "tensor_parallel_degree")

@@ -573,8 +573,9 @@ Work Group::launch_all(CollectiveOp op, const std::vector<at::Tensor>& outs,
     for (size_t i = 0; i < outs.size(); ++i) copy_into(outs[i], ins[i]);
     return {};
   }
-  call.out.set({received});
-  call.in.set({sent});
+  const auto count = static_cast<int64_t>(outs.size());
+  call.out.set({count, received});
+  call.in.set({count, sent});
   Work work = launch(call, outs[0], ins[0], [&](auto& backend, auto&, auto&) {
     std::vector<at::Tensor> to = outs, from = ins;
     return start(backend, to, from);

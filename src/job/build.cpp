@@ -294,7 +294,13 @@ std::filesystem::path record_folder(const JobConfig& config) {
 
 dist::World build_world(const JobConfig& config, int fake_ranks) {
   // "auto" means the CPU to a fake world, which plans and tests make on machines with a GPU, too.
-  const bool is_on_gpu = fake_ranks > 0 && config.training.device == "auto" && dist::open_cuda_plugin();
+  const bool may_be_on_gpu = fake_ranks > 0 && config.training.device == "auto";
+  const bool is_on_gpu = may_be_on_gpu && dist::open_cuda_plugin();
+  if (may_be_on_gpu && !is_on_gpu)
+    if (const std::string warning =
+            dist::missing_plugin_warning("auto", dist::gpu_visible(), dist::cuda_plugin_path());
+        !warning.empty())
+      log::warning(warning);
   return dist::init({.backend = fake_ranks > 0 ? "fake" : config.comm.backend,
                      .device = is_on_gpu ? "cuda" : config.training.device,
                      .timeout = std::chrono::seconds(config.comm.init_timeout_seconds),

@@ -21,8 +21,9 @@ namespace titan::train {
 
 namespace {
 
-// Least first. "op" is selective_ac_option = "op"; "selective" is as the config has it.
-constexpr std::array<const char*, 4> kRecompute = {"none", "op", "selective", "full"};
+// Least first, by time and by the memory that it saves. "selective" is as the config has it, every second layer by default, and "op" is
+// selective_ac_option = "op" (docs/activation_checkpointing.md has measurements of both).
+constexpr std::array<const char*, 4> kRecompute = {"none", "selective", "op", "full"};
 /// Estimates of memory are rough: some are too small by this share, and few are too large.
 constexpr double kMemoryMargin = 1.3, kMostTooLarge = 1.2;
 /// If all larger micro-batches together can save no more than this share of a sequence's time, they aren't tried.
@@ -46,7 +47,8 @@ class Layouts {
   Layouts(const JobConfig& base, const SearchOptions& options)
       : sizes_(base.spec().sizes(base.args())),
         sequence_(base.training.seq_len),
-        is_selective_by_op_(base.activation_checkpoint.selective_ac_option == "op"),
+        is_selective_twice_(base.activation_checkpoint.selective_ac_option == "op" ||
+                            base.activation_checkpoint.selective_ac_option == "1"),
         options_(options) {}
 
   std::vector<Layout> all() {
@@ -124,7 +126,7 @@ class Layouts {
       return layouts_.push_back(layout);
     }
     for (const std::string recompute : kRecompute) {
-      if (recompute == "selective" && is_selective_by_op_) continue;
+      if (recompute == "selective" && is_selective_twice_) continue;
       layout.recompute = recompute;
       for (const bool float8 : {false, true}) {
         if (float8 && !options_.may_use_float8) continue;
@@ -144,7 +146,7 @@ class Layouts {
 
   ModelSizes sizes_;
   int64_t sequence_;
-  bool is_selective_by_op_;
+  bool is_selective_twice_;  // as "op" or as "full"
   const SearchOptions& options_;
   std::vector<Layout> layouts_;
 };

@@ -266,7 +266,7 @@ class Simulation {
     const Collective& first = collectives[first_call];
     const std::string& op = rank.trace->name(first.op);
     rank.host_time += costs_.host_seconds();
-    if (op == "reduce_scatter") copies(rank, index, 0);
+    if (op == "reduce_scatter") copies(rank, index, 0);  // the stream that computes
     Item batch{.kind = Item::Kind::Batch, .num_calls = 1, .entry = index, .first_call = first_call};
     while (rank.next_entry < entries.size() && entries[rank.next_entry].kind == Entry::Kind::Collective &&
            collectives[entries[rank.next_entry].index].batch == first.batch) {

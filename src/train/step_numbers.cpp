@@ -128,7 +128,7 @@ class ReadLate final : public StepNumbers {
     int64_t step = 0;
     optim::LaunchedGradNorm norm;
     at::Tensor
-        host;  // [loss, flag, squares of ranks..., losses of ranks... if it is logged], pinned if there is a GPU
+        host;  // [loss, flag, squares of ranks..., losses of ranks... if it has them], pinned if there is a GPU
     dist::Event copied;
   };
 

@@ -93,7 +93,7 @@ struct ClippedStep {
 class StepNumbers {
  public:
   virtual ~StepNumbers() = default;
-  /// `has_losses`: all ranks get the losses of all.
+  /// `has_losses`: all ranks get the losses of all ranks.
   void begin(int64_t step, bool has_losses) {
     step_ = step;
     has_losses_ = has_losses;

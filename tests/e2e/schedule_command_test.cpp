@@ -88,10 +88,10 @@ TEST(ScheduleCommand, ListsAllSchedules) {
 TEST(ScheduleCommand, HelpNamesEveryOption) {
   const CommandResult result = schedule({"--help"});
   EXPECT_EQ(result.status, 0);
-  for (const char* option :
-       {"--schedule NAME", "--pp N", "--microbatches N", "--stages N", "--times N", "--forward-only",
-        "--complete", "--list", "--forward T", "--input T", "--weight T", "--communication T", "--loss T",
-        "--from-csv FILE", "--csv FILE", "--svg FILE", "--no-svg", "--max-live N"})
+  for (const char* option : {"--schedule NAME", "--pp N", "--microbatches N", "--stages N", "--times N",
+                             "--forward-only", "--complete", "--first-contact", "--list", "--forward T",
+                             "--input T", "--weight T", "--communication T", "--loss T", "--from-csv FILE",
+                             "--csv FILE", "--svg FILE", "--no-svg", "--max-live N"})
     EXPECT_THAT(result.out, HasSubstr(option));
 }
 
@@ -106,6 +106,9 @@ TEST(ScheduleCommand, ExplainsWrongInput) {
   EXPECT_THAT(wrong({"--pp", "4", "--microbatches", "3"}), HasSubstr("at least 4 micro-batches, not 3"));
   EXPECT_THAT(wrong({"--pp", "0"}), HasSubstr("--pp"));
   EXPECT_THAT(wrong({"--schedule", "GPipe", "--max-live", "7"}), HasSubstr("at most 7 are allowed"));
+  EXPECT_THAT(wrong({"--schedule", "GPipe", "--pp", "2", "--microbatches", "1", "--first-contact"}),
+              HasSubstr("(0RECV_B0) connects to rank 1"));
+  EXPECT_EQ(schedule({"--pp", "2", "--first-contact"}).status, 0);
   EXPECT_THAT(wrong({"--forward-only", "--max-live", "7"}), HasSubstr("excludes"));
   EXPECT_THAT(wrong({"--svg", "a.svg", "--no-svg"}), HasSubstr("excludes"));
   EXPECT_THAT(wrong({"--microbatches", "8", "--times", "1000000"}), HasSubstr("at most 4194304 forwards"));

@@ -11,6 +11,7 @@
 // Your own policy, in your program or in a shared object (experimental.custom_import):
 //
 //   struct StopWhenGood : titan::train::TrainerPolicy {
+//     bool reads_loss() const override { return true; }
 //     void judge(Trainer& trainer, const StepValues& values) override {
 //       good = trainer.loss_of_all(values) < 2;
 //     }
@@ -63,7 +64,7 @@ struct StepInput {
 struct StepValues {
   int64_t step = 0;
   double local_loss = 0;  ///< this rank's part of the loss
-  /// Those of all ranks; empty unless the step is logged.
+  /// Those of all ranks; empty unless the step is logged or a policy `reads_loss()`.
   std::vector<double> losses = {};
   int loss_rank = -1;  ///< lowest rank with a non-finite loss; -1: none
   optim::GradNorm grad_norm;

@@ -349,7 +349,8 @@ class Progress {
     const std::string place = str("rank ", rank, " at action ", next_[rank], " (", action(rank), ") ");
     if (is_communication(action(rank).kind) && check_.options.connects_at_first_message &&
         !contacts_[channels_.of(action(rank))].is_made())
-      return str(place, "connects to rank ", waits_for(rank), ", which hasn't come to their first message");
+      return str(place, "connects to rank ", waits_for(rank),
+                 ", which hasn't come to the first message of this direction");
     if (is_send(action(rank).kind))
       return str(place, "waits until rank ", waits_for(rank), " posts ", receive_of(action(rank)), " (",
                  check_.options.channel_capacity, " sent without a receive allowed)");

@@ -91,7 +91,7 @@ struct FakeCluster {
                         (1 + 0.1 * std::log2(tensor) + 0.15 * std::log2(context)) * (float8 ? 0.8 : 1) *
                         (recompute == "\"full\""        ? 1.33
                          : recompute == "\"selective\"" ? 1.1
-                         : by_op                        ? 1.08
+                         : by_op                        ? 1.15
                                                         : 1);
     const double exposed = tensor > 1 ? micro_batch * (asynchronous ? 0.02 : 0.1) : 0;
     const std::string reshard = values["parallelism.fsdp_reshard_after_forward"];
@@ -102,7 +102,7 @@ struct FakeCluster {
     const double activation = activation_bytes * micro_batch / (tensor * context) *
                               (recompute == "\"full\""        ? 0.1
                                : recompute == "\"selective\"" ? 0.6
-                               : by_op                        ? 0.7
+                               : by_op                        ? 0.4
                                                               : 1);
     const double parameters = layers * kParametersOfLayer + kParametersOfEnds;
     PlanAnswer answer{.tokens = 1, .parameters = parameters};
@@ -187,7 +187,7 @@ std::vector<int64_t> powers(int64_t most) {
 template <class Each>
 void for_each_layout(const SearchOptions& options, const Each& each) {
   const auto policies = [&](Layout layout) {
-    for (const char* recompute : {"none", "op", "selective", "full"})
+    for (const char* recompute : {"none", "selective", "op", "full"})
       for (int bits = 0; bits < 8; ++bits) {
         layout.recompute = recompute;
         layout.float8 = (bits & 1) != 0;

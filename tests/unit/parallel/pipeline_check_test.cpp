@@ -136,8 +136,8 @@ TEST(PipelineCheck, FindsHangsAtTheFirstContact) {
                                          "ZBVZeroBubble"));
   EXPECT_THAT(first_problem("0RECV_B0,0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0",
                             {.connects_at_first_message = true}),
-              AllOf(HasSubstr("rank 0 at action 0 (0RECV_B0) connects to rank 1, which hasn't come to their "
-                              "first message"),
+              AllOf(HasSubstr("rank 0 at action 0 (0RECV_B0) connects to rank 1, which hasn't come to the "
+                              "first message of this direction"),
                     HasSubstr("rank 1 at action 0 (1RECV_F0) connects to rank 0")));
 }
 
