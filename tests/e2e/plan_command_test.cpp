@@ -357,7 +357,9 @@ void expect_refused(const CommandResult& result, const std::string& key) {
 
 TEST(PlanCommand, NamesTheKeyOfAWrongValue) {
   expect_refused(plan("llama3_8b", 6, {"--parallelism.tensor_parallel_degree=4"}),
-                 "parallelism.data_parallel_shard_degree");
+                 "--parallelism.tensor_parallel_degree = 4");
+  expect_refused(plan("llama3_8b", 8, {"--parallelism.data_parallel_shard_degree=3"}),
+                 "--parallelism.data_parallel_shard_degree = 3");
   expect_refused(plan("llama3_8b", 8, {"--device", "h1000"}),
                  "--device h1000: unknown device; known: a100, b200, cpu");
   expect_refused(plan("llama3_8b", 8, {"--device", "missing.toml"}), "there is no such file");
@@ -373,6 +375,8 @@ TEST(PlanCommand, NamesTheKeyOfAWrongValue) {
           "llama3_8b", 8,
           {"--search", "--activation_checkpoint.mode=full", "--parallelism.pipeline_parallel_schedule=1F1B"}),
       "--search chooses parallelism.pipeline_parallel_schedule, activation_checkpoint.mode itself");
+  expect_refused(plan("llama3_8b", 8, {"--search", "--activation_checkpoint.selective_ac_option=2"}),
+                 "--search chooses activation_checkpoint.selective_ac_option itself");
   expect_refused(plan("llama3_8b", 8,
                       {"--search", "--sequences", "7", "--max-tp", "1", "--max-cp", "1", "--max-pp", "1"}),
                  "no layout divides 8 ranks and 7 sequences");
