@@ -21,7 +21,7 @@ namespace titan::train {
 
 namespace {
 
-// Least first, by time and by the memory that it saves. "selective" is as the config has it, every second layer by default, and "op" is
+// Least first, by time and by the memory that it saves. "selective" is every second layer, if the config has that, which is the default; "op" is
 // selective_ac_option = "op" (docs/activation_checkpointing.md has measurements of both).
 constexpr std::array<const char*, 4> kRecompute = {"none", "selective", "op", "full"};
 /// Estimates of memory are rough: some are too small by this share, and few are too large.
@@ -47,8 +47,7 @@ class Layouts {
   Layouts(const JobConfig& base, const SearchOptions& options)
       : sizes_(base.spec().sizes(base.args())),
         sequence_(base.training.seq_len),
-        is_selective_twice_(base.activation_checkpoint.selective_ac_option == "op" ||
-                            base.activation_checkpoint.selective_ac_option == "1"),
+        may_select_layers_(base.activation_checkpoint.selective_ac_option == "2"),
         options_(options) {}
 
   std::vector<Layout> all() {
@@ -126,7 +125,7 @@ class Layouts {
       return layouts_.push_back(layout);
     }
     for (const std::string recompute : kRecompute) {
-      if (recompute == "selective" && is_selective_twice_) continue;
+      if (recompute == "selective" && !may_select_layers_) continue;
       layout.recompute = recompute;
       for (const bool float8 : {false, true}) {
         if (float8 && !options_.may_use_float8) continue;
@@ -146,7 +145,8 @@ class Layouts {
 
   ModelSizes sizes_;
   int64_t sequence_;
-  bool is_selective_twice_;  // as "op" or as "full"
+  bool
+      may_select_layers_;  // by number: blocks of three and of five layers show no other selection than every second layer
   const SearchOptions& options_;
   std::vector<Layout> layouts_;
 };
