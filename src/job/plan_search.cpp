@@ -145,8 +145,8 @@ class Layouts {
 
   ModelSizes sizes_;
   int64_t sequence_;
-  bool
-      may_select_layers_;  // by number: blocks of three and of five layers show no other selection than every second layer
+  // By number: blocks of three and of five layers show no other selection than every second layer.
+  bool may_select_layers_;
   const SearchOptions& options_;
   std::vector<Layout> layouts_;
 };

@@ -42,8 +42,8 @@ struct Layout {
   int64_t stages_of_rank = 1;
   int64_t micro_batch = 1;    ///< sequences
   bool only_degrees = false;  ///< the policies below are the base's own
-  std::string recompute =
-      "none";  ///< activation_checkpoint.mode; "op": selective, with that selective_ac_option
+  /// activation_checkpoint.mode, or "op": selective, with that selective_ac_option.
+  std::string recompute = "none";
   /// Parameters stay gathered for the backward and from a micro-batch to the next.
   bool keeps_gathered = false;
   bool float8 = false, asynchronous = false;
