@@ -259,8 +259,12 @@ using Words = std::vector<std::string>;
 
 std::vector<Words> more_recomputation(const train::JobConfig& config) {
   const std::string& mode = config.activation_checkpoint.mode;
+  const bool selects_op = config.activation_checkpoint.selective_ac_option == "op";
   std::vector<Words> changes;
-  if (mode == "none") changes.push_back({"--activation_checkpoint.mode=selective"});
+  if (mode == "none" && !selects_op) changes.push_back({"--activation_checkpoint.mode=selective"});
+  if (mode == "none" || (mode == "selective" && !selects_op))
+    changes.push_back(
+        {"--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"});
   if (mode != "full") changes.push_back({"--activation_checkpoint.mode=full"});
   return changes;
 }
@@ -348,7 +352,7 @@ std::vector<Change> changes_that_fit(const Plan& plan, plan::PlannedGpu& gpu) {
       for (auto recompute = recomputation.rbegin(); recompute != recomputation.rend(); ++recompute) {
         std::vector<Words> both = steps;
         for (Words& words : both) words.insert(words.begin(), recompute->begin(), recompute->end());
-        if (!try_change(both)) break;  // less of it doesn't fit, either
+        if (!try_change(both) && recompute == recomputation.rbegin()) break;  // less doesn't fit, either
       }
   std::ranges::stable_sort(changes, std::greater<>(),
                            [](const Change& change) { return change.plan.tokens_per_s_per_device(); });

@@ -38,7 +38,7 @@ std::vector<MemoryMoment> memory_of(const train::JobPlan& plan, size_t rank) {
   const plan::Trace& trace = *plan.roles[rank].rank.trace;
   std::map<size_t, double> begin_of_entry;
   for (const Span& span : plan.step.spans)
-    if (span.rank == static_cast<int>(rank) && span.stream == 0)
+    if (span.rank == static_cast<int>(rank) && span.stream == trace.computing_stream())
       begin_of_entry.emplace(span.entry, span.begin);
   std::vector<MemoryMoment> moments;
   MemoryMoment now;
@@ -197,7 +197,7 @@ class Image {
       for (const Span* span : each.spans)
         if (span->activity == Activity::ExposedCommunication)
           communication.push_back(span);
-        else if (span->stream == 0)
+        else if (span->stream == plan_.roles[rank].rank.trace->computing_stream())
           computation.push_back(span);
     std::string text = label(kLeft - 6, y + 11, plan_.roles[rank].rank.role.name, "end") +
                        lane(computation, y) + lane(communication, y + kLane - 2, kThinLane);

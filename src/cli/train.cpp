@@ -408,7 +408,14 @@ int run_rank(const train::JobConfig& config, const dist::Launch& launch, const t
              int fake_ranks) {
   keep_freed_memory();
   // cuBLAS reads it when its first handle is made.
-  if (config.debug.deterministic) ::setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", /*overwrite=*/0);
+  if (config.debug.deterministic) {
+    constexpr const char* kVariable = "CUBLAS_WORKSPACE_CONFIG";
+    ::setenv(kVariable, ":4096:8", /*overwrite=*/0);
+    const std::string value = ::getenv(kVariable);
+    if (dist::gpu_visible() && value != ":4096:8" && value != ":16:8")
+      throw ConfigError(str("debug.deterministic: cuBLAS repeats its results only with ", kVariable,
+                            " = :4096:8 or :16:8, and it is ", value, "; unset it"));
+  }
   // Kineto reads it when it starts. Without a GPU it would log an error; level 5 silences it.
   if (config.profiling.enable_profiling) ::setenv("KINETO_LOG_LEVEL", "5", /*overwrite=*/0);
   if (config.comm.trace_buf_size > 0) dist::survive_sigquit();

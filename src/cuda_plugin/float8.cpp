@@ -438,9 +438,14 @@ void multiply_vectors_cuda(const at::Tensor& out, const at::Tensor& a, const at:
 }
 
 void add_product_cuda(const at::Tensor& out, const at::Tensor& mat1, const at::Tensor& mat2,
-                      const at::Tensor& inverse_1, const at::Tensor& inverse_2, bool fast_accumulation) {
+                      const at::Tensor& inverse_1, const at::Tensor& inverse_2, bool fast_accumulation,
+                      bool power_of_two_scales) {
   const at::Tensor b = mat2.t();
-  const bool is_possible = is_source(out) && out.is_contiguous() && mat1.is_contiguous() && b.is_contiguous();
+  const bool by_vector = inverse_1.numel() > 1 || inverse_2.numel() > 1;
+  const bool is_possible = is_source(out) && out.is_contiguous() && mat1.is_contiguous() &&
+                           b.is_contiguous() && (!by_vector || has_vector_product(out));
+  const at::Tensor factor_1 = by_vector ? per_vector(inverse_1, mat1) : inverse_1,
+                   factor_2 = by_vector ? per_vector(inverse_2, b) : inverse_2;
   const c10::cuda::CUDAGuard guard(out.device());
   if (is_possible && cuda::add_product({.out = out.mutable_data_ptr(),
                                         .source = source_of(out),
@@ -448,15 +453,16 @@ void add_product_cuda(const at::Tensor& out, const at::Tensor& mat1, const at::T
                                         .b = b.const_data_ptr(),
                                         .format_a = format_of(mat1.scalar_type()),
                                         .format_b = format_of(b.scalar_type()),
-                                        .factor_a = inverse_1.const_data_ptr<float>(),
-                                        .factor_b = inverse_2.const_data_ptr<float>(),
+                                        .factor_a = factor_1.const_data_ptr<float>(),
+                                        .factor_b = factor_2.const_data_ptr<float>(),
+                                        .by_vector = by_vector,
                                         .rows = out.size(0),
                                         .columns = out.size(1),
                                         .length = mat1.size(1),
                                         .fast_accumulation = fast_accumulation},
                                        c10::cuda::getCurrentCUDAStream()))
     return;
-  composite::add_product(out, mat1, mat2, inverse_1, inverse_2, fast_accumulation);
+  composite::add_product(out, mat1, mat2, inverse_1, inverse_2, fast_accumulation, power_of_two_scales);
 }
 
 struct NewBlocks {

@@ -154,13 +154,14 @@ void launch_scale_sums(void* out, Source to, const Matrix& sums, const SumScales
 /// A 1 in the current device's memory: the scale of sums that launch_scale_sums() scales.
 const float* one_on_device();
 
-/// out [rows, columns] += a [rows, length] b^T [columns, length], all contiguous.
+/// out [rows, columns] += a [rows, length] b^T [columns, length], all contiguous. By vector, compute capability 9.x.
 struct AddedProduct {
   void* out = nullptr;
   Source source{};  ///< out's dtype
   const void *a = nullptr, *b = nullptr;
   Format format_a = Format::E4m3, format_b = Format::E4m3;
   const float *factor_a = nullptr, *factor_b = nullptr;  ///< on the device: the inverses of the scales
+  bool by_vector = false;                                ///< [rows] and [columns] factors; otherwise one each
   int64_t rows = 0, columns = 0, length = 0;
   bool fast_accumulation = false;
 };

@@ -69,6 +69,9 @@ bool add_product(const AddedProduct& product, cudaStream_t stream) {
   set(description, CUBLASLT_MATMUL_DESC_TRANSB, CUBLAS_OP_N);
   set(description, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, product.factor_b);
   set(description, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, product.factor_a);
+  if (product.by_vector)
+    for (const auto mode : {CUBLASLT_MATMUL_DESC_A_SCALE_MODE, CUBLASLT_MATMUL_DESC_B_SCALE_MODE})
+      set(description, mode, CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F);
   set(description, CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(product.fast_accumulation));
   const MatrixLayout a = layout_of(type_of(product.format_a), product.rows, product.length),
                      b = layout_of(type_of(product.format_b), product.columns, product.length),

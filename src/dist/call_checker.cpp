@@ -26,7 +26,7 @@ static_assert(std::is_trivially_copyable_v<CallRecord>);
 int root_of(const CallRecord& call) { return is_point_to_point(call.op) ? -1 : call.peer; }
 
 bool same_tensors(const CallRecord& a, const CallRecord& b) {
-  return a.out == b.out && a.in == b.in && a.dtype == b.dtype;
+  return a.out == b.out && a.in == b.in && a.num_tensors == b.num_tensors && a.dtype == b.dtype;
 }
 
 bool same_call(const CallRecord& a, const CallRecord& b) {
@@ -46,7 +46,9 @@ std::string words_of(const CallRecord& call) {
   if (call.reduce >= 0) text << " (" << kReduce[call.reduce] << ')';
   if (root_of(call) >= 0) text << " from its rank " << root_of(call);
   if (call.out.num_dims >= 0) {
-    text << " of " << c10::toString(call.dtype) << ' ' << words_of(call.in);
+    text << " of ";
+    if (call.num_tensors > 1) text << call.num_tensors << " tensors, each ";
+    text << c10::toString(call.dtype) << ' ' << words_of(call.in);
     if (call.in != call.out) text << " to " << words_of(call.out);
   }
   if (*call.phase) text << " in " << call.phase;

@@ -507,6 +507,26 @@ void Group::add_to(RegisteredMemory& memory) {
   memory.add(backends_->main);
 }
 
+// As record_of() does it for one tensor.
+static void list_tensors(CallRecord& call, const std::vector<at::Tensor>& outs,
+                         const std::vector<at::Tensor>& ins) {
+  call.bytes = 0;
+  int64_t received = 0, sent = 0;
+  bool are_alike = true;
+  for (size_t i = 0; i < outs.size(); ++i) {
+    call.bytes += static_cast<int64_t>(std::max(outs[i].nbytes(), ins[i].nbytes()));
+    received += outs[i].numel();
+    sent += ins[i].numel();
+    are_alike &= outs[i].sizes() == outs[0].sizes() && ins[i].sizes() == ins[0].sizes();
+  }
+  if (are_alike) {
+    call.num_tensors = static_cast<int32_t>(outs.size());
+  } else {
+    call.out.set({received});
+    call.in.set({sent});
+  }
+}
+
 template <class Add>
 Work Group::launch_batch(CollectiveOp op, const std::vector<at::Tensor>& tensors, int peer, Label label,
                          Add add) {
@@ -518,11 +538,8 @@ Work Group::launch_batch(CollectiveOp op, const std::vector<at::Tensor>& tensors
     check_call(*this, name_of(op), tensor, first);
     if (op == CollectiveOp::Receive && !tensor.is_same(first)) bump_version(tensor);
   }
-  const auto count = static_cast<int64_t>(tensors.size());
   CallRecord call = record_of(op, first, first, label, peer);
-  call.bytes *= count;
-  call.out.set({count, first.numel()});
-  call.in = call.out;
+  list_tensors(call, tensors, tensors);
   Work work = launch(call, first, first, [&](auto& backend, auto&, auto&) {
     backend.startCoalescing();
     try {
@@ -559,23 +576,16 @@ Work Group::launch_all(CollectiveOp op, const std::vector<at::Tensor>& outs,
               name_of(op), " of ", outs.size(), " and ", ins.size(), " tensors in one call in group '", name_,
               "', ", closed_ ? "which was closed when a call failed" : "whose backend is " + backend_name());
   const bool gathers = op == CollectiveOp::AllGather;
-  CallRecord call = record_of(op, outs[0], ins[0], label);
-  call.bytes = 0;
-  int64_t received = 0, sent = 0;
   for (size_t i = 0; i < outs.size(); ++i) {
     check_call(*this, name_of(op), outs[i], ins[i], gathers ? Ratio{.out = size()} : Ratio{.in = size()});
     if (i > 0) bump_version(outs[i]);  // launch() raises the first one's
-    call.bytes += static_cast<int64_t>(std::max(outs[i].nbytes(), ins[i].nbytes()));
-    received += outs[i].numel();
-    sent += ins[i].numel();
   }
   if (size() == 1) {
     for (size_t i = 0; i < outs.size(); ++i) copy_into(outs[i], ins[i]);
     return {};
   }
-  const auto count = static_cast<int64_t>(outs.size());
-  call.out.set({count, received});
-  call.in.set({count, sent});
+  CallRecord call = record_of(op, outs[0], ins[0], label);
+  list_tensors(call, outs, ins);
   Work work = launch(call, outs[0], ins[0], [&](auto& backend, auto&, auto&) {
     std::vector<at::Tensor> to = outs, from = ins;
     return start(backend, to, from);

@@ -82,6 +82,8 @@ struct CallRecord {
   int64_t end_ns = 0;     ///< when it was found finished or failed; 0 before
   int64_t device_ns = 0;  ///< how long a device ran it, waits for peers included; 0: unknown
   int32_t peer = -1;      ///< send, receive: group rank of the other side; broadcast: the root
+  /// Tensors of these sizes in one call. If their sizes differ, they are listed as one tensor of all elements.
+  int32_t num_tensors = 1;
   CollectiveOp op{};
   c10::ScalarType dtype = c10::ScalarType::Undefined;
   CallState state = CallState::Launched;

@@ -17,6 +17,7 @@
 #include <ATen/ops/bitwise_right_shift.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/isnan.h>
@@ -121,9 +122,17 @@ FourTensors cast_blocks_both(const at::Tensor& x, at::ScalarType dtype, bool rou
 }
 
 void add_product(const at::Tensor& out, const at::Tensor& mat1, const at::Tensor& mat2,
-                 const at::Tensor& inverse_1, const at::Tensor& inverse_2, bool fast_accumulation) {
-  out.add_(at::_scaled_mm(mat1, mat2, inverse_1, inverse_2, /*bias=*/{}, /*scale_result=*/{},
-                          out.scalar_type(), fast_accumulation));
+                 const at::Tensor& inverse_1, const at::Tensor& inverse_2, bool fast_accumulation,
+                 bool power_of_two_scales) {
+  if (inverse_1.numel() > 1 || inverse_2.numel() > 1) {
+    const at::Tensor product = at::empty_like(out);
+    float8::multiply_vectors(product,
+                             {mat1, mat2.t(), inverse_1, inverse_2, fast_accumulation, power_of_two_scales});
+    out.add_(product);
+    return;
+  }
+  out.add_(at::_scaled_mm(mat1, mat2, inverse_1.reshape({}), inverse_2.reshape({}), /*bias=*/{},
+                          /*scale_result=*/{}, out.scalar_type(), fast_accumulation));
 }
 
 void cast_into_many(at::TensorList outs, at::TensorList xs, const at::Tensor& scales) {
@@ -294,7 +303,7 @@ TORCH_LIBRARY_FRAGMENT(titan, m) {
       "(Tensor, Tensor, Tensor)");
   m.def(
       "float8_add_product(Tensor(a!) out, Tensor mat1, Tensor mat2, Tensor inverse_1, Tensor inverse_2, bool "
-      "fast_accumulation) -> ()");
+      "fast_accumulation, bool power_of_two_scales) -> ()");
   m.def(
       "float8_multiply_vectors(Tensor(a!) out, Tensor a, Tensor b, Tensor inverse_a, Tensor inverse_b, bool "
       "fast_accumulation, bool power_of_two_scales) -> ()");
@@ -526,11 +535,11 @@ ops::ScaledMatrix cast_columns(const at::Tensor& x, const at::Tensor& magnitudes
   return {std::move(data), std::move(scale), std::move(inverse)};
 }
 
-void add_product(const at::Tensor& out_NM, const ops::ScaledMatrix& a_NK, const ops::ScaledMatrix& b_MK,
-                 bool fast_accumulation) {
+void add_product(const at::Tensor& out_NM, const VectorProduct& product) {
   static const auto operation =
       ops::find_operator<decltype(composite::add_product)>("titan::float8_add_product");
-  operation.call(out_NM, a_NK.data, b_MK.data.t(), a_NK.inverse, b_MK.inverse, fast_accumulation);
+  operation.call(out_NM, product.a_NK, product.b_MK.t(), product.inverse_a, product.inverse_b,
+                 product.fast_accumulation, product.power_of_two_scales);
 }
 
 void multiply_vectors(const at::Tensor& out_NM, const VectorProduct& product) {

@@ -121,10 +121,8 @@ struct VectorProduct {
   bool power_of_two_scales = false;
 };
 void multiply_vectors(const at::Tensor& out_NM, const VectorProduct& product);
-/// out_NM (fp32 or bf16) += the product of matrices with one scale each, contiguous and with inverses. On GPUs the product adds itself, without a
-/// tensor of its own.
-void add_product(const at::Tensor& out_NM, const ops::ScaledMatrix& a_NK, const ops::ScaledMatrix& b_MK,
-                 bool fast_accumulation);
+/// out += the same product. On GPUs it adds itself, without a tensor of its own; with scales of vectors only where compute capability is 9.x.
+void add_product(const at::Tensor& out_NM, const VectorProduct& product);
 
 /// 448 for e4m3, 57344 for e5m2. Throws Error for another dtype.
 double largest_value(at::ScalarType dtype);
@@ -191,7 +189,8 @@ FourTensors cast_both(const at::Tensor& x, const std::optional<at::Tensor>& magn
 FourTensors cast_blocks_both(const at::Tensor& x, at::ScalarType dtype, bool round_up, bool for_hardware);
 FourTensors cast_rows(const at::Tensor& x, at::ScalarType dtype, bool power_of_two, bool measures_columns);
 void add_product(const at::Tensor& out, const at::Tensor& mat1, const at::Tensor& mat2,
-                 const at::Tensor& inverse_1, const at::Tensor& inverse_2, bool fast_accumulation);
+                 const at::Tensor& inverse_1, const at::Tensor& inverse_2, bool fast_accumulation,
+                 bool power_of_two_scales);
 std::tuple<at::Tensor, at::Tensor, at::Tensor> cast_columns(const at::Tensor& x, const at::Tensor& magnitudes,
                                                             at::ScalarType dtype, bool power_of_two);
 FourTensors cast_delayed(const at::Tensor& x, const at::Tensor& pending, const at::Tensor& largest,

@@ -39,6 +39,16 @@ at::Tensor inverse_of(const ops::ScaledMatrix& matrix) {
   return matrix.inverse.defined() ? matrix.inverse : matrix.scale.reciprocal();
 }
 
+VectorProduct vector_product(const ops::ScaledMatrix& a_NK, const ops::ScaledMatrix& b_MK,
+                             const ScaledProductOptions& options) {
+  return {.a_NK = aligned(a_NK.data),
+          .b_MK = aligned(b_MK.data),
+          .inverse_a = inverse_of(a_NK),
+          .inverse_b = inverse_of(b_MK),
+          .fast_accumulation = options.fast_accumulation,
+          .power_of_two_scales = options.power_of_two_scales};
+}
+
 // Scales of blocks; a cast may have written them so.
 at::Tensor for_hardware(const at::Tensor& scale) { return scale.dim() == 1 ? scale : blocked_layout(scale); }
 
@@ -46,27 +56,20 @@ at::Tensor for_hardware(const at::Tensor& scale) { return scale.dim() == 1 ? sca
 
 void put_hardware_product(const at::Tensor& out_NM, const ops::ScaledMatrix& a_NK,
                           const ops::ScaledMatrix& b_MK, const ScaledProductOptions& options) {
-  const at::Tensor a = aligned(a_NK.data), b = aligned(b_MK.data);
-  const at::Tensor inverse_a = inverse_of(a_NK), inverse_b = inverse_of(b_MK);
-  if (by_vector(a_NK) || by_vector(b_MK)) {
-    multiply_vectors(out_NM, {.a_NK = a,
-                              .b_MK = b,
-                              .inverse_a = inverse_a,
-                              .inverse_b = inverse_b,
-                              .fast_accumulation = options.fast_accumulation,
-                              .power_of_two_scales = options.power_of_two_scales});
-    return;
-  }
+  const VectorProduct product = vector_product(a_NK, b_MK, options);
+  if (by_vector(a_NK) || by_vector(b_MK)) return multiply_vectors(out_NM, product);
   at::Tensor out = out_NM;
-  at::_scaled_mm_out(out, a, b.t(), inverse_a.reshape({}), inverse_b.reshape({}), /*bias=*/{},
+  at::_scaled_mm_out(out, product.a_NK, product.b_MK.t(), product.inverse_a.reshape({}),
+                     product.inverse_b.reshape({}), /*bias=*/{},
                      /*scale_result=*/{}, options.out_dtype, options.fast_accumulation);
 }
 
 namespace {
 
-// One matrix, or [B, n, features] where B products are worth it.
+// One matrix, or [B, n, features] where B products are worth it. Their scales of rows, if there are any, then begin at multiples of 16 bytes.
 bool can_write_each(const at::Tensor& out, const ops::Operand& rows) {
   if (out.dim() == 2) return true;
+  if (out.size(1) % 4 != 0) return false;
   const at::Tensor& stored = rows.along_rows.defined() ? rows.along_rows.data : rows.values;
   return ops::gains_by_writing_each(out.size(0), stored.size(0), stored.size(1), out.size(2));
 }
@@ -90,11 +93,8 @@ void put_each_product(const at::Tensor& out, ops::ScaledMatrix a, ops::ScaledMat
 }  // namespace
 
 void add_hardware_product(const at::Tensor& out_NM, const ops::ScaledMatrix& a_NK,
-                          const ops::ScaledMatrix& b_MK, bool fast_accumulation) {
-  const auto with_inverse = [](const ops::ScaledMatrix& matrix) -> ops::ScaledMatrix {
-    return {aligned(matrix.data), matrix.scale, inverse_of(matrix).reshape({})};
-  };
-  add_product(out_NM, with_inverse(a_NK), with_inverse(b_MK), fast_accumulation);
+                          const ops::ScaledMatrix& b_MK, const ScaledProductOptions& options) {
+  add_product(out_NM, vector_product(a_NK, b_MK, options));
 }
 
 at::Tensor hardware_product(const ops::ScaledMatrix& a_NK, const ops::ScaledMatrix& b_MK,
@@ -288,6 +288,12 @@ class Float8Products final : public Products {
     if (!layer_.recipe->grad_input) return layer_.plain->grad_input(grad, weight);
     return multiply(*layer_.recipe->grad_input, grad.dtype, grad_rows(grad), weight_columns(weight));
   }
+  at::Tensor add_grad_input(const at::Tensor& sum, const Operand& grad,
+                            const Operand& weight) const override {
+    if (!layer_.recipe->grad_input) return layer_.plain->add_grad_input(sum, grad, weight);
+    add(sum, *layer_.recipe->grad_input, grad_rows(grad), weight_columns(weight));
+    return sum;
+  }
   at::Tensor grad_weight(const Operand& grad, const Operand& x) const override {
     if (!layer_.recipe->grad_weight) return layer_.plain->grad_weight(grad, x);
     return multiply(*layer_.recipe->grad_weight, grad.dtype, grad_columns(grad), x_columns(x));
@@ -295,11 +301,7 @@ class Float8Products final : public Products {
   void add_grad_weight(const at::Tensor& out, const Operand& grad, const Operand& x) const override {
     if (!layer_.recipe->grad_weight) return layer_.plain->add_grad_weight(out, grad, x);
     const ProductCasts& casts = *layer_.recipe->grad_weight;
-    const ScaledMatrix left = grad_columns(grad), right = x_columns(x);
-    if (layer_.arithmetic == Arithmetic::Hardware && out.is_cuda() &&
-        casts.left.granularity == Granularity::Matrix)
-      return add_hardware_product(out, left, right, casts.fast_accumulation);
-    out.add_(multiply(casts, out.scalar_type(), left, right));
+    add(out, casts, grad_columns(grad), x_columns(x));
   }
   bool put_grad_weight(const at::Tensor& out, const Operand& grad, const Operand& x,
                        bool adds) const override {
@@ -644,6 +646,14 @@ class Float8Products final : public Products {
     const ScaledProductOptions options = product_options(casts, out_dtype);
     return layer_.arithmetic == Arithmetic::Hardware ? hardware_product(a_NK, b_MK, options)
                                                      : emulated_product(*layer_.plain, a_NK, b_MK, options);
+  }
+
+  void add(const at::Tensor& out, const ProductCasts& casts, const ScaledMatrix& a_NK,
+           const ScaledMatrix& b_MK) const {
+    if (layer_.arithmetic == Arithmetic::Hardware && out.is_cuda() &&
+        casts.left.granularity != Granularity::Block)
+      return add_hardware_product(out, a_NK, b_MK, product_options(casts, out.scalar_type()));
+    out.add_(multiply(casts, out.scalar_type(), a_NK, b_MK));
   }
 
   Layer layer_;

@@ -63,9 +63,9 @@ at::Tensor hardware_product(const ops::ScaledMatrix& a_NK, const ops::ScaledMatr
 void put_hardware_product(const at::Tensor& out_NM, const ops::ScaledMatrix& a_NK,
                           const ops::ScaledMatrix& b_MK, const ScaledProductOptions& options);
 
-/// out [N, M] += a b^T, for matrices with one scale each. On GPUs the product adds itself, without a tensor of its own.
+/// out += the same product. On GPUs it adds itself where it can (add_product in float8/cast.h), without a tensor of its own.
 void add_hardware_product(const at::Tensor& out_NM, const ops::ScaledMatrix& a_NK,
-                          const ops::ScaledMatrix& b_MK, bool fast_accumulation);
+                          const ops::ScaledMatrix& b_MK, const ScaledProductOptions& options);
 
 /// a b^T from the values in fp32; it differs from the hardware only in fp32 rounding.
 at::Tensor emulated_product(const ops::Products& plain, const ops::ScaledMatrix& a_NK,

@@ -150,10 +150,16 @@ void write_groups(SignalSafeJson& json, const FlightRecorder& recorder) {
 void write_tensor(SignalSafeJson& json, const CallRecord& call, const CallSizes& sizes, bool is_input) {
   json.raw_field(is_input ? "input_sizes" : "output_sizes", "[");
   const auto num_dims = std::min<int64_t>(sizes.num_dims, CallSizes::kMaxDims);
-  if (num_dims >= 0) write_list<int64_t>(json, {sizes.dims.data(), static_cast<size_t>(num_dims)});
+  for (int i = 0; i < call.num_tensors && num_dims >= 0; ++i) {
+    if (i > 0) json.raw(", ");
+    write_list<int64_t>(json, {sizes.dims.data(), static_cast<size_t>(num_dims)});
+  }
   json.raw("]");
   json.raw_field(is_input ? "input_dtypes" : "output_dtypes", "[");
-  if (call.dtype != c10::ScalarType::Undefined) json.text(c10::toString(call.dtype));
+  for (int i = 0; i < call.num_tensors && call.dtype != c10::ScalarType::Undefined; ++i) {
+    if (i > 0) json.raw(", ");
+    json.text(c10::toString(call.dtype));
+  }
   json.raw("]");
 }
 

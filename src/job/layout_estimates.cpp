@@ -28,9 +28,6 @@ Layout block_kind(Layout layout) {
 
 namespace {
 
-// In a smaller model a step has other proportions.
-constexpr int64_t kFewLayers = 3, kMoreLayers = 5;
-
 // Then a step of two micro-batches shows what each of them takes.
 bool exchanges_once_a_step(const Layout& kind) {
   return kind.keeps_gathered || kind.replicate > 1 || kind.only_degrees;
@@ -55,29 +52,40 @@ ParameterBytes parameter_bytes(const JobConfig& config) {
           .whole_gradient = size(scalar_type(training.mixed_precision_reduce))};
 }
 
-std::vector<PlanRequest> block_requests(const Layout& kind, int world) {
+// In a smaller model than one of three layers a step has other proportions.
+BlockLayers block_layers(const Layout& kind, const JobConfig& base) {
+  const ActivationCheckpointSettings& activations = base.activation_checkpoint;
+  const std::string& mode = kind.only_degrees ? activations.mode : kind.recompute;
+  const std::string& option = activations.selective_ac_option;
+  if (mode != "selective" || option == "op") return {};
+  const auto selected = static_cast<int64_t>(std::stoll(option));
+  const int64_t few = std::max<int64_t>(3, selected);
+  return {few, few + std::max<int64_t>(2, selected)};
+}
+
+std::vector<PlanRequest> block_requests(const Layout& kind, const BlockLayers& layers, int world) {
   const int64_t of_replica = kind.tensor * kind.context;
   const int ranks = kind.replicate == 0 ? static_cast<int>(of_replica) : world;
   Layout block = kind;
   block.replicate = std::max<int64_t>(kind.replicate, 1);
   std::vector<PlanRequest> requests;
   for (int64_t micro_batches = 1; micro_batches <= (exchanges_once_a_step(kind) ? 2 : 1); ++micro_batches)
-    for (const int64_t layers : {kFewLayers, kMoreLayers}) {
+    for (const int64_t number : {layers.few, layers.more}) {
       const int64_t sequences = ranks / of_replica * micro_batches * kind.micro_batch;
-      requests.push_back({block.settings(ranks, sequences, layers), ranks});
-      requests.back().settings.push_back({"model.args", "n_layers", str(layers)});
+      requests.push_back({block.settings(ranks, sequences, number), ranks});
+      requests.back().settings.push_back({"model.args", "n_layers", str(number)});
     }
   return requests;
 }
 
-BlockCosts block_costs(const Layout& kind, const std::vector<PlanAnswer>& answers,
+BlockCosts block_costs(const Layout& kind, const BlockLayers& layers, const std::vector<PlanAnswer>& answers,
                        const ParameterBytes& bytes) {
   for (const PlanAnswer& answer : answers)
     if (!answer.error.empty()) return {.error = answer.error, .has_failed = answer.has_failed};
   const auto amount = [&](size_t first, const auto& value) {
     const double few = value(answers[first]), more = value(answers[first + 1]);
-    const double of_layer = (more - few) / (kMoreLayers - kFewLayers);
-    return BlockCosts::Amount{of_layer, more - kMoreLayers * of_layer};
+    const double of_layer = (more - few) / static_cast<double>(layers.more - layers.few);
+    return BlockCosts::Amount{of_layer, more - static_cast<double>(layers.more) * of_layer};
   };
   const auto seconds = [](const PlanAnswer& answer) { return answer.step_s; };
   const auto during = [](plan::Activity activity) {
@@ -109,7 +117,8 @@ BlockCosts block_costs(const Layout& kind, const std::vector<PlanAnswer>& answer
         2 * most(plan::Category::Parameters).of_layer + most(plan::Category::Optimizer).of_layer +
         amount(first, saved).of_layer +
         (kind.keeps_gathered ? whole_bytes(bytes, kind, has_one_micro_batch) * costs.parameters.of_layer : 0);
-    sum.rest = static_cast<double>(plan::total(answers[first + 1].most_bytes)) - kMoreLayers * sum.of_layer;
+    sum.rest = static_cast<double>(plan::total(answers[first + 1].most_bytes)) -
+               static_cast<double>(layers.more) * sum.of_layer;
     return sum;
   };
   costs.bytes = bytes_of(last, /*has_one_micro_batch=*/false);
@@ -118,7 +127,8 @@ BlockCosts block_costs(const Layout& kind, const std::vector<PlanAnswer>& answer
 }
 
 LayoutEstimator::LayoutEstimator(const JobConfig& base, const SearchOptions& options)
-    : options_(options),
+    : base_(base),
+      options_(options),
       layers_(base.spec().sizes(base.args()).num_layers),
       sequence_(base.training.seq_len),
       bytes_(parameter_bytes(base)) {}

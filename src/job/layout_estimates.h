@@ -21,8 +21,14 @@ bool divides_evenly(int64_t layers, int64_t stages);
 /// A layout of all that a block's time depends on. `replicate` is 0 for a pipeline's, which are planned on the ranks of one replica.
 Layout block_kind(Layout layout);
 
+/// The numbers of layers with which blocks are planned. Of both, recomputation of every n-th layer selects the same share.
+struct BlockLayers {
+  int64_t few = 3, more = 5;
+};
+BlockLayers block_layers(const Layout& kind, const JobConfig& base);
+
 /// The plans that show what a kind of block takes, on `world` ranks.
-std::vector<PlanRequest> block_requests(const Layout& kind, int world);
+std::vector<PlanRequest> block_requests(const Layout& kind, const BlockLayers& layers, int world);
 
 /// The time and memory that a kind of block takes.
 struct BlockCosts {
@@ -53,7 +59,7 @@ struct ParameterBytes {
 ParameterBytes parameter_bytes(const JobConfig& config);
 
 /// From the answers to block_requests().
-BlockCosts block_costs(const Layout& kind, const std::vector<PlanAnswer>& answers,
+BlockCosts block_costs(const Layout& kind, const BlockLayers& layers, const std::vector<PlanAnswer>& answers,
                        const ParameterBytes& bytes);
 
 struct LayoutEstimate {
@@ -66,11 +72,14 @@ struct LayoutEstimate {
 
 class LayoutEstimator {
  public:
-  /// The options outlive it.
+  /// Both outlive it.
   LayoutEstimator(const JobConfig& base, const SearchOptions& options);
 
+  std::vector<PlanRequest> block_requests(const Layout& kind) const {
+    return train::block_requests(kind, block_layers(kind, base_), options_.world);
+  }
   BlockCosts costs_of(const Layout& kind, const std::vector<PlanAnswer>& answers) const {
-    return block_costs(kind, answers, bytes_);
+    return block_costs(kind, block_layers(kind, base_), answers, bytes_);
   }
   LayoutEstimate of(const Layout& layout, const BlockCosts& block);
 
@@ -92,6 +101,7 @@ class LayoutEstimator {
     return layout.pipeline == 1 && micro_batches(layout) == 1;
   }
 
+  const JobConfig& base_;
   const SearchOptions& options_;
   int64_t layers_;
   int64_t sequence_;

@@ -21,8 +21,7 @@ namespace titan::train {
 
 namespace {
 
-// Least first, by time and by the memory that it saves. "selective" is every second layer, if the config has that, which is the default; "op" is
-// selective_ac_option = "op" (docs/activation_checkpointing.md has measurements of both).
+// "selective" is every n-th layer, as the config has it; "op" is selective_ac_option = "op" (docs/activation_checkpointing.md has measurements).
 constexpr std::array<const char*, 4> kRecompute = {"none", "selective", "op", "full"};
 /// Estimates of memory are rough: some are too small by this share, and few are too large.
 constexpr double kMemoryMargin = 1.3, kMostTooLarge = 1.2;
@@ -47,7 +46,7 @@ class Layouts {
   Layouts(const JobConfig& base, const SearchOptions& options)
       : sizes_(base.spec().sizes(base.args())),
         sequence_(base.training.seq_len),
-        may_select_layers_(base.activation_checkpoint.selective_ac_option == "2"),
+        may_select_layers_(base.activation_checkpoint.selective_ac_option != "op"),
         options_(options) {}
 
   std::vector<Layout> all() {
@@ -145,7 +144,6 @@ class Layouts {
 
   ModelSizes sizes_;
   int64_t sequence_;
-  // By number: blocks of three and of five layers show no other selection than every second layer.
   bool may_select_layers_;
   const SearchOptions& options_;
   std::vector<Layout> layouts_;
@@ -259,6 +257,22 @@ class Search {
     return static_cast<size_t>(std::ranges::find(kRecompute, layout.recompute) - kRecompute.begin());
   }
 
+  // The layout, then the same with less recomputation, which computes less and takes no less memory. Of "selective" and "op" neither is less: that
+  // depends on the lengths of sequences.
+  static std::vector<Layout> with_no_more_recompute(const Layout& layout) {
+    std::vector<Layout> all = {layout};
+    for (size_t place = place_of_recompute(layout); place-- > 0;) {
+      if (layout.recompute == "op" && kRecompute[place] == std::string("selective")) continue;
+      all.push_back(layout);
+      all.back().recompute = kRecompute[place];
+    }
+    return all;
+  }
+  bool fits_easily_with_less(const Layout& layout) const {
+    return std::ranges::any_of(with_no_more_recompute(layout),
+                               [&](const Layout& less) { return fits_easily_.contains(less); });
+  }
+
   // Smaller micro-batches and less recomputation first, because they show what isn't needed; and Float8, which sets a limit for the others.
   void estimate_in_steps(const std::vector<Layout>& all) {
     std::map<std::tuple<int64_t, bool, size_t>, std::vector<Layout>> steps;
@@ -270,8 +284,8 @@ class Search {
       if (options_.least_memory && std::get<0>(step) > 1) break;  // it takes no less
       const double limit = last_of_the_best();
       std::erase_if(layouts, [&](const Layout& layout) {
-        return too_large_.contains(without_micro_batch(layout)) ||
-               fits_easily_.contains(without_recompute(layout)) || is_too_slow(layout, limit);
+        return too_large_.contains(without_micro_batch(layout)) || fits_easily_with_less(layout) ||
+               is_too_slow(layout, limit);
       });
       estimate(layouts);
     }
@@ -298,9 +312,7 @@ class Search {
   // By what is known of the same layout with less recomputation and smaller micro-batches.
   bool is_too_slow(const Layout& layout, double limit) const {
     if (options_.least_memory) return false;
-    Layout known = layout;
-    for (size_t place = place_of_recompute(layout) + 1; place-- > 0;) {
-      known.recompute = kRecompute[place];
+    for (Layout known : with_no_more_recompute(layout)) {
       const auto tried = tried_.find(without_micro_batch(block_kind(known)));
       if (tried == tried_.end()) continue;
       const double gain = gain_of_larger(known, tried->second);
@@ -330,10 +342,6 @@ class Search {
     layout.micro_batch = 0;
     return layout;
   }
-  static Layout without_recompute(Layout layout) {
-    layout.recompute.clear();
-    return layout;
-  }
 
   void estimate(const std::vector<Layout>& layouts) {
     plan_kinds(layouts);
@@ -350,8 +358,7 @@ class Search {
       const LayoutEstimate estimate = estimator_.of(layout, found->second);
       ranked_.push_back({layout, estimate});
       if (is_too_large(estimate)) too_large_.insert(without_micro_batch(layout));
-      if (kMemoryMargin * estimate.bytes < usable() && !options_.least_memory)
-        fits_easily_.insert(without_recompute(layout));
+      if (kMemoryMargin * estimate.bytes < usable() && !options_.least_memory) fits_easily_.insert(layout);
     }
   }
 
@@ -370,7 +377,7 @@ class Search {
       std::vector<PlanRequest> requests;
       while (!kinds.empty() && some.size() < 16 * options_.num_at_once) {
         Layout kind = std::move(kinds.extract(kinds.begin()).value());
-        std::ranges::move(block_requests(kind, options_.world), std::back_inserter(requests));
+        std::ranges::move(estimator_.block_requests(kind), std::back_inserter(requests));
         some.emplace_back(std::move(kind), requests.size());
       }
       const std::vector<PlanAnswer> answers = planner_(requests);
@@ -403,15 +410,13 @@ class Search {
     Layout sharded = layout;
     sharded.replicate = 1;
     sharded.keeps_gathered = false;
-    for (size_t place = place_of_recompute(layout) + 1; place-- > 0;) {
-      sharded.recompute = kRecompute[place];
-      const BlockCosts* block = block_of(sharded);
+    for (const Layout& less : with_no_more_recompute(sharded)) {
+      const BlockCosts* block = block_of(less);
       if (!block) continue;
       LayoutEstimate estimate{.bytes = estimator_.bytes_of_copies(layout, *block)};
-      if (sharded.recompute == layout.recompute) estimate.bytes += estimator_.of(sharded, *block).bytes;
-      return !is_too_large(estimate) && least_seconds(sharded) <= limit;
+      if (less.recompute == layout.recompute) estimate.bytes += estimator_.of(sharded, *block).bytes;
+      return !is_too_large(estimate) && least_seconds(less) <= limit;
     }
-    sharded.recompute = layout.recompute;
     // If there was no time for that one, they may, and estimate() counts them.
     return result_.time_is_up && !blocks_.contains(block_kind(sharded)) &&
            !too_large_.contains(without_micro_batch(sharded)) && !is_too_slow(sharded, limit);
@@ -603,7 +608,7 @@ class Search {
   std::map<Layout, BlockCosts> blocks_;        // by kind
   std::map<Layout, std::set<int64_t>> tried_;  // micro-batches, by kind without them
   std::set<Layout> too_large_;                 // whatever larger micro-batch they have
-  std::set<Layout> fits_easily_;               // whatever less recomputation they have
+  std::set<Layout> fits_easily_;               // so more recomputation isn't needed
   std::vector<Ranked> ranked_;
   PlanningTime planning_time_;
   size_t num_asked_ = 0;                       // layouts that the planner was asked for in the second round

@@ -3,22 +3,25 @@
 #include <set>
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
 #include <torch/nn/module.h>
 
-#include "dist/stream.h"
+#include "dist/work_graph.h"
 #include "job/pipeline_stages.h"
 #include "nn/trace_labels.h"
 #include "plan/gpu/ranges.h"
 #include "titan/core/error.h"
 #include "titan/nn/layers.h"
-#include "titan/optim/clip.h"
+#include "train/step_graphs.h"
 
 namespace titan::train {
 
-Rehearsal::Rehearsal(const JobConfig& config, const dist::World& world)
-    : config_(config), world_(world), meshes_(build_job_meshes(config, world)) {
+Rehearsal::Rehearsal(const JobConfig& config, const dist::World& world) : config_(config), world_(world) {
+  if (config.compile.enable) on_stream_.emplace(dist::Stream::create(world.device()));
+  meshes_ = build_job_meshes(config, world);
   const TrainingSettings& settings = config.training;
   const auto zeros = [&] {
     return at::zeros({settings.local_batch_size, settings.seq_len},
@@ -39,8 +42,71 @@ int64_t Rehearsal::tokens() const {
   return batches_[0].valid_tokens * static_cast<int64_t>(batches_.size()) * meshes_.dp_degree();
 }
 
+// The recording that StepGraphs makes, without a trainer's numbers.
+struct Rehearsal::Recorded {
+  explicit Recorded(at::Device device) : graph(device), update(device) {}
+
+  at::Tensor inverse_tokens, skip;
+  std::vector<data::Batch> batches;
+  std::vector<std::pair<at::Tensor, at::Tensor>> gradients;  // parameter, its gradient
+  optim::LaunchedGradNorm norm;
+  dist::WorkGraph graph, update;
+  bool has_update = false;
+};
+
+Rehearsal::~Rehearsal() = default;
+
+int Rehearsal::num_usual_steps() { return StepGraphs::kUsualSteps; }
+
+optim::LaunchedGradNorm Rehearsal::launch_grad_norm() {
+  return optim::launch_grad_norm(built_.parameters, config_.training.max_norm, world_.device(), meshes_.pp);
+}
+
+std::unique_ptr<Rehearsal::Recorded> Rehearsal::record() {
+  auto recorded = std::make_unique<Recorded>(world_.device());
+  const auto on_device = [&](const at::Tensor& tensor) { return at::empty_like(tensor, world_.device()); };
+  recorded->inverse_tokens = at::empty({}, at::dtype(at::kDouble).device(world_.device()));
+  for (const data::Batch& batch : batches_)
+    recorded->batches.push_back({on_device(batch.input_BS), on_device(batch.labels_BS), batch.valid_tokens});
+  prepare_to_record(built_.models, built_.parameters);
+  recorded->graph.record([&] {
+    {
+      const at::AutoGradMode with_gradients(true);
+      built_.runner->forward_backward(recorded->batches,
+                                      ops::ValidTokens::on_device(recorded->inverse_tokens));
+    }
+    RECORD_USER_SCOPE("optimizer");
+    recorded->norm = launch_grad_norm();
+    recorded->skip = at::zeros({}, at::TensorOptions(world_.device()).dtype(at::kFloat));
+  });
+  for (const Parameter& parameter : built_.parameters)
+    if (parameter.data.local.grad().defined())
+      recorded->gradients.emplace_back(parameter.data.local, parameter.data.local.grad());
+  return recorded;
+}
+
+void Rehearsal::launch() {
+  const at::NoGradGuard no_grad;
+  if (!recorded_) recorded_ = record();
+  Recorded& recorded = *recorded_;
+  for (size_t i = 0; i < batches_.size(); ++i) {
+    recorded.batches[i].input_BS.copy_(batches_[i].input_BS, /*non_blocking=*/true);
+    recorded.batches[i].labels_BS.copy_(batches_[i].labels_BS, /*non_blocking=*/true);
+  }
+  recorded.inverse_tokens.fill_(1.0 / static_cast<double>(tokens()));
+  recorded.graph.launch();
+  for (auto& [parameter, gradient] : recorded.gradients) parameter.mutable_grad() = gradient;
+  RECORD_USER_SCOPE("optimizer");
+  if (!optimizer_->can_be_recorded()) return optimizer_->step_unless(recorded.skip, recorded.norm.factor);
+  optimizer_->write_lrs();
+  if (!std::exchange(recorded.has_update, true))
+    recorded.update.record([&] { optimizer_->record_step_unless(recorded.skip, recorded.norm.factor); });
+  recorded.update.launch();
+}
+
 void Rehearsal::step() {
   optimizer_->zero_grad();
+  if (config_.compile.enable && num_steps_++ >= num_usual_steps()) return launch();
   built_.runner->forward_backward(batches_, tokens());
   RECORD_USER_SCOPE("optimizer");
   if (!optimizer_->can_skip_on_device()) {
@@ -48,8 +114,7 @@ void Rehearsal::step() {
     return optimizer_->step();
   }
   const at::NoGradGuard no_grad;
-  const auto norm =
-      optim::launch_grad_norm(built_.parameters, config_.training.max_norm, world_.device(), meshes_.pp);
+  const auto norm = launch_grad_norm();
   optimizer_->step_unless(at::zeros({}, at::TensorOptions(world_.device()).dtype(at::kFloat)), norm.factor);
 }
 
@@ -133,8 +198,9 @@ PlannedRank rehearse(const JobConfig& config, int world_size, const Role& role, 
     watch_parameters(rehearsal, device);
     std::vector<nn::TraceLabels> labels;
     for (const auto& model : rehearsal.built().models) labels.emplace_back(model->root());
-    for (int step = 0; step < 2; ++step) {
-      device.trace().begin_step();
+    const int num_steps = config.compile.enable ? Rehearsal::num_usual_steps() + 1 : 2;
+    for (int step = 0; step < num_steps; ++step) {
+      device.trace().begin_step(plan::current_stream());
       rehearsal.step();
     }
     set_categories(rehearsal, device.trace());
@@ -143,6 +209,7 @@ PlannedRank rehearse(const JobConfig& config, int world_size, const Role& role, 
     planned.tokens_of_step = static_cast<double>(rehearsal.tokens());
     for (const dist::NamedStream& named : dist::named_streams())
       planned.streams.emplace_back(number_of(named.stream), named.name);
+    if (config.compile.enable) planned.streams.emplace_back(plan::current_stream(), "computation");
   }
   planned.peak_allocated_bytes = device.allocator().allocated().peak;
   planned.peak_reserved_bytes = device.allocator().reserved().peak;
@@ -156,8 +223,6 @@ void check_plannable(const JobConfig& config, const config::Origins& origins) {
   };
   refuse(config.training.enable_cpu_offload, "training.enable_cpu_offload",
          "a plan counts a GPU's memory, and not what the optimizer does on the host; set it to false");
-  refuse(config.compile.enable, "compile.enable",
-         "a plan doesn't know what memory CUDA graphs take; set it to false, which launches the same work");
   refuse(config.comm.register_buffers, "comm.register_buffers",
          "a plan doesn't know what memory registered buffers take, which NCCL allocates; set it to false");
   if (!problems.empty()) throw ConfigError(std::move(problems));

@@ -8,9 +8,11 @@
 #include <string>
 #include <vector>
 
+#include "dist/stream.h"
 #include "job/build.h"
 #include "plan/gpu/planned_gpu.h"
 #include "plan/outside_memory.h"
+#include "titan/optim/clip.h"
 #include "titan/optim/optimizer.h"
 
 namespace titan::train {
@@ -21,8 +23,12 @@ class Rehearsal {
   /// The config outlives it. Collective over the world.
   Rehearsal(const JobConfig& config, const dist::World& world);
 
-  /// Forward, backward, clipping and update, as a run does on a GPU: with the fused optimizer the numbers are read late.
+  ~Rehearsal();
+  /// Forward, backward, clipping and update, as a run does on a GPU: with the fused optimizer the numbers are read late. With compile.enable, steps
+  /// from number num_usual_steps() on launch a recording, which the first of them makes.
   void step();
+  /// Without compile.enable all are.
+  static int num_usual_steps();
   /// All ranks' tokens in a step.
   int64_t tokens() const;
 
@@ -30,12 +36,21 @@ class Rehearsal {
   const optim::Optimizer& optimizer() const { return *optimizer_; }
 
  private:
+  struct Recorded;
+
+  optim::LaunchedGradNorm launch_grad_norm();
+  std::unique_ptr<Recorded> record();
+  void launch();
+
   const JobConfig& config_;
   dist::World world_;
+  std::optional<dist::StreamGuard> on_stream_;  // as titan train has it
   Meshes meshes_;
   std::vector<data::Batch> batches_;
   BuiltModels built_;
   std::optional<optim::Optimizer> optimizer_;
+  int num_steps_ = 0;
+  std::unique_ptr<Recorded> recorded_;
 };
 
 /// A rank and the ranks that do the same.
@@ -48,7 +63,7 @@ struct Role {
 /// Ranks that may differ in what they hold: the first of each pipeline rank, and the job's last.
 std::vector<Role> roles_of(const JobConfig& config, int world_size);
 
-/// One rank of a job, after its start and two steps.
+/// One rank of a job, after its start and two steps, or three if the third is recorded.
 struct PlannedRank {
   Role role;
   int64_t peak_allocated_bytes = 0;  ///< in tensors

@@ -72,7 +72,11 @@ SDPBackend choose(const Qkv& in, bool causal) {
       at::_fused_sdp_choice(in.q, in.k, in.v, /*attn_mask=*/{}, kNoDropout, causal, /*scale=*/{}, grouped));
   // LibTorch pads heads for flash, which supports only multiples of 8 features.
   if (choice == SDPBackend::flash_attention && in.q.size(3) % 8 != 0) return SDPBackend::math;
-  if (choice == SDPBackend::flash_attention || choice == SDPBackend::cudnn_attention) return choice;
+  // With so many keys cuDNN's backward on Hopper reads 64 more, which no causal mask hides: gradients of queries whose log-sum-exp is far below 0 are
+  // NaN (pull request 628 of NVIDIA/cudnn-frontend; mended in versions after LibTorch 2.11's). FlashAttention takes whatever cuDNN takes.
+  const bool reads_beyond = !causal && in.k.size(2) % 128 == 64;
+  if (choice == SDPBackend::cudnn_attention) return reads_beyond ? SDPBackend::flash_attention : choice;
+  if (choice == SDPBackend::flash_attention) return choice;
   // LibTorch doesn't choose the efficient kernel for grouped heads, because the kernel doesn't support them.
   // Here each head of a group is a separate call.
   const bool takes_groups = grouped && in.q.scalar_type() == at::kFloat && in.q.size(3) % 4 == 0;

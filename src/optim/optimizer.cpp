@@ -184,8 +184,17 @@ void multiply_gradients(const Batch& batch, const at::Tensor& factor) {
   for (size_t i = 0; i < batch.parameters.size(); ++i)
     if (batch.local(i).grad().defined()) grads.push_back(batch.local(i).grad());
   if (grads.empty()) return;
-  // A factor in the gradients' dtype needs one launch for many tensors, but it must not be rounded to 16 bits.
-  at::_foreach_mul_(grads, grads[0].scalar_type() == at::kFloat ? factor.to(at::kFloat) : factor);
+  // A factor in the gradients' dtype needs one launch for many tensors, but it must not be rounded to 16 bits, as GPUs round a scalar tensor. A
+  // vector makes them compute in its dtype.
+  const bool is_narrow = c10::elementSize(grads[0].scalar_type()) < 4 && !grads[0].is_cpu();
+  if (!is_narrow)
+    return at::_foreach_mul_(grads, grads[0].scalar_type() == at::kFloat ? factor.to(at::kFloat) : factor);
+  for (at::Tensor& grad : grads)
+    if (grad.dim() > 0) {
+      grad.mul_(factor.view({1}));
+    } else {
+      grad.view({1}).mul_(factor.view({1}));
+    }
 }
 
 at::Tensor zero_state(const at::Tensor& param, at::ScalarType dtype) {

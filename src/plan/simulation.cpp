@@ -95,6 +95,7 @@ struct Rank {
   // The host.
   size_t next_entry = 0;
   double host_time = 0;
+  bool is_recording = false;
   bool host_waits = false;
   Point host_awaits = 0;
   size_t num_own_points = 0;
@@ -138,8 +139,8 @@ class Simulation {
       Rank& rank = ranks_.emplace_back();
       rank.trace = each.trace;
       rank.world_rank = each.world_rank;
-      rank.next_entry = first_step_of(*each.trace);
-      rank.streams.push_back({});
+      rank.next_entry = step_before_last(*each.trace);
+      rank.streams.push_back({.number = each.trace->computing_stream(), .items = {}});
     }
     result_.ranks.resize(ranks.size());
   }
@@ -169,9 +170,12 @@ class Simulation {
   }
 
  private:
-  static size_t first_step_of(const Trace& trace) {
-    const auto first = std::ranges::find(trace.entries(), Entry::Kind::Step, &Entry::kind);
-    return static_cast<size_t>(first - trace.entries().begin());
+  static size_t step_before_last(const Trace& trace) {
+    const auto before_last = static_cast<size_t>(trace.num_steps()) - 2;
+    const auto found = std::ranges::find_if(trace.entries(), [&](const Entry& entry) {
+      return entry.kind == Entry::Kind::Step && entry.index == before_last;
+    });
+    return static_cast<size_t>(found - trace.entries().begin());
   }
   size_t pipeline_rank_of(int world_rank) const { return static_cast<size_t>(world_rank / ranks_of_stage_); }
 
@@ -194,7 +198,7 @@ class Simulation {
           synchronize(rank, rank.trace->syncs()[entry.index]);
           break;
         case Entry::Kind::Step:
-          if (entry.index > 0) queue(rank, 0, {.kind = Item::Kind::EndOfStep});
+          if (index > step_before_last(*rank.trace)) queue_end_of_step(rank);
           break;
         case Entry::Kind::Allocate:
         case Entry::Kind::Free:
@@ -203,8 +207,16 @@ class Simulation {
     }
     if (rank.next_entry == entries.size() && !rank.host_waits) {
       ++rank.next_entry;
-      queue(rank, 0, {.kind = Item::Kind::EndOfStep});
+      queue_end_of_step(rank);
     }
+  }
+
+  static void queue_end_of_step(Rank& rank) {
+    queue(rank, rank.trace->computing_stream(), {.kind = Item::Kind::EndOfStep});
+  }
+
+  void host_launches(Rank& rank, double launches) const {
+    if (!rank.is_recording) rank.host_time += launches * costs_.host_seconds();
   }
 
   static size_t place_of(Rank& rank, int64_t stream) {
@@ -239,7 +251,7 @@ class Simulation {
   void launch(Rank& rank, size_t index) {
     const Launch& launch = rank.trace->launches()[rank.trace->entries()[index].index];
     const CostModel::KernelTime& time = time_of(rank, launch);
-    rank.host_time += time.launches * costs_.host_seconds();
+    host_launches(rank, time.launches);
     const std::string& name = rank.trace->name(launch.name);
     const bool is_optimizer = rank.trace->name(launch.module).starts_with("optimizer");
     queue(rank, launch.stream,
@@ -254,7 +266,7 @@ class Simulation {
     const Collective& call = rank.trace->collectives()[rank.trace->entries()[entry].index];
     const CostModel::KernelTime time = costs_.of_copies(*rank.trace, call);
     if (time.launches == 0) return;
-    rank.host_time += time.launches * costs_.host_seconds();
+    host_launches(rank, time.launches);
     queue(rank, stream, {.kind = Item::Kind::Work, .seconds = time.seconds, .entry = entry});
   }
 
@@ -265,8 +277,8 @@ class Simulation {
     const size_t first_call = entries[index].index;
     const Collective& first = collectives[first_call];
     const std::string& op = rank.trace->name(first.op);
-    rank.host_time += costs_.host_seconds();
-    if (op == "reduce_scatter") copies(rank, index, 0);  // the stream that computes
+    host_launches(rank, 1);
+    if (op == "reduce_scatter") copies(rank, index, rank.trace->computing_stream());
     Item batch{.kind = Item::Kind::Batch, .num_calls = 1, .entry = index, .first_call = first_call};
     while (rank.next_entry < entries.size() && entries[rank.next_entry].kind == Entry::Kind::Collective &&
            collectives[entries[rank.next_entry].index].batch == first.batch) {
@@ -307,6 +319,13 @@ class Simulation {
         host_waits_for(rank, point);
         break;
       }
+      case Sync::Kind::BeginGraph:
+        rank.is_recording = true;
+        break;
+      case Sync::Kind::EndGraph:
+        rank.is_recording = false;
+        host_launches(rank, 1);
+        break;
     }
   }
 

@@ -11,7 +11,7 @@
 // - One rank of each pipeline rank is simulated. Sends and receives between them meet; all other ranks do what the rank does that stands for
 //   them, at the same time.
 //
-// The second step of a trace is measured, from the end of the first one.
+// The last step of a trace is measured, from the end of the one before it. What is recorded in a CUDA graph takes the host no time.
 
 #include <array>
 #include <cstdint>
@@ -58,9 +58,9 @@ struct StepTime {
     double products = 0, attention = 0;            ///< while such kernels ran: parts of Activity::Compute
   };
   std::vector<OfRank> ranks;
-  /// The second step's, if asked for.
+  /// The measured step's, if asked for.
   std::vector<Span> spans;
-  double begin = 0;  ///< when the second step began, as spans count
+  double begin = 0;  ///< when that step began, as spans count
 };
 
 /// `ranks_of_stage`: world size by pipeline depth; ranks are in order of their pipeline rank. Throws Error if the ranks wait for each other

@@ -19,8 +19,9 @@ int Trace::number_of(const std::string& text) {
   return found->second;
 }
 
-void Trace::begin_step() {
+void Trace::begin_step(int64_t stream) {
   const std::lock_guard lock(mutex_);
+  computing_stream_ = stream;
   entries_.push_back({Entry::Kind::Step, static_cast<size_t>(num_steps_++)});
 }
 

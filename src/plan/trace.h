@@ -69,11 +69,13 @@ struct Collective {
 /// A stream or the host waits, or a stream reaches a point that others may wait for.
 struct Sync {
   enum class Kind : uint8_t {
-    Record,     ///< `number` is the event's, new for each record
-    Wait,       ///< the stream, for event `number`
-    WaitCall,   ///< the stream, for the collectives of batch `number`
-    HostEvent,  ///< the host, for event `number`
-    HostStream  ///< the host, for all that was queued on the stream
+    Record,      ///< `number` is the event's, new for each record
+    Wait,        ///< the stream, for event `number`
+    WaitCall,    ///< the stream, for the collectives of batch `number`
+    HostEvent,   ///< the host, for event `number`
+    HostStream,  ///< the host, for all that was queued on the stream
+    BeginGraph,  ///< the following entries are recorded: their launch as a whole takes the host next to nothing
+    EndGraph
   };
   Kind kind;
   int64_t stream = 0;
@@ -93,7 +95,8 @@ class Trace {
   int number_of(const std::string& text);
   const std::string& name(int number) const { return names_[static_cast<size_t>(number)]; }
 
-  void begin_step();
+  /// A step of a rank that computes on `stream`.
+  void begin_step(int64_t stream = 0);
   void allocated(uintptr_t address, const Allocation& allocation);
   void freed(uintptr_t address);
   void launched(const Launch& launch);
@@ -116,6 +119,7 @@ class Trace {
     return communicators_[static_cast<size_t>(communicator)];
   }
   int num_steps() const { return num_steps_; }
+  int64_t computing_stream() const { return computing_stream_; }
 
  private:
   std::mutex mutex_;
@@ -131,6 +135,7 @@ class Trace {
   int num_batches_ = 0;
   int64_t num_events_ = 0;
   int num_steps_ = 0;
+  int64_t computing_stream_ = 0;
 };
 
 }  // namespace titan::plan

@@ -19,9 +19,6 @@ namespace titan::train {
 
 namespace {
 
-// The first makes buffers and states, the second settles which of them are reused.
-constexpr int kUsualSteps = 2;
-
 template <class Record>
 void try_to_record(const char* what, int64_t step, const Record& record) {
   try {
@@ -32,7 +29,17 @@ void try_to_record(const char* what, int64_t step, const Record& record) {
   }
 }
 
+void reshard(const std::vector<std::unique_ptr<TrainableModel>>& models) {
+  for (const auto& model : models) fsdp::reshard_all(model->root().module());
+}
+
 }  // namespace
+
+void prepare_to_record(const std::vector<std::unique_ptr<TrainableModel>>& models,
+                       const std::vector<Parameter>& parameters) {
+  reshard(models);
+  for (const Parameter& parameter : parameters) parameter.data.local.unsafeGetTensorImpl()->bump_version();
+}
 
 struct StepGraphs::Recorded {
   explicit Recorded(at::Device device) : graph(device), update(device) {}
@@ -72,7 +79,7 @@ void StepGraphs::drop(int64_t step) {
           " can't launch the CUDA graph, because its batches have other sizes or buffers have grown: "
           "it runs as usual, and the next step is recorded"));
   recorded_.reset();
-  reshard();
+  reshard(parts_.models);
   num_usual_steps_ = kUsualSteps - 1;
 }
 
@@ -89,22 +96,13 @@ ClippedStep StepGraphs::run(int64_t step, const StepInput& input) {
   return launch(input);
 }
 
-// A validation may have gathered parameters and kept them, in memory that a launch uses, or that a recording would
-// use and FSDP would free later.
-void StepGraphs::reshard() {
-  for (const auto& model : parts_.models) fsdp::reshard_all(model->root().module());
-}
-
 std::unique_ptr<StepGraphs::Recorded> StepGraphs::record(int64_t step, const StepInput& input) {
   const at::NoGradGuard no_grad;
   auto recorded = std::make_unique<Recorded>(parts_.device);
   for (const data::Batch& batch : input.batches)
     recorded->batches.push_back({at::empty_like(batch.input_BS, parts_.device),
                                  at::empty_like(batch.labels_BS, parts_.device), batch.valid_tokens});
-  reshard();
-  // The graph has to compute casts and scales of the weights again, although those of these weights exist.
-  for (const Parameter& parameter : parts_.parameters)
-    parameter.data.local.unsafeGetTensorImpl()->bump_version();
+  prepare_to_record(parts_.models, parts_.parameters);
   recorded->num_replaced = dist::num_replaced_memories();
   try_to_record("step", step, [&] {
     recorded->graph.record([&] {
@@ -128,7 +126,7 @@ std::unique_ptr<StepGraphs::Recorded> StepGraphs::record(int64_t step, const Ste
 ClippedStep StepGraphs::launch(const StepInput& input) {
   const at::NoGradGuard no_grad;
   Recorded& recorded = *recorded_;
-  reshard();
+  reshard(parts_.models);  // a validation may have gathered parameters in memory that the graph uses
   const dist::Stream current = dist::Stream::current(parts_.device);
   copies_.wait(current);  // the launch before reads the same tensors
   {

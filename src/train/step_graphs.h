@@ -22,8 +22,16 @@
 
 namespace titan::train {
 
+/// Before forward and backward are recorded: gathers and casts the weights anew, which a launch has to do, too. A validation may have gathered
+/// parameters and kept them, in memory that the recording would use and FSDP would free later.
+void prepare_to_record(const std::vector<std::unique_ptr<TrainableModel>>& models,
+                       const std::vector<Parameter>& parameters);
+
 class StepGraphs {
  public:
+  /// The first makes buffers and states, the second settles which of them are reused.
+  static constexpr int kUsualSteps = 2;
+
   /// Both must outlive it.
   StepGraphs(TrainerParts& parts, StepNumbers& numbers);
   ~StepGraphs();
@@ -41,7 +49,6 @@ class StepGraphs {
  private:
   struct Recorded;
 
-  void reshard();
   std::unique_ptr<Recorded> record(int64_t step, const StepInput& input);
   ClippedStep launch(const StepInput& input);
   void record_update(int64_t step, Recorded& recorded);

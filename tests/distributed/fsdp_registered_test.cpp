@@ -6,9 +6,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
-#include <set>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include <dlfcn.h>
@@ -48,15 +46,6 @@ std::array<uint64_t, 3> count_calls() {
   return counts;
 }
 
-/// NCCL's calls for a call: a batch's rows are a tensor each.
-uint64_t num_tensors(const dist::CallRecord& call) {
-  const std::set<std::string_view> of_rows = {"tp::forward", "tp::backward", "tp::gather",
-                                              "tp::reduce_scatter"};
-  const bool is_of_rows =
-      of_rows.contains(call.phase) && call.out.num_dims == 2 && call.op != dist::CollectiveOp::AllReduce;
-  return is_of_rows ? static_cast<uint64_t>(call.out.dims[0]) : 1;
-}
-
 /// Calls of NCCL's collectives since the flight recorder's `first` that aren't FSDP's: activations, losses, Float8's scales.
 uint64_t calls_of_others(uint64_t first) {
   uint64_t count = 0;
@@ -66,7 +55,7 @@ uint64_t calls_of_others(uint64_t first) {
     const bool is_fsdps =
         (std::strncmp(call.phase, "fsdp::", 6) == 0 && std::strcmp(call.phase, "fsdp::float8_scales") != 0) ||
         std::strcmp(call.phase, "tp::gradient") == 0;
-    if (!is_fsdps && !dist::is_point_to_point(call.op)) count += num_tensors(call);
+    if (!is_fsdps && !dist::is_point_to_point(call.op)) count += static_cast<uint64_t>(call.num_tensors);
   }
   return count;
 }

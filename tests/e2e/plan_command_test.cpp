@@ -365,7 +365,6 @@ TEST(PlanCommand, NamesTheKeyOfAWrongValue) {
   expect_refused(plan("llama3_8b", 8, {"--device", "missing.toml"}), "there is no such file");
   expect_refused(plan("llama3_8b", 8, {"--training.enable_cpu_offload"}), "training.enable_cpu_offload");
   expect_refused(plan("llama3_8b", 8, {"--training.device=cpu"}), "training.device");
-  expect_refused(plan("llama3_8b", 8, {"--compile.enable"}), "compile.enable");
   expect_refused(plan("llama3_8b", 8, {"--comm.register_buffers"}), "comm.register_buffers");
   expect_refused(plan("llama3_8b", 8, {"--for-run", "1"}), "process 1 of --for-run didn't start this one");
   expect_refused(plan("llama3_8b", 8, {"--max-tp", "2"}), "need --search");

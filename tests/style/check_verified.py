@@ -52,6 +52,9 @@ def problems_of(page: str, tests: list[str]) -> list[str]:
         cells = [cell.strip() for cell in line.strip("|").split(" | ")] if line.startswith("| ") else []
         head = (head or cells[0]) if cells else ""
         is_row = cells and set(cells[0]) != {"-"} and cells[0] != head
+        if is_row and head in ("feature", "fault") and len(cells) < 3:
+            problems.append(f"line {number}: the row has {len(cells)} cells")
+            continue
         if is_row and head == "feature" and not any("virtual" in name for name in NAME.findall(cells[2])) and not any(reason in cells[2] for reason in REASONS):
             problems.append(f"line {number}: there is neither a test on virtual GPUs nor a reason why not ({', '.join(REASONS)})")
         if is_row and head == "fault" and "`" not in cells[2]:

@@ -1,7 +1,8 @@
 // The model of LibTorch's caching allocator (src/plan/gpu/caching_allocator.h) against the real one, on a virtual GPU: the same random requests,
-// frees and uses by other streams, and the same bytes after each.
+// frees, uses by other streams and recordings of graphs, and the same bytes after each.
 
 #include <random>
+#include <utility>
 #include <vector>
 
 #include <ATen/Context.h>
@@ -45,7 +46,41 @@ void expect_equal(const CachingAllocator& model, int step) {
   ASSERT_EQ(model.reserved().peak, stats.reserved_bytes[kAll].peak) << "step " << step;
 }
 
-void compare(unsigned seed) {
+/// Recordings of CUDA graphs in both allocators. The first two streams take part.
+class Recordings {
+ public:
+  Recordings(unsigned number, const std::vector<c10::cuda::CUDAStream>& streams, CachingAllocator& model)
+      : streams_(streams), model_(model), pool_(kFirstPool + number, 0) {}
+  ~Recordings() {
+    if (is_recording_) toggle();
+    for (; num_ > 0; --num_) real::releasePool(0, pool_);
+  }
+
+  void toggle() {
+    if (std::exchange(is_recording_, !is_recording_)) {
+      real::endAllocateToPool(0, pool_);
+      return model_.end_recording();
+    }
+    ++num_;
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    real::emptyCache();
+    real::beginAllocateToPool(0, pool_, [this](cudaStream_t stream) {
+      return stream == streams_[0].stream() || stream == streams_[1].stream();
+    });
+    model_.begin_recording([](int64_t stream) { return stream < 2; });
+  }
+
+ private:
+  static constexpr c10::CaptureId_t kFirstPool = 1000;  // a pool that was released isn't made again
+
+  const std::vector<c10::cuda::CUDAStream>& streams_;
+  CachingAllocator& model_;
+  c10::MempoolId_t pool_;
+  bool is_recording_ = false;
+  int num_ = 0;
+};
+
+void compare(unsigned seed, bool records) {
   at::globalContext().lazyInitDevice(c10::kCUDA);
   c10::CachingAllocator::setAllocatorSettings("expandable_segments:True");
   real::emptyCache();
@@ -56,8 +91,10 @@ void compare(unsigned seed) {
   std::vector<c10::cuda::CUDAStream> streams = {c10::cuda::getDefaultCUDAStream()};
   while (streams.size() < kNumStreams) streams.push_back(c10::cuda::getStreamFromPool());
   std::mt19937 random(seed);
+  Recordings recordings(seed, streams, model);
   std::vector<InUse> in_use;
   for (int step = 0; step < 3000; ++step) {
+    if (records && step % 430 == 429) recordings.toggle();
     const bool frees = !in_use.empty() && (in_use.size() > 120 || random() % 2 == 0);
     if (frees) {
       std::swap(in_use[random() % in_use.size()], in_use.back());
@@ -91,7 +128,11 @@ void compare(unsigned seed) {
 }
 
 TEST(CachingAllocator, GivesTheBytesOfLibTorchs) {
-  for (unsigned seed = 1; seed <= 5 && !::testing::Test::HasFatalFailure(); ++seed) compare(seed);
+  for (unsigned seed = 1; seed <= 5 && !HasFatalFailure(); ++seed) compare(seed, /*records=*/false);
+}
+
+TEST(CachingAllocator, GivesTheBytesOfLibTorchsWhereGraphsAreRecorded) {
+  for (unsigned seed = 1; seed <= 5 && !HasFatalFailure(); ++seed) compare(seed, /*records=*/true);
 }
 
 }  // namespace

@@ -312,7 +312,12 @@ void ParamGroup::unpack_gathered() {
       take(full_offset + wire_.chunk(i) * layout_.num_ranks(),
            wire_.end(i) - wire_.offset(i) - wire_.chunk(i));
     }
-    at::split_with_sizes_copy_out(targets, packed_.view({parts, part_numel}), sizes, 1);
+    const at::Tensor packed = packed_.view({parts, part_numel});
+    // It copies a table from the host's memory, which a launch of a graph would read again.
+    if (!dist::Stream::current(device_).is_recorded())
+      return at::split_with_sizes_copy_out(targets, packed, sizes, 1);
+    for (size_t i = 0, from = 0; i < targets.size(); from += static_cast<size_t>(sizes[i++]))
+      targets[i].copy_(packed.narrow(1, static_cast<int64_t>(from), sizes[i]));
     return;
   }
   const auto element = static_cast<int64_t>(full_.element_size());

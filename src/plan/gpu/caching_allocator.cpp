@@ -59,31 +59,41 @@ struct CachingAllocator::Pool {
   int64_t granularity() const { return is_small ? kSmallSegment : kLargeSegment; }
 };
 
+struct CachingAllocator::Pools {
+  Pool small{.is_small = true, .free = {}, .unmapped = {}}, large;
+};
+
 CachingAllocator::CachingAllocator(Options options)
     : options_(std::move(options)),
-      small_(std::make_unique<Pool>(Pool{.is_small = true, .free = {}, .unmapped = {}})),
-      large_(std::make_unique<Pool>()),
+      usual_(std::make_unique<Pools>()),
+      of_graphs_(std::make_unique<Pools>()),
       next_address_(options_.first_address) {}
 
 CachingAllocator::~CachingAllocator() {
   for (const Block* block : blocks_) delete block;
 }
 
-CachingAllocator::Pool& CachingAllocator::pool_of(int64_t size) {
-  return size <= kSmallRequest ? *small_ : *large_;
+CachingAllocator::Pool& CachingAllocator::pool_of(int64_t size, int64_t stream) {
+  Pools& pools = is_recorded_ && is_recorded_(stream) ? *of_graphs_ : *usual_;
+  return size <= kSmallRequest ? pools.small : pools.large;
+}
+
+void CachingAllocator::begin_recording(std::function<bool(int64_t stream)> is_recorded) {
+  empty_cache();
+  is_recorded_ = std::move(is_recorded);
 }
 
 uintptr_t CachingAllocator::allocate(int64_t bytes, int64_t stream) {
-  release_used_elsewhere();
+  if (!is_recorded_) release_used_elsewhere();
   const int64_t size = block_size_for(bytes);
-  Pool& pool = pool_of(size);
+  Pool& pool = pool_of(size, stream);
   Block* block = take_free(pool, size, stream);
   if (!block && options_.give_back) {
     options_.give_back();
     block = take_free(pool, size, stream);
   }
   if (!block) block = expanded(pool, size, stream);
-  if (!block) {
+  if (!block && !is_recorded_) {
     // The real one gives back all that is free and asks again.
     ++num_retries_;
     empty_cache();
@@ -264,7 +274,7 @@ void CachingAllocator::release(Block* block) {
 
 void CachingAllocator::empty_cache() {
   release_used_elsewhere();
-  for (Pool* pool : {large_.get(), small_.get()})
+  for (Pool* pool : {&usual_->large, &usual_->small})
     for (Block* block : std::vector<Block*>(pool->free.begin(), pool->free.end())) unmap(block);
 }
 

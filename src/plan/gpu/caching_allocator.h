@@ -9,7 +9,8 @@
 // the device, to whose end memory is mapped by 2 or 20 MiB.
 //
 // A freed block that other streams have used is free when they are done with it. The model takes them for done at the next request: a
-// device that the host runs far ahead of keeps such blocks longer.
+// device that the host runs far ahead of keeps such blocks longer. While a CUDA graph is recorded, it can't be known, so none is free before the
+// recording ends. The streams that are recorded have pools of their own, which all graphs share, and which keep their memory.
 //
 // Tests compare it with the real one, request by request (tests/virtual_gpu/caching_allocator_test.cpp).
 
@@ -38,6 +39,9 @@ class CachingAllocator {
 
   /// An address; 0 if the device has too little memory. Nothing may be read or written there.
   uintptr_t allocate(int64_t bytes, int64_t stream);
+  /// Until end_recording(). Then streams for which `is_recorded` is true take memory of the graphs.
+  void begin_recording(std::function<bool(int64_t stream)> is_recorded);
+  void end_recording() { is_recorded_ = nullptr; }
   void free(uintptr_t address);
   bool is_in_use(uintptr_t address) const { return in_use_.contains(address); }
   /// No block of this allocator begins here or further up.
@@ -64,7 +68,10 @@ class CachingAllocator {
   struct Block;
   struct Pool;
 
-  Pool& pool_of(int64_t size);
+  /// The free blocks of small requests and of large ones.
+  struct Pools;
+
+  Pool& pool_of(int64_t size, int64_t stream);
   Block* take_free(Pool& pool, int64_t size, int64_t stream);
   Block* expanded(Pool& pool, int64_t size, int64_t stream);
   Block* room_to_expand(Pool& pool, int64_t size, int64_t stream);
@@ -77,7 +84,8 @@ class CachingAllocator {
   void unmap(Block* block);
 
   Options options_;
-  std::unique_ptr<Pool> small_, large_;
+  std::unique_ptr<Pools> usual_, of_graphs_;
+  std::function<bool(int64_t stream)> is_recorded_;  // while a graph is recorded
   std::map<uintptr_t, Block*> in_use_;
   std::vector<Block*> used_elsewhere_;  // freed, and not yet known to be done
   std::set<Block*> blocks_;

@@ -235,9 +235,7 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
   PlannedGpu::get().record_stream(reinterpret_cast<uintptr_t>(self.storage().data()), stream.id());
 }
 
-void wait_for_current_stream() {
-  PlannedGpu::get().trace().synchronized({.kind = Sync::Kind::HostStream, .stream = current_stream()});
-}
+void wait_for_current_stream() { PlannedGpu::get().host_waits_for_stream(current_stream()); }
 
 at::Scalar read_on_host(const at::Tensor& self) {
   wait_for_current_stream();

@@ -1,6 +1,7 @@
 #include "plan/gpu/planned_gpu.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <cstdlib>
@@ -10,6 +11,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -56,7 +58,7 @@ class GuardImpl final : public c10::impl::DeviceGuardImplInterface {
   }
   bool queryStream(const c10::Stream& /*stream*/) const override { return true; }
   void synchronizeStream(const c10::Stream& stream) const override {
-    PlannedGpu::get().trace().synchronized({.kind = Sync::Kind::HostStream, .stream = stream.id()});
+    PlannedGpu::get().host_waits_for_stream(stream.id());
   }
   // LibTitan doesn't.
   void synchronizeDevice(const c10::DeviceIndex /*index*/) const override {}
@@ -64,21 +66,14 @@ class GuardImpl final : public c10::impl::DeviceGuardImplInterface {
   // An event is a number.
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex /*index*/,
               const c10::EventFlag /*flag*/) const override {
-    Trace& trace = PlannedGpu::get().trace();
-    const int64_t number = trace.next_event();
-    trace.synchronized({Sync::Kind::Record, stream.id(), number});
-    *event = reinterpret_cast<void*>(number);
+    *event = reinterpret_cast<void*>(PlannedGpu::get().record_event(stream.id()));
   }
   void block(void* event, const c10::Stream& stream) const override {
-    if (event)
-      PlannedGpu::get().trace().synchronized(
-          {Sync::Kind::Wait, stream.id(), reinterpret_cast<int64_t>(event)});
+    if (event) PlannedGpu::get().wait_for_event(stream.id(), reinterpret_cast<int64_t>(event));
   }
   bool queryEvent(void* /*event*/) const override { return true; }
   void synchronizeEvent(void* event) const override {
-    if (event)
-      PlannedGpu::get().trace().synchronized(
-          {.kind = Sync::Kind::HostEvent, .number = reinterpret_cast<int64_t>(event)});
+    if (event) PlannedGpu::get().host_waits_for_event(reinterpret_cast<int64_t>(event));
   }
   void destroyEvent(void* /*event*/, const c10::DeviceIndex /*index*/) const noexcept override {}
   double elapsedTime(void* /*start*/, void* /*end*/, const c10::DeviceIndex /*index*/) const override {
@@ -182,6 +177,30 @@ class Hooks final : public at::CUDAHooksInterface {
 
 // ---- what LibTitan asks about its devices
 
+// While there are graphs, LibTorch's generator of random numbers has two numbers on the device, which it writes before each launch.
+class Graph final : public dist::DeviceGraph {
+ public:
+  void begin() override {
+    numbers_ = numbers_of_all.lock();
+    if (!numbers_) {
+      const auto number = [] { return at::empty({1}, at::dtype(at::kLong).device(kDevice)); };
+      numbers_ = std::make_shared<Numbers>(Numbers{number(), number()});
+      numbers_of_all = numbers_;
+    }
+    PlannedGpu::get().begin_graph(current_stream());
+  }
+  void end() override { PlannedGpu::get().end_graph(); }
+  void launch() override {
+    for (const at::Tensor& number : *numbers_) number.fill_(0);
+  }
+
+ private:
+  using Numbers = std::array<at::Tensor, 2>;
+  inline static std::weak_ptr<Numbers> numbers_of_all;
+
+  std::shared_ptr<Numbers> numbers_;
+};
+
 class Devices final : public dist::PlannedDevices {
  public:
   c10::DeviceType device_type() const override { return c10::kCUDA; }
@@ -202,8 +221,10 @@ class Devices final : public dist::PlannedDevices {
   std::unique_ptr<dist::SymmetricMemory> make_symmetric_memory(const dist::GroupSpec& /*spec*/) override {
     throw Error("planned GPUs share no memory");
   }
-  std::unique_ptr<dist::DeviceGraph> make_graph() override { throw Error("a planned GPU records no graphs"); }
-  bool is_recorded(const c10::Stream& /*stream*/) const override { return false; }
+  std::unique_ptr<dist::DeviceGraph> make_graph() override { return std::make_unique<Graph>(); }
+  bool is_recorded(const c10::Stream& stream) const override {
+    return PlannedGpu::get().is_recorded(stream.id());
+  }
   dist::DeviceMemory memory(int /*index*/) const override { return PlannedGpu::get().memory(); }
   void lock_pages(void* /*address*/, int64_t /*bytes*/) override {}
   void unlock_pages(void* /*address*/) override {}
@@ -259,6 +280,8 @@ void PlannedGpu::reset() {
   if (allocator_) next_address_ = allocator_->end_of_addresses();
   workspaces_.clear();
   parameters_.clear();
+  recorded_streams_.clear();
+  recorded_events_.clear();
   trace_ = std::make_shared<Trace>();
   // A request that doesn't fit is counted all the same: how much is missing is part of the plan.
   constexpr int64_t no_limit = int64_t{1} << 50;
@@ -318,6 +341,52 @@ void PlannedGpu::free(uintptr_t address) {
 void PlannedGpu::record_stream(uintptr_t address, int64_t stream) {
   const std::lock_guard lock(mutex_);
   allocator_->record_stream(address, stream);
+}
+
+int64_t PlannedGpu::record_event(int64_t stream) {
+  const std::lock_guard lock(mutex_);
+  const int64_t event = trace_->next_event();
+  if (recorded_streams_.contains(stream)) recorded_events_.insert(event);
+  trace_->synchronized({Sync::Kind::Record, stream, event});
+  return event;
+}
+
+void PlannedGpu::wait_for_event(int64_t stream, int64_t event) {
+  const std::lock_guard lock(mutex_);
+  if (recorded_events_.contains(event)) recorded_streams_.insert(stream);
+  trace_->synchronized({Sync::Kind::Wait, stream, event});
+}
+
+void PlannedGpu::host_waits_for_event(int64_t event) {
+  const std::lock_guard lock(mutex_);
+  TITAN_CHECK(!recorded_events_.contains(event), "the host can't wait for work that is being recorded");
+  trace_->synchronized({.kind = Sync::Kind::HostEvent, .number = event});
+}
+
+void PlannedGpu::host_waits_for_stream(int64_t stream) {
+  const std::lock_guard lock(mutex_);
+  TITAN_CHECK(!recorded_streams_.contains(stream), "the host can't wait for work that is being recorded");
+  trace_->synchronized({.kind = Sync::Kind::HostStream, .stream = stream});
+}
+
+void PlannedGpu::begin_graph(int64_t stream) {
+  const std::lock_guard lock(mutex_);
+  recorded_streams_ = {stream};
+  allocator_->begin_recording([this](int64_t each) { return recorded_streams_.contains(each); });
+  trace_->synchronized({.kind = Sync::Kind::BeginGraph, .stream = stream});
+}
+
+void PlannedGpu::end_graph() {
+  const std::lock_guard lock(mutex_);
+  allocator_->end_recording();
+  recorded_streams_.clear();
+  recorded_events_.clear();
+  trace_->synchronized({.kind = Sync::Kind::EndGraph});
+}
+
+bool PlannedGpu::is_recorded(int64_t stream) const {
+  const std::lock_guard lock(mutex_);
+  return recorded_streams_.contains(stream);
 }
 
 void PlannedGpu::launch(const Work& work) {

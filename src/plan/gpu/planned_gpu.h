@@ -10,7 +10,7 @@
 // - groups have no peers (groups.cpp).
 //
 // Values don't exist: a number that the host reads is 0. Nothing takes time: an event is done when it is recorded. How long the work would
-// take, simulation.h says afterwards, from what waits for what.
+// take, simulation.h says afterwards, from what waits for what. A CUDA graph's work is counted when it is recorded, and its launches are nothing.
 //
 // It must be opened before LibTorch has looked for CUDA, so before the process makes its first tensor, and a process that opens it
 // can't open the CUDA plugin.
@@ -18,6 +18,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <tuple>
 #include <unordered_set>
@@ -64,6 +65,16 @@ class PlannedGpu {
   uintptr_t allocate(int64_t bytes);
   void free(uintptr_t address);
   void record_stream(uintptr_t address, int64_t stream);
+  /// The number of a new event of the stream.
+  int64_t record_event(int64_t stream);
+  void wait_for_event(int64_t stream, int64_t event);
+  /// Throws Error if that work is being recorded.
+  void host_waits_for_event(int64_t event);
+  void host_waits_for_stream(int64_t stream);
+  /// From now on the stream is recorded, and those that wait for it meanwhile, until end_graph().
+  void begin_graph(int64_t stream);
+  void end_graph();
+  bool is_recorded(int64_t stream) const;
   struct Work {
     std::string name;
     double flops = 0, bytes_read = 0, bytes_written = 0;
@@ -86,6 +97,7 @@ class PlannedGpu {
   std::unique_ptr<CachingAllocator> allocator_;
   std::shared_ptr<Trace> trace_;
   std::unordered_set<const c10::StorageImpl*> parameters_;
+  std::set<int64_t> recorded_streams_, recorded_events_;  // streams and events of the graph in progress
   std::map<std::tuple<uint64_t, int64_t, bool>, uintptr_t>
       workspaces_;  // by thread and stream, and whether it is cuBLASLt's
 };

@@ -536,17 +536,23 @@ TEST(Float8KernelsOnGpu, LayersOverOneInputCastTheirWeightsTogether) {
     for (const at::Tensor& y : outputs) grads.push_back(at::ones_like(y));
     for (const auto& weight : weights) inputs.push_back(weight.weight);
     start();
-    torch::autograd::grad(outputs, inputs, grads);
+    const std::vector<at::Tensor> found = torch::autograd::grad(outputs, inputs, grads);
     counts.backward = count("launches", nullptr, nullptr);
+    at::Tensor sum = at::zeros(x.sizes(), x.options().dtype(at::kFloat));
+    for (size_t i = 0; i < weights.size(); ++i) {
+      const at::Tensor y = ops::linear(x, weights[i].weight, {}, each[i]);
+      sum += torch::autograd::grad({y}, {x}, {grads[i]})[0];
+    }
+    EXPECT_LT(testing::relative_error(found[0].cpu(), sum.cpu()), 4e-3) << recipe;
     return counts;
   };
   const Counts tensorwise = counts_of("tensorwise"), rowwise = counts_of("rowwise");
   // Two for the input, two for the weights, three products.
   EXPECT_EQ(tensorwise.forward, 2 + 2 + 3u);
-  // One for the weights; for each layer two for its gradient, two products; two additions.
-  EXPECT_EQ(tensorwise.backward, 1 + 3 * (2 + 2) + 2u);
+  // One for the weights; for each layer two for its gradient, two products, which add to the input's gradient themselves.
+  EXPECT_EQ(tensorwise.backward, 1 + 3 * (2 + 2u));
   EXPECT_EQ(rowwise.forward, 2 + 1 + 3u);
-  EXPECT_EQ(rowwise.backward, 2 + 3 * (2 + 2) + 2u);
+  EXPECT_EQ(rowwise.backward, 2 + 3 * (2 + 2u));
 }
 
 // Their scales need no operations before the product.
@@ -575,31 +581,29 @@ TEST(Float8ProductsOnGpu, AddToASum) {
   if (!backend) GTEST_SKIP() << "no GPU is visible";
   if (backend->compute_capability(0) < 89) GTEST_SKIP() << "this GPU has no products in Float8";
   const auto [start, count] = launch_counters();
+  const auto check = [&, &start = start, &count = count](at::ScalarType dtype, int64_t length, Over over) {
+    SCOPED_TRACE(str(c10::toString(dtype), ", length ", length, over == Over::Row ? ", by vector" : ""));
+    const at::Tensor a = at::randn({32, length}), b = at::randn({48, length}),
+                     sum = at::randn({32, 48}).to(dtype);
+    const auto there = [&](const at::Tensor& x, at::ScalarType to) -> ops::ScaledMatrix {
+      const ops::ScaledMatrix scale = scale_and_inverse_of(amax(x, over), to, false);
+      return {cast(x, scale.scale, to, false).cuda(), scale.scale.cuda(), scale.inverse.cuda()};
+    };
+    const ops::ScaledMatrix left = there(a, at::kFloat8_e5m2), right = there(b, at::kFloat8_e4m3fn);
+    const auto here = [](const ops::ScaledMatrix& x) { return x.data.cpu().to(at::kDouble) / x.scale.cpu(); };
+    const at::Tensor expected = sum.to(at::kDouble) + here(left).mm(here(right).t());
+    const at::Tensor out = sum.cuda();
+    if (start) start();
+    add_hardware_product(out, left, right, {.out_dtype = dtype});
+    if (start && length % 16 == 0 && (over == Over::Matrix || backend->compute_capability(0) / 10 == 9))
+      EXPECT_EQ(count("launches", nullptr, nullptr), 1U);
+    const double error = (out.cpu().to(at::kDouble) - expected).abs().max().item<double>();
+    const double tolerance = dtype == at::kFloat ? 2 * tolerance_in_fp32(at::kCUDA) : 8e-3;
+    EXPECT_LE(error, tolerance * expected.abs().max().item<double>());
+  };
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16})
-    for (const int64_t length : {64, 40}) {
-      const at::Tensor a = at::randn({32, length}), b = at::randn({48, length}),
-                       sum = at::randn({32, 48}).to(dtype);
-      const auto there = [](const at::Tensor& x, at::ScalarType to) -> ops::ScaledMatrix {
-        const ops::ScaledMatrix scale = scale_and_inverse_of(amax(x, Over::Matrix), to, false);
-        return {cast(x, scale.scale, to, false).cuda(), scale.scale.cuda(), scale.inverse.cuda()};
-      };
-      const ops::ScaledMatrix left = there(a, at::kFloat8_e5m2), right = there(b, at::kFloat8_e4m3fn);
-      const auto here = [](const ops::ScaledMatrix& x) {
-        return x.data.cpu().to(at::kDouble) / x.scale.cpu();
-      };
-      const at::Tensor expected = sum.to(at::kDouble) + here(left).mm(here(right).t());
-      const at::Tensor out = sum.cuda();
-      if (start && length % 16 == 0) {
-        start();
-        add_hardware_product(out, left, right, /*fast_accumulation=*/false);
-        EXPECT_EQ(count("launches", nullptr, nullptr), 1U);
-      } else {
-        add_hardware_product(out, left, right, /*fast_accumulation=*/false);
-      }
-      const double error = (out.cpu().to(at::kDouble) - expected).abs().max().item<double>();
-      const double tolerance = dtype == at::kFloat ? 2 * tolerance_in_fp32(at::kCUDA) : 8e-3;
-      EXPECT_LE(error, tolerance * expected.abs().max().item<double>()) << dtype << " " << length;
-    }
+    for (const int64_t length : {64, 40})
+      for (const Over over : {Over::Matrix, Over::Row}) check(dtype, length, over);
 }
 
 struct RecipeOnGpu : ::testing::TestWithParam<const char*> {};

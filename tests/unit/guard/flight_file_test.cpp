@@ -53,7 +53,9 @@ TEST_F(FlightFiles, ReadBackWhatIsWritten) {
   recorder->set_activity("data", 12);
   recorder->finish(recorder->start(call_of(dp, CollectiveOp::AllGather)), CallState::Finished,
                    /*device_ns=*/1234);
-  recorder->wait(recorder->start(call_of(pp, CollectiveOp::Receive, 1)));
+  CallRecord receives = call_of(pp, CollectiveOp::Receive, 1);
+  receives.num_tensors = 2;
+  recorder->wait(recorder->start(receives));
   FlightDump dump(recorder, options(1));
   ASSERT_EQ(dump.write("a \"test\""), 0);
 
@@ -86,6 +88,7 @@ TEST_F(FlightFiles, ReadBackWhatIsWritten) {
   EXPECT_EQ(receive.op, "receive");
   EXPECT_EQ(receive.from, 1);
   EXPECT_EQ(receive.to, 0);
+  EXPECT_THAT(receive.in_sizes, ElementsAre(ElementsAre(4, 2), ElementsAre(4, 2)));
   EXPECT_EQ(receive.state, FlightState::Waiting);
 }
 

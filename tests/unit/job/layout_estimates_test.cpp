@@ -57,7 +57,7 @@ TEST(ParameterBytes, AreThoseOfTheJobsDtypesAndOptimizer) {
 }
 
 TEST(BlockCosts, AreThoseOfALayerAndTheRest) {
-  const BlockCosts costs = block_costs({}, answers(), kBytes);
+  const BlockCosts costs = block_costs({}, {}, answers(), kBytes);
   EXPECT_EQ(costs.error, "");
   EXPECT_DOUBLE_EQ(costs.once.of_layer, 0.5);
   EXPECT_DOUBLE_EQ(costs.seconds.of_layer, 1.5);
@@ -66,16 +66,16 @@ TEST(BlockCosts, AreThoseOfALayerAndTheRest) {
 }
 
 TEST(BlockCosts, CountWholeParametersAndGradientsOnlyWhereTheyStay) {
-  EXPECT_DOUBLE_EQ(block_costs({}, answers(), kBytes).bytes.of_layer, 7);
-  EXPECT_DOUBLE_EQ(block_costs({}, answers(), kBytes).bytes.of(5), 500 + 400 + 200 + 15);
-  EXPECT_DOUBLE_EQ(block_costs({.tensor = 2, .keeps_gathered = true}, answers(), kBytes).bytes.of_layer,
+  EXPECT_DOUBLE_EQ(block_costs({}, {}, answers(), kBytes).bytes.of_layer, 7);
+  EXPECT_DOUBLE_EQ(block_costs({}, {}, answers(), kBytes).bytes.of(5), 500 + 400 + 200 + 15);
+  EXPECT_DOUBLE_EQ(block_costs({.tensor = 2, .keeps_gathered = true}, {}, answers(), kBytes).bytes.of_layer,
                    7 + 10 * (2 + 4) / 2.0);
 }
 
 TEST(BlockCosts, HaveTheReasonWhyThereAreNone) {
   std::vector<PlanAnswer> refused = answers();
   refused[1].error = "no";
-  EXPECT_EQ(block_costs({}, refused, kBytes).error, "no");
+  EXPECT_EQ(block_costs({}, {}, refused, kBytes).error, "no");
 }
 
 TEST(BlockCosts, OfPipelinesComeFromOneReplica) {
@@ -86,9 +86,32 @@ TEST(BlockCosts, OfPipelinesComeFromOneReplica) {
   other.pipeline = 16;
   other.schedule = "GPipe";
   EXPECT_EQ(kind, block_kind(other));
-  for (const PlanRequest& request : block_requests(kind, 512)) EXPECT_EQ(request.world, 8);
+  for (const PlanRequest& request : block_requests(kind, {}, 512)) EXPECT_EQ(request.world, 8);
   other.pipeline = 1;
-  for (const PlanRequest& request : block_requests(block_kind(other), 512)) EXPECT_EQ(request.world, 512);
+  for (const PlanRequest& request : block_requests(block_kind(other), {}, 512)) EXPECT_EQ(request.world, 512);
+}
+
+// With three and five layers, every third one would be one of each.
+TEST(BlockLayers, HaveTheSameShareOfRecomputedLayers) {
+  using Pair = std::pair<int64_t, int64_t>;
+  JobConfig config;
+  const auto layers_of = [&](const Layout& kind, const char* option) {
+    config.activation_checkpoint.selective_ac_option = option;
+    const BlockLayers layers = block_layers(kind, config);
+    return Pair(layers.few, layers.more);
+  };
+  const Layout selective{.recompute = "selective"};
+  EXPECT_EQ(layers_of(selective, "1"), Pair(3, 5));
+  EXPECT_EQ(layers_of(selective, "2"), Pair(3, 5));
+  EXPECT_EQ(layers_of(selective, "3"), Pair(3, 6));
+  EXPECT_EQ(layers_of(selective, "8"), Pair(8, 16));
+  EXPECT_EQ(layers_of({.recompute = "full"}, "8"), Pair(3, 5));
+  const Layout only_degrees{.only_degrees = true};
+  config.activation_checkpoint.mode = "selective";
+  EXPECT_EQ(layers_of(only_degrees, "8"), Pair(8, 16));
+  EXPECT_EQ(layers_of(only_degrees, "op"), Pair(3, 5));
+  config.activation_checkpoint.mode = "full";
+  EXPECT_EQ(layers_of(only_degrees, "8"), Pair(3, 5));
 }
 
 TEST(Layers, DivideEvenlyWithOrWithoutTheEnds) {
@@ -105,7 +128,7 @@ TEST(LayoutEstimator, CountsTheTokensWhoseWeightGradientsWait) {
   const SearchOptions options{.world = 8, .sequences = 32};
   LayoutEstimator estimator(config, options);
   Layout layout{.pipeline = 4, .schedule = "ZBVZeroBubble", .stages_of_rank = 2, .micro_batch = 1};
-  const BlockCosts costs = block_costs(layout, answers(), kBytes);
+  const BlockCosts costs = block_costs(layout, {}, answers(), kBytes);
   int owed = 0;
   for (const auto& rank : pipeline::simulate(pipeline::make_schedule("ZBVZeroBubble", 4, 8, 16), {}).ranks)
     owed = std::max(owed, rank.peak_owed_weight);

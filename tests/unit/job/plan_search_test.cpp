@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 #include <map>
+#include <set>
 #include <tuple>
 
 #include <gmock/gmock.h>
@@ -20,6 +21,7 @@ namespace titan::train {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::Contains;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
@@ -27,11 +29,12 @@ constexpr int kWorld = 16;
 constexpr int64_t kSequences = 32, kNumLayers = 32;
 constexpr double kParametersOfLayer = 0.25e9, kParametersOfEnds = 1e9;
 
-JobConfig searched_job() {
+// "op" is another policy than the config's, which is every `option`-th layer.
+JobConfig searched_job(const std::string& option = "2") {
   if (!model_specs().contains("llama3")) models::register_llama3();
   JobConfig config;
   config::load(job_schema(), {std::string(TITAN_SOURCE_DIR) + "/configs/llama3_8b.toml", {}}, config);
-  config.activation_checkpoint.selective_ac_option = "2";  // so that "op" is another policy than the config's
+  config.activation_checkpoint.selective_ac_option = option;
   return config;
 }
 
@@ -62,6 +65,9 @@ struct FakeCluster {
   std::string neighbors = "8";    // that share parameters between forward and backward, with
   double neighbors_gain = 1;      // so many of the exchange's seconds
   double delayed_bytes = 1;       // times the activations, where weight gradients are delayed
+  double layers_work = 1.1,
+         op_work = 1.15;  // recomputation of every second layer, and by operation: its work
+  double layers_bytes = 0.6, op_bytes = 0.4;  // and its activations
   mutable size_t num_plans = 0;
 
   PlanAnswer plan(const PlanRequest& request) const {
@@ -90,8 +96,8 @@ struct FakeCluster {
     const double work = micro_batch / (tensor * context) *
                         (1 + 0.1 * std::log2(tensor) + 0.15 * std::log2(context)) * (float8 ? 0.8 : 1) *
                         (recompute == "\"full\""        ? 1.33
-                         : recompute == "\"selective\"" ? 1.1
-                         : by_op                        ? 1.15
+                         : recompute == "\"selective\"" ? layers_work
+                         : by_op                        ? op_work
                                                         : 1);
     const double exposed = tensor > 1 ? micro_batch * (asynchronous ? 0.02 : 0.1) : 0;
     const std::string reshard = values["parallelism.fsdp_reshard_after_forward"];
@@ -101,8 +107,8 @@ struct FakeCluster {
                  sum = 0.3 * exchange * std::log2(replicate);
     const double activation = activation_bytes * micro_batch / (tensor * context) *
                               (recompute == "\"full\""        ? 0.1
-                               : recompute == "\"selective\"" ? 0.6
-                               : by_op                        ? 0.4
+                               : recompute == "\"selective\"" ? layers_bytes
+                               : by_op                        ? op_bytes
                                                               : 1);
     const double parameters = layers * kParametersOfLayer + kParametersOfEnds;
     PlanAnswer answer{.tokens = 1, .parameters = parameters};
@@ -267,6 +273,33 @@ TEST(PlanSearch, FindsTheFastestOfAllLayouts) {
     SCOPED_TRACE(str("exchange ", cluster.exchange, ", ", cluster.usable_bytes, " bytes"));
     expect_the_best(cluster, options_for(cluster));
   }
+}
+
+// Either selection of what is recomputed may be faster, and either may take less memory.
+TEST(PlanSearch, TriesBothSelectionsOfRecomputation) {
+  for (const double usable_bytes : {15e9, 25e9, 40e9, 60e9}) {
+    const FakeCluster longer{.usable_bytes = usable_bytes, .layers_work = 1.2, .op_work = 1.05};
+    const FakeCluster larger{.usable_bytes = usable_bytes, .layers_bytes = 0.4, .op_bytes = 0.6};
+    for (const FakeCluster* cluster : {&longer, &larger}) {
+      SCOPED_TRACE(str(usable_bytes, " bytes, ", cluster->op_work, " of the work"));
+      expect_the_best(*cluster, options_for(*cluster));
+    }
+  }
+}
+
+TEST(PlanSearch, SelectsLayersAsTheConfigDoes) {
+  const FakeCluster cluster{.usable_bytes = 25e9};
+  const auto policies = [&](const char* option) {
+    std::set<std::string> found;
+    SearchOptions options = options_for(cluster);
+    options.num_best = 100000;
+    for (const FoundLayout& each :
+         search_layouts(searched_job(option), options, cluster.planner(), [](const std::string&) {}).best)
+      found.insert(each.layout.recompute);
+    return found;
+  };
+  EXPECT_THAT(policies("op"), AllOf(Contains("op"), Not(Contains("selective"))));
+  EXPECT_THAT(policies("3"), AllOf(Contains("op"), Contains("selective")));
 }
 
 TEST(PlanSearch, FindsTheSmallestOfAllLayouts) {

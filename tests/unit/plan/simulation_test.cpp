@@ -1,5 +1,6 @@
 #include "plan/simulation.h"
 
+#include <functional>
 #include <numeric>
 
 #include <gtest/gtest.h>
@@ -79,6 +80,12 @@ class Program {
   void wait_for_call(int batch, int64_t stream = 0) {
     trace_.synchronized({Sync::Kind::WaitCall, stream, batch});
   }
+  void next_step(int64_t stream) { trace_.begin_step(stream); }
+  void record_graph(const std::function<void()>& queue) {
+    trace_.synchronized({.kind = Sync::Kind::BeginGraph});
+    queue();
+    trace_.synchronized({.kind = Sync::Kind::EndGraph});
+  }
   const Trace& trace() const { return trace_; }
 
  private:
@@ -118,6 +125,28 @@ TEST(Simulation, TellsProductsAndAttentionFromOtherKernels) {
   EXPECT_NEAR(of(rank, Activity::Compute), 6, kTolerance);
   EXPECT_NEAR(rank.products, 2, kTolerance);
   EXPECT_NEAR(rank.attention, 3, kTolerance);
+}
+
+// Short kernels take the host longer than the device, unless they are recorded. The third step is measured, on another stream than the default one.
+TEST(Simulation, ARecordedStepTakesTheHostNoTime) {
+  const auto step_of = [&](bool is_recorded) {
+    Program program;
+    const auto kernels = [&] {
+      for (int i = 0; i < 10'000; ++i) program.kernel(1e-6, 7);
+    };
+    kernels();
+    program.next_step(7);
+    if (is_recorded)
+      program.record_graph(kernels);
+    else
+      kernels();
+    return simulate_one(program);
+  };
+  const StepTime usual = step_of(false), recorded = step_of(true);
+  EXPECT_GT(usual.seconds, 0.05);
+  EXPECT_GT(of(usual.ranks[0], Activity::Host), 0.04);
+  EXPECT_NEAR(recorded.seconds, 0.01, 1e-4);
+  EXPECT_NEAR(of(recorded.ranks[0], Activity::Compute), 0.01, 1e-4);
 }
 
 TEST(Simulation, KernelsOfTwoStreamsShareTheDevice) {
