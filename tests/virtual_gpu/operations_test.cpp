@@ -52,6 +52,23 @@ TEST_F(VirtualGpu, ComputesTheCpusNumbers) {
   EXPECT_EQ(new_races(), 0);
 }
 
+// A factor on the device is read in 16 bits, as CUDA's kernels read it, and one on the host or in a vector isn't.
+TEST_F(VirtualGpu, RoundsScalarsOfTheDeviceWhereCudaDoes) {
+  const Tensor x = at::full({4}, 200.0, at::kBFloat16), factor = at::full({}, 1.003, at::kDouble);
+  const auto product = [&](const Tensor& of_device, const Tensor& by) {
+    std::vector<Tensor> list{of_device.clone()};
+    at::_foreach_mul_(list, by);
+    EXPECT_TRUE(at::equal(list[0], of_device * by));
+    return (of_device * by).cpu();
+  };
+  const Tensor exact = x * factor, rounded = x * factor.to(at::kBFloat16);
+  ASSERT_FALSE(at::equal(exact, rounded));
+  EXPECT_TRUE(at::equal(product(x.cuda(), factor.cuda()), rounded));
+  EXPECT_TRUE(at::equal((x.cuda() * factor).cpu(), exact));
+  EXPECT_TRUE(at::equal(x.cuda().mul_(factor.cuda().view({1})).cpu(), exact));
+  EXPECT_TRUE(at::equal((x.to(at::kFloat).cuda() * factor.cuda()).cpu(), x.to(at::kFloat) * factor));
+}
+
 TEST_F(VirtualGpu, ViewsAndOutputsShareMemory) {
   const Tensor x = at::zeros({4, 4}, on_gpu);
   x.view({16}).slice(0, 0, 16, 5).fill_(7);

@@ -92,6 +92,23 @@ INSTANTIATE_TEST_SUITE_P(Rules, ClipOnGpu,
                          ::testing::Combine(::testing::Values("AdamW", "Adam"),
                                             ::testing::Values(at::kFloat, at::kDouble), ::testing::Bool()));
 
+// A factor that was rounded to 16 bits would change a part of the products.
+TEST(ClippedGradientsOnGpu, AreRoundedOnce) {
+  if (!dist::open_cuda_plugin()) GTEST_SKIP() << "no GPU is visible";
+  const at::Tensor grad = at::randn({64, 33}, at::kBFloat16);
+  const std::vector<Parameter> parameters{make_parameter("a", at::zeros_like(grad).cuda())};
+  Optimizer optimizer(parameters, {.lr = 0.1});
+  set_grad(parameters[0],
+           grad.t().contiguous().cuda().t());  // so that the optimizer doesn't multiply it itself
+  const at::Device device = parameters[0].data.local.device();
+  const LaunchedGradNorm launched = launch_grad_norm(parameters, 1.0, device);
+  optimizer.step_unless(at::zeros({}, at::dtype(at::kFloat).device(device)), launched.factor);
+  const double factor = launched.factor.item<double>();
+  ASSERT_LT(factor, 0.1);
+  const at::Tensor expected = grad.to(at::kDouble).mul(factor).to(at::kBFloat16);
+  EXPECT_TRUE(at::equal(parameters[0].data.local.grad().cpu(), expected));
+}
+
 // Two groups of parameters with settings of their own.
 struct Trained {
   explicit Trained(const char* name, at::ScalarType dtype) {

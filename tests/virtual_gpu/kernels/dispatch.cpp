@@ -100,6 +100,17 @@ bool is_product(const std::string& name) {
   return names.contains(name);
 }
 
+bool is_arithmetic(const std::string& name) {
+  static const std::unordered_set<std::string> names = [] {
+    std::unordered_set<std::string> all;
+    for (const char* prefix : {"aten::", "aten::_foreach_"})
+      for (const char* operation : {"add", "sub", "mul", "div"})
+        for (const char* suffix : {"", "_"}) all.insert(std::string(prefix) + operation + suffix);
+    return all;
+  }();
+  return names.contains(name);
+}
+
 // One operator call, from the host's side.
 class Call {
  public:
@@ -169,6 +180,26 @@ class Call {
       lr = static_cast<double>(static_cast<float>(lr.toDouble()));
   }
 
+  // CUDA's kernels read a scalar on the device in the type of the other operand, if that has 16 bits; the CPU's take its own value. Scalars of
+  // the host keep theirs on both. By places of arguments.
+  std::vector<std::pair<size_t, at::ScalarType>> rounded_scalars() const {
+    if (!is_arithmetic(schema_.name())) return {};
+    std::set<at::ScalarType> types;  // of tensors that are no scalars
+    for (size_t i = 0; i < schema_.arguments().size(); ++i)
+      for_each_tensor(argument(i), [&](const at::Tensor& t) {
+        if (t.dim() > 0) types.insert(t.scalar_type());
+      });
+    if (types.size() != 1 || !at::isReducedFloatingType(*types.begin())) return {};
+    std::vector<std::pair<size_t, at::ScalarType>> scalars;
+    for (size_t i = 0; i < schema_.arguments().size(); ++i) {
+      if (!argument(i).isTensor() || writes(schema_, i)) continue;
+      const at::Tensor& t = argument(i).toTensor();
+      if (t.defined() && t.is_cuda() && t.dim() == 0 && t.is_floating_point())
+        scalars.emplace_back(i, *types.begin());
+    }
+    return scalars;
+  }
+
   Stack arguments_with(StandIns& stand_ins) const {
     Stack result;
     for (size_t i = 0; i < schema_.arguments().size(); ++i) result.push_back(stand_ins.stand_in(argument(i)));
@@ -233,17 +264,19 @@ class Call {
     }
     // Numbers that weren't computed needn't be as asserted.
     const bool is_skipped = !computes() && schema_.name() == "aten::_assert_async";
-    run_on_device(schema_.name(), cuda_arguments(false), written, [is_skipped, op = op_, arguments, targets] {
-      if (!is_skipped) compute(op, arguments, targets);
-    });
+    run_on_device(schema_.name(), cuda_arguments(false), written,
+                  [is_skipped, op = op_, arguments, targets, scalars = rounded_scalars()] {
+                    if (is_skipped) return;
+                    Stack stack = arguments;
+                    for (const auto& [place, type] : scalars) stack[place] = stack[place].toTensor().to(type);
+                    compute(op, std::move(stack), targets);
+                  });
   }
 
   // On the scheduler's thread.
-  static void compute(const c10::OperatorHandle& op, const Stack& arguments,
-                      const std::vector<at::Tensor>& targets) {
+  static void compute(const c10::OperatorHandle& op, Stack stack, const std::vector<at::Tensor>& targets) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     try {
-      Stack stack = arguments;
       op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &stack);
       size_t i = 0;
       const auto store = [&](const at::Tensor& result) {
