@@ -118,6 +118,13 @@ TEST(PlanCommand, SaysWhatWouldMakeAJobFit) {
   EXPECT_EQ(fitting.at("memory").at("peak_gib"), changes[0].at("peak_gib"));
 }
 
+TEST(PlanCommand, TriesRecomputationByOperation) {
+  const json changes =
+      plan_json("llama3_8b", 8, {"--training.seq_len=24576", "--activation_checkpoint.mode=none"})
+          .at("changes_that_fit");
+  EXPECT_THAT(changes.dump(), HasSubstr("--activation_checkpoint.selective_ac_option=op"));
+}
+
 // Doubled degrees leave half as many replicas, which then have twice as many sequences each. A batch of 3 has only itself and 1 as divisors.
 TEST(PlanCommand, KeepsTheBatchInEveryChange) {
   const json found =

@@ -184,7 +184,7 @@ class Call {
   // the host keep theirs on both. By places of arguments.
   std::vector<std::pair<size_t, at::ScalarType>> rounded_scalars() const {
     if (!is_arithmetic(schema_.name())) return {};
-    std::set<at::ScalarType> types;  // of tensors that are no scalars
+    std::set<at::ScalarType> types;  // scalars aside
     for (size_t i = 0; i < schema_.arguments().size(); ++i)
       for_each_tensor(argument(i), [&](const at::Tensor& t) {
         if (t.dim() > 0) types.insert(t.scalar_type());
