@@ -155,7 +155,7 @@ Write a value that looks like an option as --section.key=value.
 )";
 
 constexpr const char* kPlanNotes =
-    R"(Builds one rank of each role of the job on a GPU that exists only as counts, runs two steps of it, and prints
+    R"(Builds one rank of each role of the job on a GPU that exists only as counts, runs a few steps of it, and prints
 what it is given: memory, collectives, launches, FLOPs, and how long a step would take. Needs neither GPUs nor data, weights or a tokenizer.
 CONFIG and settings are those of titan train; see docs/plan.md.
 )";

@@ -436,6 +436,9 @@ train::JobConfig load_planned_job(const PlanArguments& arguments) {
     throw ConfigError(
         origins.problem("training.device", "a plan is for the GPU of --device; leave it at \"auto\""));
   config.training.device = "cuda";
+  if (config.compile.enable && plan::load_device(arguments.device).device.is_cpu)
+    throw ConfigError(origins.problem(
+        "compile.enable", "records steps as CUDA graphs, which the CPU of --device doesn't have"));
   train::check_job(config, origins, arguments.world_size, train::JobFiles::Ignore);
   train::check_plannable(config, origins);
   const train::ModelSizes sizes = config.spec().sizes(config.args());

@@ -31,7 +31,7 @@ namespace titan::cli {
 
 namespace {
 
-constexpr int64_t kStepsBeforeComparing = 3;  // memory grows until the third one begins
+constexpr int64_t kStepsBeforeComparing = 3;  // memory grows until the third one begins, or is recorded
 constexpr double kMostDifference = 0.05;      // a difference in memory
 // The ranks come first, but a plan of a second doesn't take minutes on a machine where all cores are busy.
 constexpr int kNice = 10;

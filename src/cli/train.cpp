@@ -309,6 +309,19 @@ void check_requeue(const train::FaultToleranceSettings& settings) {
         "(SLURM_JOB_ID isn't set)");
 }
 
+constexpr const char* kCublasVariable = "CUBLAS_WORKSPACE_CONFIG";
+
+// LibTorch refuses a GPU's first product with other values.
+void check_deterministic(const train::JobConfig& config, const config::Origins& origins) {
+  if (!config.debug.deterministic || config.training.device == "cpu" || !dist::gpu_visible()) return;
+  const char* set = ::getenv(kCublasVariable);
+  const std::string value = set ? set : ":4096:8";
+  if (value == ":4096:8" || value == ":16:8") return;
+  throw ConfigError(
+      origins.problem("debug.deterministic", str("cuBLAS repeats its results only with ", kCublasVariable,
+                                                 " = :4096:8 or :16:8, and it is ", value, "; unset it")));
+}
+
 // States in memory need restarts. Ranks that --max-restarts restarts check this themselves, because only they
 // have their job's id.
 void check_peer_states(const TrainArguments& arguments, const train::CheckpointSettings& settings,
@@ -339,6 +352,7 @@ int check_only(const TrainArguments& arguments, const LoadedJob& job, const dist
   judge([&] { check_launched_restarts(launch, job.config, job.origins); });
   judge([&] { check_requeue(job.config.fault_tolerance); });
   judge([&] { check_plan_device(job.config, job.origins); });
+  judge([&] { check_deterministic(job.config, job.origins); });
   judge([&] { check_peer_states(arguments, job.config.checkpoint, launch); });
   for (const std::string& fact : report.facts) print(fact + (fact.ends_with('\n') ? "" : "\n"));
   if (!report.problems.empty()) throw ConfigError(std::move(report.problems));
@@ -408,14 +422,7 @@ int run_rank(const train::JobConfig& config, const dist::Launch& launch, const t
              int fake_ranks) {
   keep_freed_memory();
   // cuBLAS reads it when its first handle is made.
-  if (config.debug.deterministic) {
-    constexpr const char* kVariable = "CUBLAS_WORKSPACE_CONFIG";
-    ::setenv(kVariable, ":4096:8", /*overwrite=*/0);
-    const std::string value = ::getenv(kVariable);
-    if (dist::gpu_visible() && value != ":4096:8" && value != ":16:8")
-      throw ConfigError(str("debug.deterministic: cuBLAS repeats its results only with ", kVariable,
-                            " = :4096:8 or :16:8, and it is ", value, "; unset it"));
-  }
+  if (config.debug.deterministic) ::setenv(kCublasVariable, ":4096:8", /*overwrite=*/0);
   // Kineto reads it when it starts. Without a GPU it would log an error; level 5 silences it.
   if (config.profiling.enable_profiling) ::setenv("KINETO_LOG_LEVEL", "5", /*overwrite=*/0);
   if (config.comm.trace_buf_size > 0) dist::survive_sigquit();
@@ -496,6 +503,7 @@ int train_command(const Arguments& words) {
                                                                       : launch.size,
                                                        files_to_check(launch));
   check_requeue(job.config.fault_tolerance);
+  check_deterministic(job.config, job.origins);
   // Only rank 0 plans, perhaps with a file that only its host has.
   if (starts_ranks || launch.rank == 0) check_plan_device(job.config, job.origins);
   check_peer_states(arguments, job.config.checkpoint, launch);

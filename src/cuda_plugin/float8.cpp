@@ -437,32 +437,37 @@ void multiply_vectors_cuda(const at::Tensor& out, const at::Tensor& a, const at:
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-void add_product_cuda(const at::Tensor& out, const at::Tensor& mat1, const at::Tensor& mat2,
-                      const at::Tensor& inverse_1, const at::Tensor& inverse_2, bool fast_accumulation,
-                      bool power_of_two_scales) {
+void put_product_cuda(const at::Tensor& out, const at::Tensor& mat1, const at::Tensor& mat2,
+                      const at::Tensor& scale_1, const at::Tensor& scale_2, bool fast_accumulation,
+                      bool power_of_two_scales, bool adds) {
+  using Factors = cuda::Product::Factors;
   const at::Tensor b = mat2.t();
-  const bool by_vector = inverse_1.numel() > 1 || inverse_2.numel() > 1;
+  const Factors factors = scale_1.scalar_type() == at::kFloat8_e8m0fnu ? Factors::OfBlocks
+                          : scale_1.numel() > 1 || scale_2.numel() > 1 ? Factors::OfVectors
+                                                                       : Factors::OfMatrices;
+  const bool by_vector = factors == Factors::OfVectors;
   const bool is_possible = is_source(out) && out.is_contiguous() && mat1.is_contiguous() &&
                            b.is_contiguous() && (!by_vector || has_vector_product(out));
-  const at::Tensor factor_1 = by_vector ? per_vector(inverse_1, mat1) : inverse_1,
-                   factor_2 = by_vector ? per_vector(inverse_2, b) : inverse_2;
+  const at::Tensor factors_1 = by_vector ? per_vector(scale_1, mat1) : scale_1,
+                   factors_2 = by_vector ? per_vector(scale_2, b) : scale_2;
   const c10::cuda::CUDAGuard guard(out.device());
-  if (is_possible && cuda::add_product({.out = out.mutable_data_ptr(),
+  if (is_possible && cuda::put_product({.out = out.mutable_data_ptr(),
                                         .source = source_of(out),
                                         .a = mat1.const_data_ptr(),
                                         .b = b.const_data_ptr(),
                                         .format_a = format_of(mat1.scalar_type()),
                                         .format_b = format_of(b.scalar_type()),
-                                        .factor_a = factor_1.const_data_ptr<float>(),
-                                        .factor_b = factor_2.const_data_ptr<float>(),
-                                        .by_vector = by_vector,
+                                        .factors_a = factors_1.const_data_ptr(),
+                                        .factors_b = factors_2.const_data_ptr(),
+                                        .factors = factors,
                                         .rows = out.size(0),
                                         .columns = out.size(1),
                                         .length = mat1.size(1),
-                                        .fast_accumulation = fast_accumulation},
+                                        .fast_accumulation = fast_accumulation,
+                                        .adds = adds},
                                        c10::cuda::getCurrentCUDAStream()))
     return;
-  composite::add_product(out, mat1, mat2, inverse_1, inverse_2, fast_accumulation, power_of_two_scales);
+  composite::put_product(out, mat1, mat2, scale_1, scale_2, fast_accumulation, power_of_two_scales, adds);
 }
 
 struct NewBlocks {
@@ -560,7 +565,7 @@ TORCH_LIBRARY_IMPL(titan, CUDA, m) {
   m.impl("float8_amax", amax_cuda);
   m.impl("float8_scale", scale_cuda);
   m.impl("float8_cast", cast_cuda);
-  m.impl("float8_add_product", add_product_cuda);
+  m.impl("float8_put_product", put_product_cuda);
   m.impl("float8_cast_blocks", cast_blocks_cuda);
   m.impl("float8_cast_blocks_both", cast_blocks_both_cuda);
   m.impl("float8_amax_many", amax_many_cuda);

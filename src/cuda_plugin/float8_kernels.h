@@ -154,19 +154,22 @@ void launch_scale_sums(void* out, Source to, const Matrix& sums, const SumScales
 /// A 1 in the current device's memory: the scale of sums that launch_scale_sums() scales.
 const float* one_on_device();
 
-/// out [rows, columns] += a [rows, length] b^T [columns, length], all contiguous. By vector, compute capability 9.x.
-struct AddedProduct {
+/// out [rows, columns] = a [rows, length] b^T [columns, length], all contiguous, or out += that.
+struct Product {
   void* out = nullptr;
   Source source{};  ///< out's dtype
   const void *a = nullptr, *b = nullptr;
   Format format_a = Format::E4m3, format_b = Format::E4m3;
-  const float *factor_a = nullptr, *factor_b = nullptr;  ///< on the device: the inverses of the scales
-  bool by_vector = false;                                ///< [rows] and [columns] factors; otherwise one each
+  /// On the device: the inverse of a matrix's scale, or of each vector's (compute capability 9.x), in fp32; or the exponents of blocks of 32, in the
+  /// hardware's order (10.0 and later).
+  const void *factors_a = nullptr, *factors_b = nullptr;
+  enum class Factors : uint8_t { OfMatrices, OfVectors, OfBlocks } factors{};
   int64_t rows = 0, columns = 0, length = 0;
   bool fast_accumulation = false;
+  bool adds = false;
 };
 /// By cuBLASLt. Returns false and does nothing if it has no such product.
-bool add_product(const AddedProduct& product, cudaStream_t stream);
+bool put_product(const Product& product, cudaStream_t stream);
 
 /// Vectors in blocks of 32: data [vectors, blocks * 32], exponents [vectors, blocks], or in the hardware's order.
 struct CastBlocks {

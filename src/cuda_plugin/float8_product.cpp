@@ -1,5 +1,5 @@
 // Products of Float8 matrices that are added to a sum, which LibTorch's _scaled_mm doesn't do: its product would be a tensor of its own, in fp32 as
-// large as a weight's gradient, and the addition reads both.
+// large as a weight's gradient, and the addition reads both. Also products with scales of blocks in fp32, of which it has none.
 
 #include <cublasLt.h>
 
@@ -16,6 +16,17 @@ namespace titan::float8::cuda {
 namespace {
 
 cudaDataType type_of(Format format) { return format == Format::E4m3 ? CUDA_R_8F_E4M3 : CUDA_R_8F_E5M2; }
+
+cublasLtMatmulMatrixScale_t mode_of(Product::Factors factors) {
+  switch (factors) {
+    case Product::Factors::OfVectors:
+      return CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
+    case Product::Factors::OfBlocks:
+      return CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0;
+    default:
+      return CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
+  }
+}
 
 template <auto kDestroy>
 struct Destroy {
@@ -63,15 +74,14 @@ uint32_t alignment_of(const void* address) {
 }  // namespace
 
 // Float8 has one form of product: both matrices have the summed dimension contiguous, so in cuBLAS's order the first one is transposed.
-bool add_product(const AddedProduct& product, cudaStream_t stream) {
+bool put_product(const Product& product, cudaStream_t stream) {
   const Description description(CUBLAS_COMPUTE_32F, CUDA_R_32F);
   set(description, CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T);
   set(description, CUBLASLT_MATMUL_DESC_TRANSB, CUBLAS_OP_N);
-  set(description, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, product.factor_b);
-  set(description, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, product.factor_a);
-  if (product.by_vector)
-    for (const auto mode : {CUBLASLT_MATMUL_DESC_A_SCALE_MODE, CUBLASLT_MATMUL_DESC_B_SCALE_MODE})
-      set(description, mode, CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F);
+  set(description, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, product.factors_b);
+  set(description, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, product.factors_a);
+  for (const auto mode : {CUBLASLT_MATMUL_DESC_A_SCALE_MODE, CUBLASLT_MATMUL_DESC_B_SCALE_MODE})
+    set(description, mode, mode_of(product.factors));
   set(description, CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(product.fast_accumulation));
   const MatrixLayout a = layout_of(type_of(product.format_a), product.rows, product.length),
                      b = layout_of(type_of(product.format_b), product.columns, product.length),
@@ -94,9 +104,9 @@ bool add_product(const AddedProduct& product, cudaStream_t stream) {
   if (status == CUBLAS_STATUS_NOT_SUPPORTED) return false;
   TORCH_CUDABLAS_CHECK(status);
   if (num_found == 0) return false;
-  const float one = 1;
+  const float one = 1, of_out = product.adds ? 1 : 0;
   TORCH_CUDABLAS_CHECK(cublasLtMatmul(handle, description.get(), &one, product.b, b.get(), product.a, a.get(),
-                                      &one, product.out, out.get(), product.out, out.get(), &found.algo,
+                                      &of_out, product.out, out.get(), product.out, out.get(), &found.algo,
                                       workspace, workspace_bytes, stream));
   return true;
 }

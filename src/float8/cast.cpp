@@ -121,18 +121,24 @@ FourTensors cast_blocks_both(const at::Tensor& x, at::ScalarType dtype, bool rou
                         operation.call(x, dtype, round_up, /*transposed=*/true, for_hardware));
 }
 
-void add_product(const at::Tensor& out, const at::Tensor& mat1, const at::Tensor& mat2,
-                 const at::Tensor& inverse_1, const at::Tensor& inverse_2, bool fast_accumulation,
-                 bool power_of_two_scales) {
-  if (inverse_1.numel() > 1 || inverse_2.numel() > 1) {
-    const at::Tensor product = at::empty_like(out);
-    float8::multiply_vectors(product,
-                             {mat1, mat2.t(), inverse_1, inverse_2, fast_accumulation, power_of_two_scales});
+void put_product(const at::Tensor& out, const at::Tensor& mat1, const at::Tensor& mat2,
+                 const at::Tensor& scale_1, const at::Tensor& scale_2, bool fast_accumulation,
+                 bool power_of_two_scales, bool adds) {
+  const auto product = [&] {
+    if (scale_1.scalar_type() == at::kFloat8_e8m0fnu)
+      return at::_scaled_mm(mat1, mat2, scale_1, scale_2, /*bias=*/{}, /*scale_result=*/{},
+                            out.scalar_type());
+    if (scale_1.numel() == 1 && scale_2.numel() == 1)
+      return at::_scaled_mm(mat1, mat2, scale_1.reshape({}), scale_2.reshape({}), /*bias=*/{},
+                            /*scale_result=*/{}, out.scalar_type(), fast_accumulation);
+    const at::Tensor of_vectors = at::empty_like(out);
+    multiply_vectors(of_vectors, mat1, mat2.t(), scale_1, scale_2, fast_accumulation, power_of_two_scales);
+    return of_vectors;
+  }();
+  if (adds)
     out.add_(product);
-    return;
-  }
-  out.add_(at::_scaled_mm(mat1, mat2, inverse_1.reshape({}), inverse_2.reshape({}), /*bias=*/{},
-                          /*scale_result=*/{}, out.scalar_type(), fast_accumulation));
+  else
+    out.copy_(product);
 }
 
 void cast_into_many(at::TensorList outs, at::TensorList xs, const at::Tensor& scales) {
@@ -302,8 +308,8 @@ TORCH_LIBRARY_FRAGMENT(titan, m) {
       "float8_cast_columns(Tensor x, Tensor magnitudes, ScalarType dtype, bool power_of_two) -> "
       "(Tensor, Tensor, Tensor)");
   m.def(
-      "float8_add_product(Tensor(a!) out, Tensor mat1, Tensor mat2, Tensor inverse_1, Tensor inverse_2, bool "
-      "fast_accumulation, bool power_of_two_scales) -> ()");
+      "float8_put_product(Tensor(a!) out, Tensor mat1, Tensor mat2, Tensor scale_1, Tensor scale_2, bool "
+      "fast_accumulation, bool power_of_two_scales, bool adds) -> ()");
   m.def(
       "float8_multiply_vectors(Tensor(a!) out, Tensor a, Tensor b, Tensor inverse_a, Tensor inverse_b, bool "
       "fast_accumulation, bool power_of_two_scales) -> ()");
@@ -315,7 +321,7 @@ TORCH_LIBRARY_IMPL(titan, CompositeExplicitAutograd, m) {
   m.impl("float8_cast", composite::cast);
   m.impl("float8_cast_blocks", composite::cast_blocks);
   m.impl("float8_cast_blocks_both", composite::cast_blocks_both);
-  m.impl("float8_add_product", composite::add_product);
+  m.impl("float8_put_product", composite::put_product);
   m.impl("float8_delayed_scale", composite::delayed_scale);
   m.impl("float8_cast_into_many", composite::cast_into_many);
   m.impl("float8_magnitudes", composite::magnitudes);
@@ -535,11 +541,11 @@ ops::ScaledMatrix cast_columns(const at::Tensor& x, const at::Tensor& magnitudes
   return {std::move(data), std::move(scale), std::move(inverse)};
 }
 
-void add_product(const at::Tensor& out_NM, const VectorProduct& product) {
+void put_product(const at::Tensor& out_NM, const VectorProduct& product, bool adds) {
   static const auto operation =
-      ops::find_operator<decltype(composite::add_product)>("titan::float8_add_product");
+      ops::find_operator<decltype(composite::put_product)>("titan::float8_put_product");
   operation.call(out_NM, product.a_NK, product.b_MK.t(), product.inverse_a, product.inverse_b,
-                 product.fast_accumulation, product.power_of_two_scales);
+                 product.fast_accumulation, product.power_of_two_scales, adds);
 }
 
 void multiply_vectors(const at::Tensor& out_NM, const VectorProduct& product) {

@@ -121,8 +121,9 @@ struct VectorProduct {
   bool power_of_two_scales = false;
 };
 void multiply_vectors(const at::Tensor& out_NM, const VectorProduct& product);
-/// out += the same product. On GPUs it adds itself, without a tensor of its own; with scales of vectors only where compute capability is 9.x.
-void add_product(const at::Tensor& out_NM, const VectorProduct& product);
+/// out += a b^T, or out = a b^T. The matrices may also have one scale each, or scales of blocks in the hardware's order, in place of the inverses. On
+/// GPUs there is no other tensor, except to add products of vectors where compute capability isn't 9.x.
+void put_product(const at::Tensor& out_NM, const VectorProduct& product, bool adds);
 
 /// 448 for e4m3, 57344 for e5m2. Throws Error for another dtype.
 double largest_value(at::ScalarType dtype);
@@ -188,9 +189,9 @@ FourTensors cast_both(const at::Tensor& x, const std::optional<at::Tensor>& magn
                       bool rows, bool columns);
 FourTensors cast_blocks_both(const at::Tensor& x, at::ScalarType dtype, bool round_up, bool for_hardware);
 FourTensors cast_rows(const at::Tensor& x, at::ScalarType dtype, bool power_of_two, bool measures_columns);
-void add_product(const at::Tensor& out, const at::Tensor& mat1, const at::Tensor& mat2,
-                 const at::Tensor& inverse_1, const at::Tensor& inverse_2, bool fast_accumulation,
-                 bool power_of_two_scales);
+void put_product(const at::Tensor& out, const at::Tensor& mat1, const at::Tensor& mat2,
+                 const at::Tensor& scale_1, const at::Tensor& scale_2, bool fast_accumulation,
+                 bool power_of_two_scales, bool adds);
 std::tuple<at::Tensor, at::Tensor, at::Tensor> cast_columns(const at::Tensor& x, const at::Tensor& magnitudes,
                                                             at::ScalarType dtype, bool power_of_two);
 FourTensors cast_delayed(const at::Tensor& x, const at::Tensor& pending, const at::Tensor& largest,

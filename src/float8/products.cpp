@@ -39,8 +39,16 @@ at::Tensor inverse_of(const ops::ScaledMatrix& matrix) {
   return matrix.inverse.defined() ? matrix.inverse : matrix.scale.reciprocal();
 }
 
+// Scales of blocks; a cast may have written them so.
+at::Tensor for_hardware(const at::Tensor& scale) { return scale.dim() == 1 ? scale : blocked_layout(scale); }
+
 VectorProduct vector_product(const ops::ScaledMatrix& a_NK, const ops::ScaledMatrix& b_MK,
                              const ScaledProductOptions& options) {
+  if (in_blocks(a_NK))
+    return {.a_NK = a_NK.data,
+            .b_MK = b_MK.data,
+            .inverse_a = for_hardware(a_NK.scale),
+            .inverse_b = for_hardware(b_MK.scale)};
   return {.a_NK = aligned(a_NK.data),
           .b_MK = aligned(b_MK.data),
           .inverse_a = inverse_of(a_NK),
@@ -49,14 +57,12 @@ VectorProduct vector_product(const ops::ScaledMatrix& a_NK, const ops::ScaledMat
           .power_of_two_scales = options.power_of_two_scales};
 }
 
-// Scales of blocks; a cast may have written them so.
-at::Tensor for_hardware(const at::Tensor& scale) { return scale.dim() == 1 ? scale : blocked_layout(scale); }
-
 }  // namespace
 
 void put_hardware_product(const at::Tensor& out_NM, const ops::ScaledMatrix& a_NK,
                           const ops::ScaledMatrix& b_MK, const ScaledProductOptions& options) {
   const VectorProduct product = vector_product(a_NK, b_MK, options);
+  if (in_blocks(a_NK)) return put_product(out_NM, product, /*adds=*/false);
   if (by_vector(a_NK) || by_vector(b_MK)) return multiply_vectors(out_NM, product);
   at::Tensor out = out_NM;
   at::_scaled_mm_out(out, product.a_NK, product.b_MK.t(), product.inverse_a.reshape({}),
@@ -94,7 +100,7 @@ void put_each_product(const at::Tensor& out, ops::ScaledMatrix a, ops::ScaledMat
 
 void add_hardware_product(const at::Tensor& out_NM, const ops::ScaledMatrix& a_NK,
                           const ops::ScaledMatrix& b_MK, const ScaledProductOptions& options) {
-  add_product(out_NM, vector_product(a_NK, b_MK, options));
+  put_product(out_NM, vector_product(a_NK, b_MK, options), /*adds=*/true);
 }
 
 at::Tensor hardware_product(const ops::ScaledMatrix& a_NK, const ops::ScaledMatrix& b_MK,
@@ -307,9 +313,7 @@ class Float8Products final : public Products {
                        bool adds) const override {
     if (!layer_.recipe->grad_weight) return layer_.plain->put_grad_weight(out, grad, x, adds);
     const ProductCasts& casts = *layer_.recipe->grad_weight;
-    if (layer_.arithmetic != Arithmetic::Hardware || !out.is_cuda() || !out.is_contiguous() ||
-        casts.left.granularity == Granularity::Block)
-      return false;
+    if (layer_.arithmetic != Arithmetic::Hardware || !out.is_cuda() || !out.is_contiguous()) return false;
     if (adds) {
       add_grad_weight(out, grad, x);
     } else {
@@ -650,8 +654,7 @@ class Float8Products final : public Products {
 
   void add(const at::Tensor& out, const ProductCasts& casts, const ScaledMatrix& a_NK,
            const ScaledMatrix& b_MK) const {
-    if (layer_.arithmetic == Arithmetic::Hardware && out.is_cuda() &&
-        casts.left.granularity != Granularity::Block)
+    if (layer_.arithmetic == Arithmetic::Hardware && out.is_cuda())
       return add_hardware_product(out, a_NK, b_MK, product_options(casts, out.scalar_type()));
     out.add_(multiply(casts, out.scalar_type(), a_NK, b_MK));
   }

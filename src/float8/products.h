@@ -59,11 +59,11 @@ struct ScaledProductOptions {
 at::Tensor hardware_product(const ops::ScaledMatrix& a_NK, const ops::ScaledMatrix& b_MK,
                             const ScaledProductOptions& options);
 
-/// The same into out [N, M], contiguous, for matrices without blocks.
+/// The same into out [N, M], contiguous.
 void put_hardware_product(const at::Tensor& out_NM, const ops::ScaledMatrix& a_NK,
                           const ops::ScaledMatrix& b_MK, const ScaledProductOptions& options);
 
-/// out += the same product. On GPUs it adds itself where it can (add_product in float8/cast.h), without a tensor of its own.
+/// out += the same product, also for blocks. On GPUs it adds itself where it can (put_product in float8/cast.h), without a tensor of its own.
 void add_hardware_product(const at::Tensor& out_NM, const ops::ScaledMatrix& a_NK,
                           const ops::ScaledMatrix& b_MK, const ScaledProductOptions& options);
 

@@ -58,9 +58,10 @@ BlockLayers block_layers(const Layout& kind, const JobConfig& base) {
   const std::string& mode = kind.only_degrees ? activations.mode : kind.recompute;
   const std::string& option = activations.selective_ac_option;
   if (mode != "selective" || option == "op") return {};
-  const auto selected = static_cast<int64_t>(std::stoll(option));
-  const int64_t few = std::max<int64_t>(3, selected);
-  return {few, few + std::max<int64_t>(2, selected)};
+  const auto n = static_cast<int64_t>(std::stoll(option));
+  const auto rounded_up = [n](int64_t layers) { return (layers + n - 1) / n * n; };
+  const BlockLayers usual;
+  return {rounded_up(usual.few), rounded_up(usual.few) + rounded_up(usual.more - usual.few)};
 }
 
 std::vector<PlanRequest> block_requests(const Layout& kind, const BlockLayers& layers, int world) {

@@ -21,7 +21,7 @@ bool divides_evenly(int64_t layers, int64_t stages);
 /// A layout of all that a block's time depends on. `replicate` is 0 for a pipeline's, which are planned on the ranks of one replica.
 Layout block_kind(Layout layout);
 
-/// The numbers of layers with which blocks are planned. Of both, recomputation of every n-th layer selects the same share.
+/// The numbers of layers with which blocks are planned. Of both, recomputation of every n-th layer selects an n-th.
 struct BlockLayers {
   int64_t few = 3, more = 5;
 };

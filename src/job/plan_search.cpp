@@ -46,7 +46,7 @@ class Layouts {
   Layouts(const JobConfig& base, const SearchOptions& options)
       : sizes_(base.spec().sizes(base.args())),
         sequence_(base.training.seq_len),
-        may_select_layers_(base.activation_checkpoint.selective_ac_option != "op"),
+        may_select_layers_(selects_layers(base.activation_checkpoint.selective_ac_option)),
         options_(options) {}
 
   std::vector<Layout> all() {
@@ -67,6 +67,10 @@ class Layouts {
   }
 
  private:
+  bool selects_layers(const std::string& option) const {
+    return option != "op" && std::stoll(option) <= sizes_.num_layers;
+  }
+
   static std::vector<int64_t> degrees(int64_t number, int64_t most, int64_t given) {
     if (given == 0) return divisors_up_to(number, most);
     return number % given == 0 ? std::vector{given} : std::vector<int64_t>();

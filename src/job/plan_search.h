@@ -4,7 +4,7 @@
 // Which degrees, schedule, micro-batch, recomputation, resharding and precision train a job fastest on a cluster. All layouts that the program
 // could run are too many to plan each, so a search goes in two rounds:
 // 1. Each kind of block, which is a combination of what a block's time depends on, is planned with three layers and with five (with other numbers, if
-//    every third layer is recomputed, or fewer). Their difference is a layer's time and memory; sums of these, and for pipelines a simulation of the schedule's actions, estimate every layout. Without a
+//    every n-th layer is recomputed). Their difference is a layer's time and memory; sums of these, and for pipelines a simulation of the schedule's actions, estimate every layout. Without a
 //    pipeline, the blocks are planned on all ranks. A pipeline gathers and reduces parameters only once a step, so its blocks are planned on
 //    the ranks of one replica, and the states' bytes are counted by the ranks that share them.
 // 2. The best estimates are planned as they are, and ranked by that, until no estimate that is left can be among the best, even if it is as

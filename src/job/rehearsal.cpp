@@ -3,18 +3,16 @@
 #include <set>
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
 #include <torch/nn/module.h>
 
-#include "dist/work_graph.h"
 #include "job/pipeline_stages.h"
 #include "nn/trace_labels.h"
 #include "plan/gpu/ranges.h"
 #include "titan/core/error.h"
 #include "titan/nn/layers.h"
+#include "train/recorded_step.h"
 #include "train/step_graphs.h"
 
 namespace titan::train {
@@ -42,16 +40,13 @@ int64_t Rehearsal::tokens() const {
   return batches_[0].valid_tokens * static_cast<int64_t>(batches_.size()) * meshes_.dp_degree();
 }
 
-// The recording that StepGraphs makes, without a trainer's numbers.
 struct Rehearsal::Recorded {
-  explicit Recorded(at::Device device) : graph(device), update(device) {}
+  explicit Recorded(const BuiltModels& built, at::Device device)
+      : step(device, built.models, built.parameters) {}
 
-  at::Tensor inverse_tokens, skip;
-  std::vector<data::Batch> batches;
-  std::vector<std::pair<at::Tensor, at::Tensor>> gradients;  // parameter, its gradient
+  at::Tensor skip;
   optim::LaunchedGradNorm norm;
-  dist::WorkGraph graph, update;
-  bool has_update = false;
+  RecordedStep step;
 };
 
 Rehearsal::~Rehearsal() = default;
@@ -63,45 +58,26 @@ optim::LaunchedGradNorm Rehearsal::launch_grad_norm() {
 }
 
 std::unique_ptr<Rehearsal::Recorded> Rehearsal::record() {
-  auto recorded = std::make_unique<Recorded>(world_.device());
-  const auto on_device = [&](const at::Tensor& tensor) { return at::empty_like(tensor, world_.device()); };
-  recorded->inverse_tokens = at::empty({}, at::dtype(at::kDouble).device(world_.device()));
-  for (const data::Batch& batch : batches_)
-    recorded->batches.push_back({on_device(batch.input_BS), on_device(batch.labels_BS), batch.valid_tokens});
-  prepare_to_record(built_.models, built_.parameters);
-  recorded->graph.record([&] {
-    {
-      const at::AutoGradMode with_gradients(true);
-      built_.runner->forward_backward(recorded->batches,
-                                      ops::ValidTokens::on_device(recorded->inverse_tokens));
-    }
-    RECORD_USER_SCOPE("optimizer");
-    recorded->norm = launch_grad_norm();
-    recorded->skip = at::zeros({}, at::TensorOptions(world_.device()).dtype(at::kFloat));
-  });
-  for (const Parameter& parameter : built_.parameters)
-    if (parameter.data.local.grad().defined())
-      recorded->gradients.emplace_back(parameter.data.local, parameter.data.local.grad());
+  auto recorded = std::make_unique<Recorded>(built_, world_.device());
+  recorded->step.record(
+      num_steps_, batches_, [&](const std::vector<data::Batch>& batches, const ops::ValidTokens& tokens) {
+        built_.runner->forward_backward(batches, tokens);
+        RECORD_USER_SCOPE("optimizer");
+        recorded->norm = launch_grad_norm();
+        recorded->skip = at::zeros({}, at::TensorOptions(world_.device()).dtype(at::kFloat));
+      });
   return recorded;
 }
 
 void Rehearsal::launch() {
-  const at::NoGradGuard no_grad;
   if (!recorded_) recorded_ = record();
   Recorded& recorded = *recorded_;
-  for (size_t i = 0; i < batches_.size(); ++i) {
-    recorded.batches[i].input_BS.copy_(batches_[i].input_BS, /*non_blocking=*/true);
-    recorded.batches[i].labels_BS.copy_(batches_[i].labels_BS, /*non_blocking=*/true);
-  }
-  recorded.inverse_tokens.fill_(1.0 / static_cast<double>(tokens()));
-  recorded.graph.launch();
-  for (auto& [parameter, gradient] : recorded.gradients) parameter.mutable_grad() = gradient;
+  recorded.step.launch(batches_, tokens());
   RECORD_USER_SCOPE("optimizer");
-  if (!optimizer_->can_be_recorded()) return optimizer_->step_unless(recorded.skip, recorded.norm.factor);
-  optimizer_->write_lrs();
-  if (!std::exchange(recorded.has_update, true))
-    recorded.update.record([&] { optimizer_->record_step_unless(recorded.skip, recorded.norm.factor); });
-  recorded.update.launch();
+  if (optimizer_->can_be_recorded())
+    recorded.step.update_weights(num_steps_, *optimizer_, recorded.skip, recorded.norm.factor);
+  else
+    optimizer_->step_unless(recorded.skip, recorded.norm.factor);
 }
 
 void Rehearsal::step() {

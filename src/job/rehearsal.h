@@ -27,7 +27,7 @@ class Rehearsal {
   /// Forward, backward, clipping and update, as a run does on a GPU: with the fused optimizer the numbers are read late. With compile.enable, steps
   /// from number num_usual_steps() on launch a recording, which the first of them makes.
   void step();
-  /// Without compile.enable all are.
+  /// Without compile.enable, no step is recorded.
   static int num_usual_steps();
   /// All ranks' tokens in a step.
   int64_t tokens() const;

@@ -32,7 +32,7 @@ bool is_one_of(std::string_view name, Names names) {
 bool is_product(std::string_view name) {
   return is_one_of(name,
                    {"aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm", "aten::baddbmm_",
-                    "aten::_scaled_mm", "titan::float8_add_product", "mkldnn::_linear_pointwise"});
+                    "aten::_scaled_mm", "titan::float8_put_product", "mkldnn::_linear_pointwise"});
 }
 
 // By a part of the name; null for other operators.

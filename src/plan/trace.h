@@ -119,6 +119,7 @@ class Trace {
     return communicators_[static_cast<size_t>(communicator)];
   }
   int num_steps() const { return num_steps_; }
+  /// The one of the last begin_step().
   int64_t computing_stream() const { return computing_stream_; }
 
  private:

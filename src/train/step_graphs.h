@@ -8,24 +8,16 @@
 // next one is recorded anew. All ranks drop theirs together (Ballot::drops_graph), because NCCL wants a
 // call either recorded on all ranks or on none.
 //
-// It has two graphs, because the step before is judged between them, while the device works: forward, backward and
-// clipping; then the optimizer's update. What changes from launch to launch is in memory on the device: the batches,
-// their number of valid tokens, the learning rates, whether the step is skipped. An optimizer whose rule takes its
-// learning rate from the host updates the weights as usual.
+// It has two graphs (train/recorded_step.h), because the step before is judged between them, while the device works. An optimizer whose
+// rule takes its learning rate from the host updates the weights as usual.
 
 #include <cstdint>
 #include <memory>
 
-#include "dist/stream.h"
 #include "titan/train/trainer.h"
 #include "train/step_runner.h"
 
 namespace titan::train {
-
-/// Before forward and backward are recorded: gathers and casts the weights anew, which a launch has to do, too. A validation may have gathered
-/// parameters and kept them, in memory that the recording would use and FSDP would free later.
-void prepare_to_record(const std::vector<std::unique_ptr<TrainableModel>>& models,
-                       const std::vector<Parameter>& parameters);
 
 class StepGraphs {
  public:
@@ -50,13 +42,9 @@ class StepGraphs {
   struct Recorded;
 
   std::unique_ptr<Recorded> record(int64_t step, const StepInput& input);
-  ClippedStep launch(const StepInput& input);
-  void record_update(int64_t step, Recorded& recorded);
 
   TrainerParts& parts_;
   StepNumbers& numbers_;
-  dist::Stream copies_;        // [Note: copies of batches]
-  at::Tensor inverse_tokens_;  // ops::ValidTokens::on_device
   int num_usual_steps_ = 0;
   std::unique_ptr<Recorded> recorded_;  // null before the first launch
 };

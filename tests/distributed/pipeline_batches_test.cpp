@@ -141,9 +141,25 @@ TEST(MessageBatches, ArriveInOneCall) {
   EXPECT_EQ(calls[0].sequence, 0u);
   EXPECT_EQ(calls[0].peer, 1 - world().rank());
   EXPECT_EQ(calls[0].op, world().rank() == 0 ? dist::CollectiveOp::Send : dist::CollectiveOp::Receive);
-  EXPECT_EQ(calls[0].out.num_dims, 2);
-  EXPECT_THAT(std::vector(calls[0].out.dims.begin(), calls[0].out.dims.begin() + 2),
-              ::testing::ElementsAre(2, 3));
+  EXPECT_EQ(calls[0].num_tensors, 2);
+  EXPECT_EQ(calls[0].out.num_dims, 1);
+  EXPECT_EQ(calls[0].out.dims[0], 3);
+}
+
+TEST(MessageBatches, AreRecordedAsOneTensorIfTheirSizesDiffer) {
+  BatchingWorld batching("sizes");
+  const auto group = batching.get().group({0, 1}, "", kDown);
+  const Tensors tensors = {at::zeros({6}), at::zeros({2, 3})};
+  if (world().rank() == 0)
+    group->send(tensors, 1, {"t"}).wait();
+  else
+    group->receive(tensors, 0, {"t"}).wait();
+  const auto calls = batching.recorder().snapshot();
+  ASSERT_EQ(calls.size(), 1u);
+  EXPECT_EQ(calls[0].bytes, 48);
+  EXPECT_EQ(calls[0].num_tensors, 1);
+  EXPECT_EQ(calls[0].out.num_dims, 1);
+  EXPECT_EQ(calls[0].out.dims[0], 12);
 }
 
 // The error of a rank that batches other messages than its peer.
@@ -158,7 +174,7 @@ TEST(MessageBatches, ReportsABatchThatMeetsASingleMessage) {
       group->receive(at::zeros({3}), 0, {"t"}).wait();
       ADD_FAILURE() << "nothing was thrown";
     } catch (const Error& error) {
-      EXPECT_THAT(error.what(), ::testing::HasSubstr("[2, 3]"));
+      EXPECT_THAT(error.what(), ::testing::HasSubstr("2 tensors, each Float [3]"));
     }
     // The sent message is received outside the group.
     batching.down->startCoalescing();

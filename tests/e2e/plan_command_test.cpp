@@ -256,7 +256,7 @@ std::map<std::pair<int, std::string>, std::vector<json>> lanes_of(const std::str
   return lanes;
 }
 
-TEST(PlanCommand, ShowsAPipelinesCommunication) {
+void expect_pipeline_pictures(const Words& more, const char* computation) {
   const fs::path folder = fresh_folder("plan");
   const std::string timeline = folder / "step.json", picture = folder / "step.svg";
   const Words words = {"--model.args.n_layers=4",
@@ -267,12 +267,12 @@ TEST(PlanCommand, ShowsAPipelinesCommunication) {
                        timeline,
                        "--svg",
                        picture};
-  ASSERT_EQ(plan("llama3_8b", 8, words).status, 0);
+  ASSERT_EQ(plan("llama3_8b", 8, words + more).status, 0);
   const auto lanes = lanes_of(timeline);
   for (const int rank : {0, 4})
     for (const char* name : {"calls of pp.0-1", "calls of tp", "calls of dp_shard"})
       EXPECT_TRUE(lanes.contains({rank, name})) << rank << name;
-  EXPECT_GT(lanes.at({0, "default"}).size(), 100U);
+  EXPECT_GT(lanes.at({0, computation}).size(), 100U);
   // In the picture, each of the two ranks has its communication below its computation; one more such box is the legend's.
   std::ifstream image(picture);
   const std::string svg((std::istreambuf_iterator<char>(image)), {});
@@ -283,6 +283,21 @@ TEST(PlanCommand, ShowsAPipelinesCommunication) {
   ASSERT_EQ(boxes.size(), 3U);
   EXPECT_EQ(boxes.at("36.0"), 1);
   for (const char* y : {"78.0", "99.0"}) EXPECT_GT(boxes.at(y), 5) << y;
+}
+
+TEST(PlanCommand, ShowsAPipelinesCommunication) { expect_pipeline_pictures({}, "default"); }
+
+TEST(PlanCommand, ShowsARecordedPipelinesCommunication) {
+  expect_pipeline_pictures({"--compile.enable"}, "computation");
+}
+
+// A model of this size takes the device less time than its launches take the host.
+TEST(PlanCommand, HasNoTimeOfTheHostInRecordedSteps) {
+  const json usual = plan_json("llama3_debug", 2, {}),
+             recorded = plan_json("llama3_debug", 2, {"--compile.enable"});
+  EXPECT_GT(usual.at("time").at("host"), 0.3 * usual.at("step_s").get<double>());
+  EXPECT_LT(recorded.at("time").at("host"), 0.05 * recorded.at("step_s").get<double>());
+  EXPECT_LT(recorded.at("step_s"), 0.7 * usual.at("step_s").get<double>());
 }
 
 TEST(PlanCommand, WritesATimelineAndAPicture) {
@@ -373,6 +388,7 @@ TEST(PlanCommand, NamesTheKeyOfAWrongValue) {
   expect_refused(plan("llama3_8b", 8, {"--training.enable_cpu_offload"}), "training.enable_cpu_offload");
   expect_refused(plan("llama3_8b", 8, {"--training.device=cpu"}), "training.device");
   expect_refused(plan("llama3_8b", 8, {"--comm.register_buffers"}), "comm.register_buffers");
+  expect_refused(plan("llama3_8b", 8, {"--compile.enable", "--device", "cpu"}), "compile.enable");
   expect_refused(plan("llama3_8b", 8, {"--for-run", "1"}), "process 1 of --for-run didn't start this one");
   expect_refused(plan("llama3_8b", 8, {"--max-tp", "2"}), "need --search");
   expect_refused(plan("llama3_8b", 8, {"--search", "--svg", "a.svg"}), "--search plans many");

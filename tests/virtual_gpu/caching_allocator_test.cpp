@@ -67,6 +67,7 @@ class Recordings {
     real::beginAllocateToPool(0, pool_, [this](cudaStream_t stream) {
       return stream == streams_[0].stream() || stream == streams_[1].stream();
     });
+    model_.empty_cache();
     model_.begin_recording([](int64_t stream) { return stream < 2; });
   }
 

@@ -41,4 +41,15 @@ if [ $status != 2 ] || ! grep -q "NCCL needs one GPU per rank" "$folder.check"; 
   cat "$folder.check"
   failed=1
 fi
+# So are deterministic runs with a setting of cuBLAS that LibTorch would refuse at the first product.
+check=(env CUBLAS_WORKSPACE_CONFIG=:0:0 "$source_folder/scripts/virtual_gpus.sh" 1 -- "$titan" train "$source_folder/configs/llama3_debug.toml" --debug.deterministic)
+for how in --check --training.steps=1; do
+  status=0
+  "${check[@]}" --job.dump_folder="$folder/run" $how >"$folder.check" 2>&1 || status=$?
+  if [ $status != 2 ] || ! grep -q "cuBLAS repeats its results only with CUBLAS_WORKSPACE_CONFIG = :4096:8 or :16:8, and it is :0:0" "$folder.check"; then
+    echo "a deterministic run starts with $how and another workspace of cuBLAS:"
+    cat "$folder.check"
+    failed=1
+  fi
+done
 exit $failed

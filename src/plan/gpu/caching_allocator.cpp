@@ -79,7 +79,6 @@ CachingAllocator::Pool& CachingAllocator::pool_of(int64_t size, int64_t stream) 
 }
 
 void CachingAllocator::begin_recording(std::function<bool(int64_t stream)> is_recorded) {
-  empty_cache();
   is_recorded_ = std::move(is_recorded);
 }
 

@@ -39,7 +39,7 @@ class CachingAllocator {
 
   /// An address; 0 if the device has too little memory. Nothing may be read or written there.
   uintptr_t allocate(int64_t bytes, int64_t stream);
-  /// Until end_recording(). Then streams for which `is_recorded` is true take memory of the graphs.
+  /// From now on, until end_recording(), streams for which `is_recorded` is true take memory of the graphs.
   void begin_recording(std::function<bool(int64_t stream)> is_recorded);
   void end_recording() { is_recorded_ = nullptr; }
   void free(uintptr_t address);

@@ -177,16 +177,11 @@ class Hooks final : public at::CUDAHooksInterface {
 
 // ---- what LibTitan asks about its devices
 
-// While there are graphs, LibTorch's generator of random numbers has two numbers on the device, which it writes before each launch.
 class Graph final : public dist::DeviceGraph {
  public:
   void begin() override {
-    numbers_ = numbers_of_all.lock();
-    if (!numbers_) {
-      const auto number = [] { return at::empty({1}, at::dtype(at::kLong).device(kDevice)); };
-      numbers_ = std::make_shared<Numbers>(Numbers{number(), number()});
-      numbers_of_all = numbers_;
-    }
+    PlannedGpu::get().empty_cache();
+    numbers_ = PlannedGpu::get().generator_numbers();
     PlannedGpu::get().begin_graph(current_stream());
   }
   void end() override { PlannedGpu::get().end_graph(); }
@@ -195,10 +190,7 @@ class Graph final : public dist::DeviceGraph {
   }
 
  private:
-  using Numbers = std::array<at::Tensor, 2>;
-  inline static std::weak_ptr<Numbers> numbers_of_all;
-
-  std::shared_ptr<Numbers> numbers_;
+  std::shared_ptr<const PlannedGpu::GeneratorNumbers> numbers_;
 };
 
 class Devices final : public dist::PlannedDevices {
@@ -282,6 +274,7 @@ void PlannedGpu::reset() {
   parameters_.clear();
   recorded_streams_.clear();
   recorded_events_.clear();
+  generator_numbers_.reset();
   trace_ = std::make_shared<Trace>();
   // A request that doesn't fit is counted all the same: how much is missing is part of the plan.
   constexpr int64_t no_limit = int64_t{1} << 50;
@@ -353,6 +346,8 @@ int64_t PlannedGpu::record_event(int64_t stream) {
 
 void PlannedGpu::wait_for_event(int64_t stream, int64_t event) {
   const std::lock_guard lock(mutex_);
+  TITAN_CHECK(recorded_events_.contains(event) || !recorded_streams_.contains(stream),
+              "work that is being recorded can't wait for an event from before the recording");
   if (recorded_events_.contains(event)) recorded_streams_.insert(stream);
   trace_->synchronized({Sync::Kind::Wait, stream, event});
 }
@@ -367,6 +362,22 @@ void PlannedGpu::host_waits_for_stream(int64_t stream) {
   const std::lock_guard lock(mutex_);
   TITAN_CHECK(!recorded_streams_.contains(stream), "the host can't wait for work that is being recorded");
   trace_->synchronized({.kind = Sync::Kind::HostStream, .stream = stream});
+}
+
+void PlannedGpu::empty_cache() {
+  const std::lock_guard lock(mutex_);
+  allocator_->empty_cache();
+}
+
+std::shared_ptr<const PlannedGpu::GeneratorNumbers> PlannedGpu::generator_numbers() {
+  const std::lock_guard lock(mutex_);
+  std::shared_ptr<const GeneratorNumbers> numbers = generator_numbers_.lock();
+  if (!numbers) {
+    const auto number = [] { return at::empty({1}, at::dtype(at::kLong).device(kDevice)); };
+    numbers = std::make_shared<const GeneratorNumbers>(GeneratorNumbers{number(), number()});
+    generator_numbers_ = numbers;
+  }
+  return numbers;
 }
 
 void PlannedGpu::begin_graph(int64_t stream) {

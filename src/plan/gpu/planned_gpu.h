@@ -10,11 +10,12 @@
 // - groups have no peers (groups.cpp).
 //
 // Values don't exist: a number that the host reads is 0. Nothing takes time: an event is done when it is recorded. How long the work would
-// take, simulation.h says afterwards, from what waits for what. A CUDA graph's work is counted when it is recorded, and its launches are nothing.
+// take, simulation.h says afterwards, from what waits for what. A CUDA graph's work is counted when it is recorded, and its launches aren't.
 //
 // It must be opened before LibTorch has looked for CUDA, so before the process makes its first tensor, and a process that opens it
 // can't open the CUDA plugin.
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -71,10 +72,15 @@ class PlannedGpu {
   /// Throws Error if that work is being recorded.
   void host_waits_for_event(int64_t event);
   void host_waits_for_stream(int64_t stream);
+  /// Gives unused memory back, as before a graph is recorded.
+  void empty_cache();
   /// From now on the stream is recorded, and those that wait for it meanwhile, until end_graph().
   void begin_graph(int64_t stream);
   void end_graph();
   bool is_recorded(int64_t stream) const;
+  /// While there are graphs, LibTorch's generator of random numbers has two numbers on the device, which it writes before each launch.
+  using GeneratorNumbers = std::array<at::Tensor, 2>;
+  std::shared_ptr<const GeneratorNumbers> generator_numbers();
   struct Work {
     std::string name;
     double flops = 0, bytes_read = 0, bytes_written = 0;
@@ -98,6 +104,7 @@ class PlannedGpu {
   std::shared_ptr<Trace> trace_;
   std::unordered_set<const c10::StorageImpl*> parameters_;
   std::set<int64_t> recorded_streams_, recorded_events_;  // streams and events of the graph in progress
+  std::weak_ptr<const GeneratorNumbers> generator_numbers_;
   std::map<std::tuple<uint64_t, int64_t, bool>, uintptr_t>
       workspaces_;  // by thread and stream, and whether it is cuBLASLt's
 };

@@ -250,14 +250,14 @@ void launch_scale_sums(void*, Source to, const Matrix& sums, const SumScales&, c
   count("scale_sums_kernel", bytes_of(sums), elements_of(sums) * size_of(to));
 }
 
-bool add_product(const AddedProduct& product, cudaStream_t) {
+bool put_product(const Product& product, cudaStream_t) {
   const double rows = static_cast<double>(product.rows), columns = static_cast<double>(product.columns),
                length = static_cast<double>(product.length),
                of_out = rows * columns * size_of(product.source);
   plan::PlannedGpu::get().take_workspaces(/*is_scaled_product=*/true);
-  plan::PlannedGpu::get().launch({.name = plan::kAddedProduct,
+  plan::PlannedGpu::get().launch({.name = product.adds ? plan::kAddedProduct : "aten::_scaled_mm",
                                   .flops = 2 * rows * columns * length,
-                                  .bytes_read = (rows + columns) * length + of_out,
+                                  .bytes_read = (rows + columns) * length + (product.adds ? of_out : 0),
                                   .bytes_written = of_out,
                                   .dtype = at::kFloat8_e4m3fn,
                                   .shape = {1, product.rows, product.columns, product.length}});

@@ -606,6 +606,37 @@ TEST(Float8ProductsOnGpu, AddToASum) {
       for (const Over over : {Over::Matrix, Over::Row}) check(dtype, length, over);
 }
 
+// Or are put into its place, in fp32, too, which LibTorch's product doesn't return.
+TEST(Float8ProductsOnGpu, OfMxfp8BlocksAddToASum) {
+  dist::DeviceBackend* backend = dist::open_cuda_plugin();
+  if (!backend) GTEST_SKIP() << "no GPU is visible";
+  if (backend->compute_capability(0) < 100) GTEST_SKIP() << "this GPU has no products of blocks";
+  const auto [start, count] = launch_counters();
+  const at::Tensor a = at::randn({32, 64}), b = at::randn({48, 64});
+  const auto there = [](const at::Tensor& x) {
+    return cast_blocks(x.cuda(), {.dtype = at::kFloat8_e4m3fn, .for_hardware = true});
+  };
+  const auto here = [](const at::Tensor& x) {
+    return block_values(cast_blocks(x, {.dtype = at::kFloat8_e4m3fn})).to(at::kDouble);
+  };
+  const ops::ScaledMatrix left = there(a), right = there(b);
+  const at::Tensor product = here(a).mm(here(b).t());
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16})
+    for (const bool adds : {false, true}) {
+      const at::Tensor sum = at::randn({32, 48}).to(dtype), out = sum.cuda();
+      if (start) start();
+      if (adds)
+        add_hardware_product(out, left, right, {.out_dtype = dtype});
+      else
+        put_hardware_product(out, left, right, {.out_dtype = dtype});
+      if (start) EXPECT_EQ(count("launches", nullptr, nullptr), 1U);
+      const at::Tensor expected = adds ? sum.to(at::kDouble) + product : product;
+      const double error = (out.cpu().to(at::kDouble) - expected).abs().max().item<double>();
+      const double tolerance = dtype == at::kFloat ? 2 * tolerance_in_fp32(at::kCUDA) : 8e-3;
+      EXPECT_LE(error, tolerance * expected.abs().max().item<double>()) << dtype << adds;
+    }
+}
+
 struct RecipeOnGpu : ::testing::TestWithParam<const char*> {};
 
 // Output and both gradients.

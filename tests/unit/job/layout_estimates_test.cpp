@@ -102,7 +102,7 @@ TEST(BlockLayers, HaveTheSameShareOfRecomputedLayers) {
   };
   const Layout selective{.recompute = "selective"};
   EXPECT_EQ(layers_of(selective, "1"), Pair(3, 5));
-  EXPECT_EQ(layers_of(selective, "2"), Pair(3, 5));
+  EXPECT_EQ(layers_of(selective, "2"), Pair(4, 6));
   EXPECT_EQ(layers_of(selective, "3"), Pair(3, 6));
   EXPECT_EQ(layers_of(selective, "8"), Pair(8, 16));
   EXPECT_EQ(layers_of({.recompute = "full"}, "8"), Pair(3, 5));

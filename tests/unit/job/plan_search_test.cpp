@@ -300,6 +300,7 @@ TEST(PlanSearch, SelectsLayersAsTheConfigDoes) {
   };
   EXPECT_THAT(policies("op"), AllOf(Contains("op"), Not(Contains("selective"))));
   EXPECT_THAT(policies("3"), AllOf(Contains("op"), Contains("selective")));
+  EXPECT_THAT(policies("33"), Not(Contains("selective"))) << "the model has 32 layers";
 }
 
 TEST(PlanSearch, FindsTheSmallestOfAllLayouts) {
