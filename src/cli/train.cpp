@@ -313,7 +313,9 @@ constexpr const char* kCublasVariable = "CUBLAS_WORKSPACE_CONFIG";
 
 // LibTorch refuses a GPU's first product with other values.
 void check_deterministic(const train::JobConfig& config, const config::Origins& origins) {
-  if (!config.debug.deterministic || config.training.device == "cpu" || !dist::gpu_visible()) return;
+  if (!config.debug.deterministic || config.training.device == "cpu" || !dist::gpu_visible() ||
+      !std::filesystem::exists(dist::cuda_plugin_path()))
+    return;
   const char* set = ::getenv(kCublasVariable);
   const std::string value = set ? set : ":4096:8";
   if (value == ":4096:8" || value == ":16:8") return;

@@ -1,5 +1,5 @@
 // Products of Float8 matrices that are added to a sum, which LibTorch's _scaled_mm doesn't do: its product would be a tensor of its own, in fp32 as
-// large as a weight's gradient, and the addition reads both. Also products with scales of blocks in fp32, of which it has none.
+// large as a weight's gradient, and the addition reads both. Products with scales of blocks are put into their place by the same call.
 
 #include <cublasLt.h>
 
@@ -103,7 +103,7 @@ bool put_product(const Product& product, cudaStream_t stream) {
                                      preference.get(), 1, &found, &num_found);
   if (status == CUBLAS_STATUS_NOT_SUPPORTED) return false;
   TORCH_CUDABLAS_CHECK(status);
-  if (num_found == 0) return false;
+  if (num_found == 0 || found.state != CUBLAS_STATUS_SUCCESS) return false;
   const float one = 1, of_out = product.adds ? 1 : 0;
   TORCH_CUDABLAS_CHECK(cublasLtMatmul(handle, description.get(), &one, product.b, b.get(), product.a, a.get(),
                                       &of_out, product.out, out.get(), product.out, out.get(), &found.algo,

@@ -132,7 +132,8 @@ void put_product(const at::Tensor& out, const at::Tensor& mat1, const at::Tensor
       return at::_scaled_mm(mat1, mat2, scale_1.reshape({}), scale_2.reshape({}), /*bias=*/{},
                             /*scale_result=*/{}, out.scalar_type(), fast_accumulation);
     const at::Tensor of_vectors = at::empty_like(out);
-    multiply_vectors(of_vectors, mat1, mat2.t(), scale_1, scale_2, fast_accumulation, power_of_two_scales);
+    float8::multiply_vectors(of_vectors,
+                             {mat1, mat2.t(), scale_1, scale_2, fast_accumulation, power_of_two_scales});
     return of_vectors;
   }();
   if (adds)

@@ -122,7 +122,7 @@ struct VectorProduct {
 };
 void multiply_vectors(const at::Tensor& out_NM, const VectorProduct& product);
 /// out += a b^T, or out = a b^T. The matrices may also have one scale each, or scales of blocks in the hardware's order, in place of the inverses. On
-/// GPUs there is no other tensor, except to add products of vectors where compute capability isn't 9.x.
+/// GPUs there is no other tensor for fp32 and bf16, except to add products of vectors where compute capability isn't 9.x.
 void put_product(const at::Tensor& out_NM, const VectorProduct& product, bool adds);
 
 /// 448 for e4m3, 57344 for e5m2. Throws Error for another dtype.

@@ -42,7 +42,7 @@ int64_t Rehearsal::tokens() const {
 
 struct Rehearsal::Recorded {
   explicit Recorded(const BuiltModels& built, at::Device device)
-      : step(device, built.models, built.parameters) {}
+      : step(device, dist::Stream::create(device), built.models, built.parameters) {}
 
   at::Tensor skip;
   optim::LaunchedGradNorm norm;

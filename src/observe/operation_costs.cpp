@@ -164,6 +164,8 @@ void Operation::correct(Values inputs, OperationCost& cost) const {
     const auto unread = static_cast<double>(std::max<int64_t>(0, table.size(0) - rows));
     cost.bytes_read -= bytes_of(table) * unread / static_cast<double>(table.size(0));
   }
+  if (name_ == "titan::float8_put_product" && !inputs[place_of({"adds"})].toBool())
+    cost.bytes_read -= bytes_of(inputs[0]);
   if (name_ == "titan::cross_entropy_" && !inputs[2].toBool()) cost.bytes_written = 0;
   // The fused optimizers may scale gradients in place, which isn't asked for here.
   if (name_.starts_with("aten::_fused_adam")) cost.bytes_written -= bytes_of(inputs[1]);

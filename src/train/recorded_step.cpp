@@ -29,12 +29,13 @@ void reshard(const std::vector<std::unique_ptr<TrainableModel>>& models) {
   for (const auto& model : models) fsdp::reshard_all(model->root().module());
 }
 
-RecordedStep::RecordedStep(at::Device device, const std::vector<std::unique_ptr<TrainableModel>>& models,
+RecordedStep::RecordedStep(at::Device device, const dist::Stream& copies,
+                           const std::vector<std::unique_ptr<TrainableModel>>& models,
                            const std::vector<Parameter>& parameters)
     : device_(device),
       models_(models),
       parameters_(parameters),
-      copies_(dist::Stream::create(device)),
+      copies_(copies),
       inverse_tokens_(at::empty({}, at::dtype(at::kDouble).device(device))),
       graph_(device),
       update_(device) {}

@@ -21,8 +21,10 @@ class RecordedStep {
   /// The work that is recorded first, with gradients enabled: forward and backward of these batches, which are on the device, then clipping.
   using Work = std::function<void(const std::vector<data::Batch>& batches, const ops::ValidTokens& tokens)>;
 
-  /// Both lists must outlive it.
-  RecordedStep(at::Device device, const std::vector<std::unique_ptr<TrainableModel>>& models,
+  /// Both lists must outlive it. `copies`: a stream that nothing else uses ([Note: copies of batches]); recordings that follow each other may share
+  /// it.
+  RecordedStep(at::Device device, const dist::Stream& copies,
+               const std::vector<std::unique_ptr<TrainableModel>>& models,
                const std::vector<Parameter>& parameters);
 
   /// For batches of these sizes. The gradients must have been dropped. Throws Error, which names the step, if the work can't be recorded.
@@ -39,7 +41,7 @@ class RecordedStep {
   at::Device device_;
   const std::vector<std::unique_ptr<TrainableModel>>& models_;
   const std::vector<Parameter>& parameters_;
-  dist::Stream copies_;        // [Note: copies of batches]
+  dist::Stream copies_;
   at::Tensor inverse_tokens_;  // ops::ValidTokens::on_device
   std::vector<data::Batch> batches_;
   std::vector<std::pair<at::Tensor, at::Tensor>> gradients_;  // parameter, its gradient

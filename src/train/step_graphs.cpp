@@ -8,7 +8,8 @@
 namespace titan::train {
 
 struct StepGraphs::Recorded {
-  explicit Recorded(const TrainerParts& parts) : step(parts.device, parts.models, parts.parameters) {}
+  Recorded(const TrainerParts& parts, const dist::Stream& copies)
+      : step(parts.device, copies, parts.models, parts.parameters) {}
 
   // Whether all memory is there that the steps before had made and the graph uses.
   bool has_its_memory() const { return num_replaced == dist::num_replaced_memories(); }
@@ -18,7 +19,8 @@ struct StepGraphs::Recorded {
   RecordedStep step;
 };
 
-StepGraphs::StepGraphs(TrainerParts& parts, StepNumbers& numbers) : parts_(parts), numbers_(numbers) {}
+StepGraphs::StepGraphs(TrainerParts& parts, StepNumbers& numbers)
+    : parts_(parts), numbers_(numbers), copies_(dist::Stream::create(parts.device)) {}
 StepGraphs::~StepGraphs() = default;
 
 bool StepGraphs::can_launch(const std::vector<data::Batch>& batches) const {
@@ -50,7 +52,7 @@ ClippedStep StepGraphs::run(int64_t step, const StepInput& input) {
 }
 
 std::unique_ptr<StepGraphs::Recorded> StepGraphs::record(int64_t step, const StepInput& input) {
-  auto recorded = std::make_unique<Recorded>(parts_);
+  auto recorded = std::make_unique<Recorded>(parts_, copies_);
   recorded->step.record(step, input.batches,
                         [&](const std::vector<data::Batch>& batches, const ops::ValidTokens& tokens) {
                           recorded->clipped = numbers_.clip(parts_.runner->forward_backward(batches, tokens));

@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "dist/stream.h"
 #include "titan/train/trainer.h"
 #include "train/step_runner.h"
 
@@ -45,6 +46,7 @@ class StepGraphs {
 
   TrainerParts& parts_;
   StepNumbers& numbers_;
+  dist::Stream copies_;
   int num_usual_steps_ = 0;
   std::unique_ptr<Recorded> recorded_;  // null before the first launch
 };

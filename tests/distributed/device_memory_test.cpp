@@ -14,6 +14,7 @@
 #include "dist/stream.h"
 #include "distributed/checkpoint_saver.h"
 #include "distributed/world.h"
+#include "float8/products.h"
 #include "parallel/fsdp/comm_context.h"
 #include "parallel/fsdp/param_group.h"
 #include "titan/checkpoint/checkpointer.h"
@@ -197,6 +198,35 @@ TEST_F(DeviceMemoryTest, AGradientLivesUntilTheStreamOfTheForwardHasReadIt) {
   const at::Tensor next = at::zeros({1024, 1024}, options_of(at::kFloat));
   forward.synchronize();
   EXPECT_TRUE(group->shard(0).local.grad().eq(1).all().item<bool>());
+}
+
+// So do the casts that a product of Float8 reads, whose values nothing needs.
+TEST_F(DeviceMemoryTest, CastsLiveUntilTheStreamOfTheForwardHasReadThem) {
+  if (dist::device_backend()->compute_capability(0) < 89)
+    GTEST_SKIP() << "this GPU has no products in Float8";
+  const dist::Stream forward = dist::Stream::create(device());
+  at::Tensor weight = at::zeros({1024, 1024}, options_of(at::kFloat)).requires_grad_();
+  const auto group = fsdp::ParamGroup::create({{.compute = weight, .uses = {}, .fqn = "weight"}}, {});
+  at::Tensor factor = at::ones({1500, 1500}, options_of(at::kFloat)), product = at::empty_like(factor);
+  {
+    forward.wait(dist::Stream::current(device()));
+    const dist::StreamGuard on_forward(forward);
+    group->remember_stream();
+    for (int i = 0; i < 4; ++i) at::mm_out(product, factor, factor);
+  }
+  {
+    const auto scaled = float8::products(float8::recipes().get("tensorwise"), float8::Arithmetic::Hardware,
+                                         ops::default_products());
+    const at::Tensor ones = at::ones({32, 1024}, options_of(at::kBFloat16));
+    ops::WeightGrad grad{scaled, scaled->grad(ones, /*for_input=*/false, /*for_weight=*/true),
+                         scaled->kept(scaled->input(ones, /*trains=*/true))};
+    EXPECT_FALSE(grad.grad_output_NO.values.defined() || grad.input_NI.values.defined());
+    group->take_grad(0, grad);
+  }
+  const at::Tensor next = at::zeros({32, 1024}, options_of(at::kByte));
+  forward.synchronize();
+  const at::Tensor gradient = group->shard(0).local.grad();
+  EXPECT_TRUE(at::allclose(gradient, at::full_like(gradient, 32), 1e-5));  // scales round
 }
 
 // A block that was freed while another stream still uses it is in no tensor, and can't be used either.

@@ -399,7 +399,13 @@ void ParamGroup::take_grad(size_t slot, const at::Tensor& grad, const at::Tensor
 
 void ParamGroup::take_grad(size_t slot, const ops::WeightGrad& grad) {
   {
-    const dist::StreamGuard guard = on_forward_stream({grad.grad_output_NO.values, grad.input_NI.values});
+    std::vector<at::Tensor> read;
+    for (const ops::Operand* operand : {&grad.grad_output_NO, &grad.input_NI}) {
+      read.push_back(operand->values);
+      for (const ops::ScaledMatrix* form : {&operand->along_rows, &operand->down_columns})
+        read.insert(read.end(), {form->data, form->scale, form->inverse});
+    }
+    const dist::StreamGuard guard = on_forward_stream(read);
     if (gradients_.put(slot, grad)) return;
   }
   take_grad(slot, grad.compute(), {});

@@ -253,14 +253,18 @@ void launch_scale_sums(void*, Source to, const Matrix& sums, const SumScales&, c
 bool put_product(const Product& product, cudaStream_t) {
   const double rows = static_cast<double>(product.rows), columns = static_cast<double>(product.columns),
                length = static_cast<double>(product.length),
-               of_out = rows * columns * size_of(product.source);
+               of_out = rows * columns * size_of(product.source),
+               of_scales = product.factors == Product::Factors::OfBlocks    ? (rows + columns) * length / 32
+                           : product.factors == Product::Factors::OfVectors ? (rows + columns) * 4
+                                                                            : 0;
   plan::PlannedGpu::get().take_workspaces(/*is_scaled_product=*/true);
-  plan::PlannedGpu::get().launch({.name = product.adds ? plan::kAddedProduct : "aten::_scaled_mm",
-                                  .flops = 2 * rows * columns * length,
-                                  .bytes_read = (rows + columns) * length + (product.adds ? of_out : 0),
-                                  .bytes_written = of_out,
-                                  .dtype = at::kFloat8_e4m3fn,
-                                  .shape = {1, product.rows, product.columns, product.length}});
+  plan::PlannedGpu::get().launch(
+      {.name = product.adds ? plan::kAddedProduct : "aten::_scaled_mm",
+       .flops = 2 * rows * columns * length,
+       .bytes_read = (rows + columns) * length + of_scales + (product.adds ? of_out : 0),
+       .bytes_written = of_out,
+       .dtype = at::kFloat8_e4m3fn,
+       .shape = {1, product.rows, product.columns, product.length}});
   return true;
 }
 

@@ -180,21 +180,22 @@ class Call {
       lr = static_cast<double>(static_cast<float>(lr.toDouble()));
   }
 
-  // CUDA's kernels read a scalar on the device in the type of the other operand, if that has 16 bits; the CPU's take its own value. Scalars of
-  // the host keep theirs on both. By places of arguments.
+  // CUDA's kernels read a scalar on the device in the type of the other operand, if that has 16 bits; the CPU's take its own value. In products,
+  // scalars of the host keep theirs on both. Lists of several types are left as they are. By places of arguments.
   std::vector<std::pair<size_t, at::ScalarType>> rounded_scalars() const {
     if (!is_arithmetic(schema_.name())) return {};
     std::set<at::ScalarType> types;  // scalars aside
     for (size_t i = 0; i < schema_.arguments().size(); ++i)
-      for_each_tensor(argument(i), [&](const at::Tensor& t) {
-        if (t.dim() > 0) types.insert(t.scalar_type());
-      });
+      if (!schema_.arguments()[i].is_out())
+        for_each_tensor(argument(i), [&](const at::Tensor& t) {
+          if (t.dim() > 0) types.insert(t.scalar_type());
+        });
     if (types.size() != 1 || !at::isReducedFloatingType(*types.begin())) return {};
     std::vector<std::pair<size_t, at::ScalarType>> scalars;
     for (size_t i = 0; i < schema_.arguments().size(); ++i) {
       if (!argument(i).isTensor() || writes(schema_, i)) continue;
       const at::Tensor& t = argument(i).toTensor();
-      if (t.defined() && t.is_cuda() && t.dim() == 0 && t.is_floating_point())
+      if (t.defined() && t.is_cuda() && t.dim() == 0 && !t.is_complex())
         scalars.emplace_back(i, *types.begin());
     }
     return scalars;

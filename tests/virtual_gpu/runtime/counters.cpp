@@ -144,7 +144,6 @@ void count_host_wait(const std::string& call) {
 void count_allocation(const std::string& call, size_t bytes) {
   CountsOfModule* counts = counts_here();
   if (!counts) return;
-  if (std::getenv("VG_TRACE")) std::fprintf(stderr, "SCRATCH %s %zu in %s\n", call.c_str(), bytes, open_module().c_str());
   Count& count = (*counts)[call];
   ++count.calls;
   count.bytes += bytes;
@@ -169,7 +168,6 @@ void virtual_gpu_start_counting() {
   Lock lock(state().mutex);
   for (int device = 0; device < state().settings.num_devices; ++device) wait_for_device(lock, device);
   if (!counters()) counters() = new Counters;
-  if (std::getenv("VG_TRACE")) std::fprintf(stderr, "SCRATCH start\n");
   counters()->clear();
 }
 
