@@ -291,6 +291,19 @@ TEST(PlanCommand, ShowsARecordedPipelinesCommunication) {
   expect_pipeline_pictures({"--compile.enable"}, "computation");
 }
 
+// In the first step receives are posted late, and so many sends are on their way that waits for them would hang.
+TEST(PlanCommand, RunsADeepPipelinesFirstStep) {
+  for (const char* schedule : {"InterleavedZeroBubble", "Interleaved1F1B", "ZBVZeroBubble"})
+    EXPECT_GT(
+        plan_json("llama3_debug", 16,
+                  {"--parallelism.pipeline_parallel_degree=16",
+                   str("--parallelism.pipeline_parallel_schedule=", schedule),
+                   "--parallelism.pipeline_parallel_microbatch_size=1", "--training.local_batch_size=32",
+                   "--model.args.n_layers=30", "--model.args.dim=32", "--training.seq_len=32"})
+            .at("step_s"),
+        0);
+}
+
 // A model of this size takes the device less time than its launches take the host.
 TEST(PlanCommand, HasNoTimeOfTheHostInRecordedSteps) {
   const json usual = plan_json("llama3_debug", 2, {}),

@@ -156,14 +156,18 @@ void GraphRoot::backward(const at::Tensor& grad) {
                                                         /*create_graph=*/false, /*accumulate_grad=*/true);
 }
 
+/// A step's sends on a link before it waits for the oldest of them.
+constexpr int kMostInFlight = 4;
+
 /// The state of one step, local to PipelineRunner::run: an exception drops it all, without waiting for
 /// messages.
 class RunningStep {
  public:
   RunningStep(PipelineRunner& runner, const StepPlan& plan, const std::vector<data::Batch>& micro_batches,
-              const ops::ValidTokens& global_valid_tokens)
+              const ops::ValidTokens& global_valid_tokens, int most_in_flight)
       : runner_(runner),
         plan_(plan),
+        most_in_flight_(most_in_flight),
         micro_batches_(micro_batches),
         global_valid_tokens_(global_valid_tokens),
         buffers_(runner.device_),
@@ -303,9 +307,8 @@ class RunningStep {
   // Whether the oldest messages have arrived isn't asked: then memory, and what waits for what, would depend on how far
   // the host is ahead. check_schedule() has made sure that they are received.
   void drop_sent(const pipeline::Link* link) {
-    constexpr int kMostInFlight = 4;
     const auto is_on_link = [link](const Sent& sent) { return sent.link == link; };
-    if (std::ranges::count_if(sends_, is_on_link) < kMostInFlight) return;
+    if (std::ranges::count_if(sends_, is_on_link) < most_in_flight_) return;
     const auto oldest = std::ranges::find_if(sends_, is_on_link);
     oldest->work.wait();
     sends_.erase(oldest);
@@ -350,6 +353,7 @@ class RunningStep {
 
   PipelineRunner& runner_;
   const StepPlan& plan_;
+  int most_in_flight_;  // sends on a link
   const std::vector<data::Batch>& micro_batches_;
   ops::ValidTokens global_valid_tokens_;
   ReceiveBuffers buffers_;
@@ -434,7 +438,8 @@ bool needs(const Planned& action, const Planned& receive) {
 // itself need that forward: both would wait forever. So the first time, a receive is posted when an action needs it, after
 // the earlier ones of its link. (With CUDA_MODULE_LOADING=EAGER kernels are loaded when the program starts.) A send keeps the
 // device busy, too, until it is received. No schedule is known in which ranks then wait in a circle (pipeline_contact_test runs
-// them all), but there is no proof.
+// them all with up to 8 ranks), but there is no proof. As receives come later, more sends are on their way: where waits for the oldest of few
+// would close a circle (InterleavedZeroBubble with 16 ranks), more are allowed (sends_of_first_run()).
 std::vector<Planned> with_late_receives(const std::vector<Planned>& actions) {
   std::vector<Planned> late, pending;
   // Messages of one call follow each other, so they are posted together.
@@ -467,6 +472,48 @@ std::vector<Planned> with_late_receives(const std::vector<Planned>& actions) {
   return late;
 }
 
+// The same for all ranks, one message at a time: the receives of joined messages come no earlier than theirs, so what doesn't hang here doesn't.
+Schedule with_late_receives(const Schedule& schedule) {
+  const pipeline::Channels channels(schedule);
+  Schedule late = schedule;
+  for (std::vector<Action>& actions : late.ranks) {
+    std::vector<Action> pending;
+    for (const Action& action : std::exchange(actions, {})) {
+      if (is_communication(action.kind) && !pipeline::is_send(action.kind)) {
+        pending.push_back(action);
+        continue;
+      }
+      const auto receive = pipeline::receive_for(schedule, action);
+      if (const auto needed = receive ? std::ranges::find(pending, *receive) : pending.end();
+          needed != pending.end()) {
+        const int channel = channels.of(*receive);
+        auto num_left = std::count_if(pending.begin(), needed + 1,
+                                      [&](const Action& each) { return channels.of(each) == channel; });
+        std::erase_if(pending, [&](const Action& each) {
+          if (channels.of(each) != channel || num_left == 0) return false;
+          --num_left;
+          actions.push_back(each);
+          return true;
+        });
+      }
+      actions.push_back(action);
+    }
+    actions.insert(actions.end(), pending.begin(), pending.end());
+  }
+  return late;
+}
+
+// The fewest sends on a link, in powers of two, with which the first run's waits for the oldest one close no circle.
+int sends_of_first_run(const Schedule& schedule) {
+  const Schedule late = with_late_receives(schedule);
+  const auto purpose = has_backward(schedule) ? pipeline::Purpose::Training : pipeline::Purpose::Evaluation;
+  int most = kMostInFlight;
+  while (most < schedule.num_stages * schedule.num_micro_batches &&
+         !pipeline::find_problems(late, {.purpose = purpose, .channel_capacity = most}).empty())
+    most *= 2;
+  return most;
+}
+
 }  // namespace
 
 StepPlan PipelineRunner::plan(const Schedule& schedule, std::vector<TensorType> boundaries) {
@@ -496,7 +543,10 @@ StepPlan PipelineRunner::plan(const Schedule& schedule, std::vector<TensorType> 
   for (auto planned = plan.actions.rbegin(); planned != plan.actions.rend(); ++planned)
     if (planned->action.kind == Kind::Backward || planned->action.kind == Kind::BackwardInput)
       planned->last_backward = done.insert(planned->stage).second;
-  if (device_.is_cuda()) plan.first_actions = with_late_receives(plan.actions);
+  if (device_.is_cuda()) {
+    plan.first_actions = with_late_receives(plan.actions);
+    if (has_communication(schedule)) plan.first_in_flight = sends_of_first_run(schedule);
+  }
   return plan;
 }
 
@@ -543,12 +593,13 @@ at::Tensor PipelineRunner::run(const StepPlan& plan, const std::vector<data::Bat
   for (ScheduledSharding& sharding : shardings_) sharding.discard();
   if (shardings_.empty())
     for (const Stage& stage : stages_) discard_gradients(stage.model->root());
-  const std::vector<Planned>& actions =
-      plan.has_run || !device_.is_cuda() ? plan.actions : plan.first_actions;
+  const bool is_first = device_.is_cuda() && !plan.has_run;
+  const std::vector<Planned>& actions = is_first ? plan.first_actions : plan.actions;
   size_t action = 0;
   try {
     // Destroyed before its failure is reported.
-    RunningStep step(*this, plan, micro_batches, global_valid_tokens);
+    RunningStep step(*this, plan, micro_batches, global_valid_tokens,
+                     is_first ? plan.first_in_flight : kMostInFlight);
     for (; action < actions.size(); ++action)
       times_ ? step.perform_timed(actions[action], *times_) : step.perform(actions[action]);
     plan.has_run = true;

@@ -57,6 +57,7 @@ struct StepPlan {
   };
   std::vector<Planned> actions;
   std::vector<Planned> first_actions;  // those of the first run ([Note: first run of a plan])
+  int first_in_flight = 0;             // the most sends on a link in the first run before it waits for the oldest
   mutable bool has_run = false;
   std::vector<TensorType> boundaries;  // indexed by the stage that they enter
   int num_stages = 0;                  // on all ranks
