@@ -182,38 +182,36 @@ TEST_F(DeviceMemoryTest, ThePoolGivesBackWhatNoForwardUses) {
   EXPECT_EQ(pool.num_allocations(), 2);
 }
 
-// The allocator knows only the stream that a gradient was made on, and its memory is written next.
-TEST_F(DeviceMemoryTest, AGradientLivesUntilTheStreamOfTheForwardHasReadIt) {
-  const dist::Stream forward = dist::Stream::create(device());
-  at::Tensor weight = at::zeros({1024, 1024}, options_of(at::kFloat)).requires_grad_();
-  const auto group = fsdp::ParamGroup::create({{.compute = weight, .uses = {}, .fqn = "weight"}}, {});
-  at::Tensor factor = at::ones({1500, 1500}, options_of(at::kFloat)), product = at::empty_like(factor);
-  {
+/// A group of one parameter whose forward was on another stream, which still has much to do.
+struct GroupOfBusyStream {
+  GroupOfBusyStream() {
     forward.wait(dist::Stream::current(device()));
     const dist::StreamGuard on_forward(forward);
     group->remember_stream();
-    for (int i = 0; i < 4; ++i) at::mm_out(product, factor, factor);
+    at::Tensor out = product;
+    for (int i = 0; i < 4; ++i) at::mm_out(out, factor, factor);
   }
-  { group->take_grad(0, at::ones({1024, 1024}, options_of(at::kFloat)), {}); }
+  const dist::Stream forward = dist::Stream::create(device());
+  const at::Tensor weight = at::zeros({1024, 1024}, options_of(at::kFloat)).requires_grad_();
+  const std::shared_ptr<fsdp::ParamGroup> group =
+      fsdp::ParamGroup::create({{.compute = weight, .uses = {}, .fqn = "weight"}}, {});
+  const at::Tensor factor = at::ones({1500, 1500}, options_of(at::kFloat)), product = at::empty_like(factor);
+};
+
+// The allocator knows only the stream that a gradient was made on, and its memory is written next.
+TEST_F(DeviceMemoryTest, AGradientLivesUntilTheStreamOfTheForwardHasReadIt) {
+  const GroupOfBusyStream of;
+  { of.group->take_grad(0, at::ones({1024, 1024}, options_of(at::kFloat)), {}); }
   const at::Tensor next = at::zeros({1024, 1024}, options_of(at::kFloat));
-  forward.synchronize();
-  EXPECT_TRUE(group->shard(0).local.grad().eq(1).all().item<bool>());
+  of.forward.synchronize();
+  EXPECT_TRUE(of.group->shard(0).local.grad().eq(1).all().item<bool>());
 }
 
 // So do the casts that a product of Float8 reads, whose values nothing needs.
 TEST_F(DeviceMemoryTest, CastsLiveUntilTheStreamOfTheForwardHasReadThem) {
   if (dist::device_backend()->compute_capability(0) < 89)
     GTEST_SKIP() << "this GPU has no products in Float8";
-  const dist::Stream forward = dist::Stream::create(device());
-  at::Tensor weight = at::zeros({1024, 1024}, options_of(at::kFloat)).requires_grad_();
-  const auto group = fsdp::ParamGroup::create({{.compute = weight, .uses = {}, .fqn = "weight"}}, {});
-  at::Tensor factor = at::ones({1500, 1500}, options_of(at::kFloat)), product = at::empty_like(factor);
-  {
-    forward.wait(dist::Stream::current(device()));
-    const dist::StreamGuard on_forward(forward);
-    group->remember_stream();
-    for (int i = 0; i < 4; ++i) at::mm_out(product, factor, factor);
-  }
+  const GroupOfBusyStream of;
   {
     const auto scaled = float8::products(float8::recipes().get("tensorwise"), float8::Arithmetic::Hardware,
                                          ops::default_products());
@@ -221,11 +219,11 @@ TEST_F(DeviceMemoryTest, CastsLiveUntilTheStreamOfTheForwardHasReadThem) {
     ops::WeightGrad grad{scaled, scaled->grad(ones, /*for_input=*/false, /*for_weight=*/true),
                          scaled->kept(scaled->input(ones, /*trains=*/true))};
     EXPECT_FALSE(grad.grad_output_NO.values.defined() || grad.input_NI.values.defined());
-    group->take_grad(0, grad);
+    of.group->take_grad(0, grad);
   }
   const at::Tensor next = at::zeros({32, 1024}, options_of(at::kByte));
-  forward.synchronize();
-  const at::Tensor gradient = group->shard(0).local.grad();
+  of.forward.synchronize();
+  const at::Tensor gradient = of.group->shard(0).local.grad();
   EXPECT_TRUE(at::allclose(gradient, at::full_like(gradient, 32), 1e-5));  // scales round
 }
 
