@@ -3,6 +3,7 @@
 
     scripts/composition_fuzz.py [--count 2000] [--seed S] [--jobs N] [--titan PATH] [--json FILE]
     scripts/composition_fuzz.py --resumes           # save on one layout, resume on another, and on the first again
+    scripts/composition_fuzz.py --virtual-gpus      # over NCCL on virtual GPUs, also with compile.enable; any fault that they find is a failure
     scripts/composition_fuzz.py --float8            # each recipe on each axis alone: prints the table of docs/numerics.md
     scripts/composition_fuzz.py --seed 1 --only 17  # repeat one layout
 
@@ -43,6 +44,7 @@ REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 PARALLEL_AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 STEPS = 3  # A run that resumes has three parts of 2 steps.
+GPU_STEPS = 5  # The third one is recorded if compile.enable is on.
 NUM_PROBLEMS = 100  # Models with batches in a seed. Each runs once on one rank, for all its layouts.
 
 MODELS = (
@@ -247,6 +249,25 @@ def draw_layout(rng, problem, precision, dense):
     return degrees, settings
 
 
+def draw_recording(rng):
+    """Recorded steps, which need two other settings, or none."""
+    return {"compile.enable": True, "optimizer.implementation": "fused", "debug.check_collectives": False} if rng.random() < 0.5 else {}
+
+
+def draw_gpus(rng):
+    """How virtual GPUs behave, as variables of the environment (docs/virtual_gpu.md)."""
+    knobs = {"VIRTUAL_GPU_RACES": "fatal", "VIRTUAL_GPU_GRAPHS_READ_HOST": "0", "VIRTUAL_GPU_SEED": str(rng.randrange(1000))}
+    if rng.random() < 0.7:
+        knobs["VIRTUAL_GPU_NCCL"] = "strict"
+    if rng.random() < 0.3:
+        knobs["VIRTUAL_GPU_LAZY_LOADING"] = "1"
+    if rng.random() < 0.3:
+        knobs["VIRTUAL_GPU_QUEUE_LIMIT"] = rng.choice(("64", "1024"))
+    if rng.random() < 0.3:
+        knobs["VIRTUAL_GPU_DELAY_US"] = rng.choice(("50", "500"))
+    return [f"{name}={value}" for name, value in knobs.items()]
+
+
 def num_ranks(settings):
     return math.prod(value for key, value in settings.items() if key.startswith("parallelism.") and key.endswith("_degree"))
 
@@ -262,25 +283,27 @@ def axes_of(problem, layout, precision):
 
 
 class Program:
-    """Runs `titan train`."""
+    """Runs `titan train` on the CPU or on virtual GPUs."""
 
-    def __init__(self, titan, limit_s, folder):
-        self.titan, self.limit_s, self.folder = titan, limit_s, folder
+    def __init__(self, titan, limit_s, folder, virtual_gpus):
+        self.titan, self.limit_s, self.folder, self.virtual_gpus = titan, limit_s, folder, virtual_gpus
+        self.steps = GPU_STEPS if virtual_gpus else STEPS
 
-    def command(self, settings, name):
-        words = [str(self.titan), "train"]
+    def command(self, settings, name, knobs=()):
         ranks = num_ranks(settings)
-        words += ["--nproc", str(ranks)] if ranks > 1 else []
-        always = {"job.dump_folder": self.folder / name, "model.hf_assets_path": "bytes", "training.dataset": "synthetic", "training.device": "cpu",
+        words = ["env", *knobs, str(REPOSITORY / "scripts/virtual_gpus.sh"), str(ranks), "--"] if self.virtual_gpus else []
+        words += [str(self.titan), "train"] + (["--nproc", str(ranks)] if ranks > 1 else [])
+        always = {"job.dump_folder": self.folder / name, "model.hf_assets_path": "bytes", "training.dataset": "synthetic",
+                  "training.device": "cuda" if self.virtual_gpus else "cpu",
                   "data.synthetic_documents": 64, "metrics.log_freq": 1, "metrics.structured_logs.enable": False,
                   "optimizer.eps": 1e-4, "lr_scheduler.warmup_steps": 2, "lr_scheduler.total_steps": 6, "checkpoint.enable": True}
         text = {True: "true", False: "false"}
         return words + [f"--{key}={text.get(value, value) if isinstance(value, bool) else value}" for key, value in (always | settings).items()]
 
-    def run(self, settings, name):
+    def run(self, settings, name, knobs=()):
         """Returns nothing. Throws Refusal or Failure."""
         environment = {"OMP_NUM_THREADS": "1"} | dict(os.environ)
-        process = subprocess.Popen(self.command(settings, name), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+        process = subprocess.Popen(self.command(settings, name, knobs), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
                                    env=environment, start_new_session=True)
         try:
             output, _ = process.communicate(timeout=self.limit_s)
@@ -390,7 +413,7 @@ class References:
 class Case:
     """One drawn layout, or two of them: the run changes from one to the other and back."""
 
-    def __init__(self, seed, number, resumes):
+    def __init__(self, program, seed, number, resumes):
         rng = random.Random(f"{seed}/{'resume' if resumes else 'layout'} {number}")
         self.number = number
         self.problem_name = f"problem_{rng.randrange(NUM_PROBLEMS)}"
@@ -400,12 +423,18 @@ class Case:
             for layout in self.layouts:
                 layout["checkpoint.async_mode"] = rng.choice(("disabled", "async", "async_with_pinned_mem"))
         self.axes = [axes_of(self.problem, layout, self.precision) for layout in self.layouts]
-        self.last_step = 6 if resumes else STEPS
+        self.last_step = 6 if resumes else program.steps
+        self.knobs = []
+        if program.virtual_gpus:
+            rng = random.Random(f"{seed}/virtual GPUs {number}")
+            self.knobs = draw_gpus(rng)
+            for layout in self.layouts:
+                layout |= draw_recording(rng)
 
     def parts(self):
         """Settings of the runs, one after the other in one folder."""
         if len(self.layouts) == 1:
-            return [self.problem | self.layouts[0] | {"training.steps": STEPS}]
+            return [self.problem | self.layouts[0] | {"training.steps": self.last_step}]
         first, second = self.layouts
         saves = {"checkpoint.last_save_model_only": False}
         return [self.problem | first | {"training.steps": 2} | saves, self.problem | second | {"training.steps": 4} | saves,
@@ -417,13 +446,13 @@ class Case:
     def run(self, program, references):
         """Returns the outcome as a dictionary for the report."""
         name = f"layout_{self.number}"
-        commands = [program.command(part, name) for part in self.parts()] + [program.command(references.settings(self.problem), self.problem_name)]
+        commands = [program.command(part, name, self.knobs) for part in self.parts()] + [program.command(references.settings(self.problem), self.problem_name)]
         outcome = {"number": self.number, "precision": self.precision, "axes": self.axes, "schedules": self.schedules(),
                    "commands": [shlex.join(command) for command in commands]}
         try:
             expected = references.get(self.problem_name, self.problem)
             for part in self.parts():
-                program.run(part, name)
+                program.run(part, name, self.knobs)
             outcome["differences"] = differences = compare(program.results(name, self.last_step), expected)
             found = [differences[kind] for kind in ("loss", "norm", "parameter")]
             if any(value > most for value, most in zip(found, TOLERANCES[self.precision])):
@@ -536,12 +565,13 @@ def is_failed(summary):
 
 def fuzz(arguments, program):
     numbers = [arguments.only] if arguments.only is not None else range(1, arguments.count + 1)
-    references = References(program, 6 if arguments.resumes else STEPS)
-    report = Report(len(numbers), f"--seed {arguments.seed}{' --resumes' if arguments.resumes else ''}")
+    references = References(program, 6 if arguments.resumes else program.steps)
+    modes = "".join(f" --{name}" for name, is_on in (("resumes", arguments.resumes), ("virtual-gpus", arguments.virtual_gpus)) if is_on)
+    report = Report(len(numbers), f"--seed {arguments.seed}{modes}")
     deadline = time.monotonic() + 60 * arguments.minutes
 
     def run(number):
-        return Case(arguments.seed, number, arguments.resumes).run(program, references) if time.monotonic() < deadline else None
+        return Case(program, arguments.seed, number, arguments.resumes).run(program, references) if time.monotonic() < deadline else None
 
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
         for done in concurrent.futures.as_completed([pool.submit(run, number) for number in numbers]):
@@ -563,6 +593,7 @@ def main():
     parser.add_argument("--titan", type=pathlib.Path, default=REPOSITORY / "build/bin/titan")
     parser.add_argument("--only", type=int, metavar="K", help="run only layout K of the seed")
     parser.add_argument("--resumes", action="store_true", help="save on one layout, resume on another, and on the first again")
+    parser.add_argument("--virtual-gpus", action="store_true", help="run layouts and references on virtual GPUs (docs/virtual_gpu.md)")
     parser.add_argument("--float8", action="store_true", help="measure each Float8 recipe on each axis alone")
     parser.add_argument("--limit", type=float, default=1800, metavar="S", help="seconds after which a run counts as hanging (default 1800; ranks that hang end themselves earlier)")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write the counts and failures to FILE")
@@ -571,7 +602,7 @@ def main():
         parser.error(f"{arguments.titan} is no program: build it with scripts/build.sh titan, or name it with --titan")
     with tempfile.TemporaryDirectory(prefix="composition_fuzz.") as folder:
         run = float8_table if arguments.float8 else fuzz
-        sys.exit(run(arguments, Program(arguments.titan.absolute(), arguments.limit, pathlib.Path(folder))))
+        sys.exit(run(arguments, Program(arguments.titan.absolute(), arguments.limit, pathlib.Path(folder), arguments.virtual_gpus)))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,15 @@
 // The command lines of titan's commands, parsed by CLI11, and those of `titan train` and `titan launch`,
 // which share options.
 
+#include <unistd.h>
+#include <cerrno>
 #include <cmath>
+#include <cstring>
+#include <filesystem>
 #include <functional>
 #include <memory>
+#include <utility>
+#include <vector>
 
 #include "cli/parser.h"
 #include "cli/train.h"
@@ -168,6 +174,18 @@ SIGTERM, SIGINT and SIGUSR1 go to all ranks and end the job; SIGUSR2 brings lost
 all ranks that handle it, and the job continues. See docs/elastic.md.
 )";
 
+// Before the work whose results they take.
+void refuse_unwritable(const Parser& parser,
+                       const std::vector<std::pair<const char*, std::filesystem::path>>& files) {
+  for (const auto& [option, file] : files) {
+    if (file.empty()) continue;
+    const std::filesystem::path folder = file.has_parent_path() ? file.parent_path() : ".";
+    if (std::filesystem::is_directory(file)) parser.refuse(str(option, " = ", file.string(), " is a folder"));
+    if (::access(folder.c_str(), W_OK) != 0)
+      parser.refuse(str(option, " = ", file.string(), ": can't write to the folder: ", std::strerror(errno)));
+  }
+}
+
 }  // namespace
 
 Parser::Parser(std::string name, const std::string& usage, std::string notes) : name_(std::move(name)) {
@@ -280,6 +298,10 @@ PlanArguments parse_plan_arguments(const Arguments& words) {
   sort_words(parser, job, parser.app.remaining());
   arguments.config = job.config;
   arguments.overrides = job.overrides;
+  refuse_unwritable(parser, {{"--timeline", arguments.timeline},
+                             {"--svg", arguments.svg},
+                             {"--output", arguments.output},
+                             {"--calibrate", arguments.calibrate}});
   const bool has_limits = arguments.sequences > 0 || arguments.max_tensor > 0 || arguments.max_context > 0 ||
                           arguments.max_pipeline > 0 || keep_precision || arguments.least_memory ||
                           !arguments.output.empty() ||

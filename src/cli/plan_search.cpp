@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <functional>
 #include <iostream>
+#include <optional>
 #include <sstream>
 #include <thread>
 
@@ -61,7 +62,11 @@ PlanAnswer answer(const PlanArguments& base, const plan::ClusterSpec& cluster,
   try {
     const train::JobConfig config = load_planned_job(arguments);
     const train::JobPlan plan = train::plan_job(config, request.world, cluster, plan::PlannedGpu::get(),
-                                                {.kernels = kernels_of(arguments.kernels)});
+                                                {.kernels = kernels_of(arguments.kernels),
+                                                 .only_first_rank = request.only_first_rank,
+                                                 .stops_above = request.stops_above});
+    if (plan.share_rehearsed < 1)
+      return {.error = {}, .share_rehearsed = plan.share_rehearsed, .needed_bytes = plan.needed_bytes()};
     return {.error = {},
             .step_s = plan.step.seconds,
             .tokens = plan.tokens,
@@ -83,12 +88,17 @@ PlanAnswer answer(const PlanArguments& base, const plan::ClusterSpec& cluster,
 
 double tokens_per_s(const PlanAnswer& plan, int world) { return plan.tokens / plan.step_s / world; }
 
-json to_json(const FoundLayout& found, int world) {
+json to_json(const FoundLayout& found, const train::SearchOptions& options, int64_t layers) {
+  const int world = options.world;
   const PlanAnswer& plan = found.plan;
   json time = json::object();
   for (int i = 0; i < plan::kNumActivities; ++i)
     time[name_of(static_cast<plan::Activity>(i))] = plan.seconds[static_cast<size_t>(i)];
+  std::vector<std::string> settings;
+  for (const Layout::Setting& setting : found.layout.settings(world, options.sequences, layers))
+    settings.push_back(word_of(setting));
   return {{"layout", found.layout.text()},
+          {"settings", settings},
           {"tensor_parallel_degree", found.layout.tensor},
           {"context_parallel_degree", found.layout.context},
           {"pipeline_parallel_degree", found.layout.pipeline},
@@ -99,7 +109,7 @@ json to_json(const FoundLayout& found, int world) {
           {"mfu", plan.mfu},
           {"peak_gib", static_cast<double>(plan.peak_bytes) / kGiB},
           {"needed_gib", static_cast<double>(plan.needed_bytes) / kGiB},
-          {"estimate", {{"step_s", found.estimated_s}, {"peak_gib", found.estimated_bytes / kGiB}}},
+          {"estimate", {{"step_s", found.estimated_s}, {"needed_gib", found.estimated_bytes / kGiB}}},
           {"time", time}};
 }
 
@@ -182,28 +192,36 @@ void keep_named_degrees(const std::vector<std::string>& words, const train::JobC
                         train::SearchOptions& options) {
   const train::ParallelismSettings& degrees = base.parallelism;
   if (config::override_value(words, "model.converters")) options.may_use_float8 = false;
-  const auto keep = [&](int64_t& given, int64_t degree, int64_t most, const std::string& key) {
+  // 0 is "auto".
+  const auto keep = [&](int64_t& given, int64_t degree, int64_t most, const std::string& key,
+                        const std::string& option) {
     if (degree > most)
       throw ConfigError(str("titan plan: ", key, " = ", degree, " is more than the ", most,
-                            " that the search may use (--max-tp, --max-cp, --max-pp)"));
-    if (options.world % degree != 0)
+                            option.empty() ? " devices" : str(" that the search may use (", option, ")")));
+    if (degree > 0 && options.world % degree != 0)
       throw ConfigError(
           str("titan plan: ", key, " = ", degree, " doesn't divide the ", options.world, " devices"));
     given = degree;
   };
+  const auto is_named = [&](const char* key) { return config::override_value(words, key).has_value(); };
+  options.may_change_context = !is_named("parallelism.context_parallel_attention") &&
+                               !is_named("parallelism.context_parallel_rotate_method");
+  options.may_gather_float8 = !is_named("quantize.linear.float8.enable_fsdp_float8_all_gather") &&
+                              !is_named("quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp");
   std::vector<std::string> chosen;
   for (const Layout::Setting& setting :
-       Layout{.pipeline = 2, .schedule = "", .recompute = "op"}.settings(/*world=*/2, 1, 2)) {
+       Layout{.pipeline = 2, .schedule = "", .recompute = "op", .asynchronous = true}.settings(
+           /*world=*/2, 1, 2)) {
     const std::string key = setting.section + "." + setting.key;
     if (setting.section == "training" || !config::override_value(words, key)) continue;
     if (setting.key == "tensor_parallel_degree")
-      keep(options.tensor, degrees.tensor_parallel_degree, options.max_tensor, key);
+      keep(options.tensor, degrees.tensor_parallel_degree, options.max_tensor, key, "--max-tp");
     else if (setting.key == "context_parallel_degree")
-      keep(options.context, degrees.context.degree, options.max_context, key);
+      keep(options.context, degrees.context.degree, options.max_context, key, "--max-cp");
     else if (setting.key == "pipeline_parallel_degree")
-      keep(options.pipeline, degrees.pipeline_parallel_degree, options.max_pipeline, key);
+      keep(options.pipeline, degrees.pipeline_parallel_degree, options.max_pipeline, key, "--max-pp");
     else if (setting.key == "data_parallel_replicate_degree")
-      keep(options.replicate, degrees.data_parallel_replicate_degree, options.world, key);
+      keep(options.replicate, degrees.data_parallel_replicate_degree, options.world, key, "");
     else
       chosen.push_back(key);
   }
@@ -236,6 +254,15 @@ Search search(const PlanArguments& arguments, const plan::ClusterSpec& cluster,
   const auto num_workers = static_cast<int>(std::clamp(std::thread::hardware_concurrency(), 1U, 8U));
   PlanWorkers workers(num_workers, open);
   Search found{.base = load_for_search(arguments), .options = {}, .result = {}};
+  const train::ParallelismSettings& parallelism = found.base.parallelism;
+  for (const auto& [is_set, key] :
+       {std::pair(!parallelism.pipeline_parallel_schedule_csv.empty(), "pipeline_parallel_schedule_csv"),
+        std::pair(parallelism.module_fqns_per_model_part.has_value(), "module_fqns_per_model_part")})
+    if (is_set)
+      throw ConfigError(
+          str("parallelism.", key,
+              " is set, but a search for degrees chooses the pipeline's schedule and stages itself: "
+              "leave it out, or set all degrees"));
   const int64_t num_layers = found.base.spec().sizes(found.base.args()).num_layers;
   const auto limit = [](int64_t given, int64_t otherwise) { return given > 0 ? given : otherwise; };
   found.options = {.world = arguments.world_size,
@@ -254,7 +281,8 @@ Search search(const PlanArguments& arguments, const plan::ClusterSpec& cluster,
   narrow(found.options, found.base);
   found.result = train::search_layouts(
       found.base, found.options,
-      [&](const std::vector<train::PlanRequest>& requests) { return workers.plan(requests); }, progress);
+      [&](const train::NextRequest& next, const train::TakeAnswer& take) { workers.plan(next, take); },
+      progress);
   const train::SearchResult& result = found.result;
   if (result.best.empty() && result.time_is_up)
     throw ConfigError(str("the limit of ", found.options.seconds, " s ended the search when ",
@@ -262,13 +290,14 @@ Search search(const PlanArguments& arguments, const plan::ClusterSpec& cluster,
                           unplanned_text(result), "; --seconds of titan plan allows more time"));
   if (result.best.empty()) {
     const auto gib = [](double bytes) { return number("%.1f", bytes / kGiB) + " GiB"; };
-    const auto& [smallest, bytes] = result.smallest;
+    const auto& [smallest, bytes, is_least] = result.smallest;
     const auto usable = static_cast<double>(found.options.usable_bytes);
-    throw ConfigError(str(
-        bytes > 0 ? str("no layout fits into ", gib(usable), ": the smallest that was found (",
-                        smallest.text(), ") takes about ", gib(bytes), ", ", gib(bytes - usable), " too much")
-                  : "no layout can be planned",
-        unplanned_text(result)));
+    throw ConfigError(str(bytes > 0
+                              ? str("no layout fits into ", gib(usable), ": the smallest that was found (",
+                                    smallest.text(), ") takes ", is_least ? "at least " : "about ",
+                                    gib(bytes), ", ", gib(bytes - usable), " too much")
+                              : "no layout can be planned",
+                          unplanned_text(result)));
   }
   return found;
 }
@@ -326,6 +355,7 @@ std::vector<std::string> choose_degrees(const TrainArguments& arguments, const t
         options.context = base.parallelism.context.degree;
         options.pipeline = base.parallelism.pipeline_parallel_degree;
         options.replicate = base.parallelism.data_parallel_replicate_degree;
+        options.shard = std::max<int64_t>(base.parallelism.data_parallel_shard_degree, 0);
         options.num_best = 4;
         options.seconds = limit_s;
       },
@@ -335,11 +365,17 @@ std::vector<std::string> choose_degrees(const TrainArguments& arguments, const t
         log::info("titan plan: " + line);
       });
   const FoundLayout& best = found.result.best[0];
+  const std::string next_best =
+      found.result.best.size() > 1 ? why_it_loses(best, found.result.best[1], false)
+      : found.result.num_planned > 1
+          ? str("None of the other ", found.result.num_planned - 1, " layouts that were planned fits.")
+          : "No other layout was planned.";
   log::info(str("degrees by titan plan for ", arguments.num_ranks, " x ", cluster.device.name, of_each, ": ",
                 best.layout.text(), "; a step of ", found.options.sequences, " sequences takes ",
-                duration(best.plan.step_s), " by the plan. ",
-                found.result.best.size() > 1 ? why_it_loses(best, found.result.best[1], false)
-                                             : "No other layout fits."));
+                duration(best.plan.step_s), " by the plan. ", next_best, unplanned_text(found.result)));
+  if (found.result.time_is_up)
+    log::info(str("The limit of ", limit_s, " s ended the search before ", found.result.num_left,
+                  " layouts that may be faster were planned"));
   for (const std::string& note : plan_notes(found.base)) log::info("titan plan: " + note);
   std::vector<std::string> words;
   for (const Layout::Setting& setting :
@@ -359,12 +395,14 @@ int search_command(const PlanArguments& arguments) {
       [](const std::string& line) { std::cerr << line << std::endl; });
   const auto& [base, options, result] = found;
   const int64_t num_layers = base.spec().sizes(base.args()).num_layers;
-  std::string written = str("The best one's config is in ", output_of(arguments).string(), ".\n");
+  std::optional<std::string> file = output_of(arguments).string();
+  std::string written = str("The best one's config is in ", *file, ".\n");
   try {
     write_config(arguments, result.best[0].layout, options.sequences, num_layers);
   } catch (const Error& error) {
     // Not what somebody asked for, and no reason to lose the search.
     if (!arguments.output.empty()) throw;
+    file.reset();
     written = str("The best one's config is not written (--output names another file): ", error.what(), "\n");
   }
   if (!arguments.json) {
@@ -376,10 +414,10 @@ int search_command(const PlanArguments& arguments) {
                      to_text(result, arguments.world_size, arguments.least_memory), written));
   }
   json best = json::array();
-  for (const FoundLayout& found : result.best) best.push_back(to_json(found, arguments.world_size));
+  for (const FoundLayout& found : result.best) best.push_back(to_json(found, options, num_layers));
   json object{{"world", arguments.world_size},
               {"device", cluster.device.name},
-              {"config", output_of(arguments).string()},
+              {"config", file ? json(*file) : json()},
               {"sequences", options.sequences},
               {"notes", plan_notes(base)},
               {"layouts", result.num_layouts},

@@ -5,6 +5,7 @@
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
+#include <algorithm>
 #include <cerrno>
 #include <csignal>
 #include <cstring>
@@ -24,6 +25,7 @@ using train::PlanAnswer;
 using train::PlanRequest;
 
 constexpr const char* kNoWorker = "a process that plans can't be started: ";
+constexpr const char* kEnded = "the process that planned it ended";
 
 // ---- a message is a line of JSON
 
@@ -54,11 +56,17 @@ json to_json(const PlanRequest& request) {
   json settings = json::array();
   for (const train::Layout::Setting& setting : request.settings)
     settings.push_back({setting.section, setting.key, setting.value});
-  return {{"world", request.world}, {"settings", settings}};
+  return {{"world", request.world},
+          {"settings", settings},
+          {"only_first_rank", request.only_first_rank},
+          {"stops_above", request.stops_above}};
 }
 
 PlanRequest request_of(const json& message) {
-  PlanRequest request{.settings = {}, .world = message["world"]};
+  PlanRequest request{.settings = {},
+                      .world = message["world"],
+                      .only_first_rank = message["only_first_rank"],
+                      .stops_above = message["stops_above"]};
   for (const json& setting : message["settings"])
     request.settings.push_back({setting[0], setting[1], setting[2]});
   return request;
@@ -68,6 +76,7 @@ json to_json(const PlanAnswer& answer) {
   return {{"error", answer.error},
           {"has_failed", answer.has_failed},
           {"planning_s", answer.planning_s},
+          {"share_rehearsed", answer.share_rehearsed},
           {"step_s", answer.step_s},
           {"tokens", answer.tokens},
           {"mfu", answer.mfu},
@@ -83,6 +92,7 @@ PlanAnswer answer_of(const json& message) {
   return {.error = message["error"],
           .has_failed = message["has_failed"],
           .planning_s = message["planning_s"],
+          .share_rehearsed = message["share_rehearsed"],
           .step_s = message["step_s"],
           .tokens = message["tokens"],
           .mfu = message["mfu"],
@@ -156,23 +166,25 @@ PlanWorkers::~PlanWorkers() {
   std::signal(SIGPIPE, previous_);
 }
 
-std::vector<PlanAnswer> PlanWorkers::plan(const std::vector<PlanRequest>& requests) {
-  std::vector<PlanAnswer> results(requests.size());
+void PlanWorkers::plan(const train::NextRequest& next, const train::TakeAnswer& take) {
   std::vector<std::optional<size_t>> busy_with(workers_.size());
   std::vector<bool> has_ended(workers_.size(), false);
-  size_t next = 0, open = 0;
-  const auto give = [&](size_t w) {
-    while (next < requests.size() && !has_ended[w]) {
-      if (write_line(workers_[w].requests, to_json(requests[next]))) {
-        busy_with[w] = next++;
-        ++open;
-        return;
-      }
+  size_t num_asked = 0;
+  const auto is_busy = [](const std::optional<size_t>& number) { return number.has_value(); };
+  // Whoever is free gets the next request.
+  const auto give = [&] {
+    for (size_t w = 0; w < workers_.size(); ++w) {
+      if (busy_with[w] || has_ended[w]) continue;
+      const std::optional<PlanRequest> request = next();
+      if (!request) return;
+      busy_with[w] = num_asked++;
+      if (write_line(workers_[w].requests, to_json(*request))) continue;
       has_ended[w] = true;
+      take(*std::exchange(busy_with[w], std::nullopt), {.error = kEnded, .has_failed = true});
     }
   };
-  for (size_t w = 0; w < workers_.size(); ++w) give(w);
-  while (open > 0) {
+  give();
+  while (std::ranges::any_of(busy_with, is_busy)) {
     std::vector<pollfd> waiting;
     for (size_t w = 0; w < workers_.size(); ++w)
       waiting.push_back({.fd = busy_with[w] ? workers_[w].answers : -1, .events = POLLIN, .revents = 0});
@@ -180,18 +192,13 @@ std::vector<PlanAnswer> PlanWorkers::plan(const std::vector<PlanRequest>& reques
     for (size_t w = 0; w < workers_.size(); ++w) {
       if (waiting[w].revents == 0) continue;
       const auto message = read_line(workers_[w].answers);
-      results[*busy_with[w]] =
-          message ? answer_of(*message)
-                  : PlanAnswer{.error = "the process that planned it ended", .has_failed = true};
       has_ended[w] = !message;
-      busy_with[w].reset();
-      --open;
-      give(w);
+      take(*std::exchange(busy_with[w], std::nullopt),
+           message ? answer_of(*message) : PlanAnswer{.error = kEnded, .has_failed = true});
     }
+    give();
   }
-  for (; next < requests.size(); ++next)
-    results[next] = {.error = "all processes that plan have ended", .has_failed = true};
-  return results;
+  while (next()) take(num_asked++, {.error = "all processes that plan have ended", .has_failed = true});
 }
 
 }  // namespace titan::cli

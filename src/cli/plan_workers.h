@@ -22,8 +22,8 @@ class PlanWorkers {
   PlanWorkers(const PlanWorkers&) = delete;
   PlanWorkers& operator=(const PlanWorkers&) = delete;
 
-  /// In the order of the requests. A worker that ends answers its request with an error, and the others continue.
-  std::vector<train::PlanAnswer> plan(const std::vector<train::PlanRequest>& requests);
+  /// A train::Planner. A worker that ends answers its request with an error, and the others continue.
+  void plan(const train::NextRequest& next, const train::TakeAnswer& take);
 
  private:
   PlanWorkers();

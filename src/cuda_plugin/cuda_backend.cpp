@@ -106,6 +106,13 @@ void use_expandable_segments(int device) {
       str(settings, settings.empty() ? "" : ",", "expandable_segments:True"));
 }
 
+// NCCL registers the buffers of calls that are recorded in a CUDA graph, unless told not to: of an expandable segment only the piece of the driver's
+// memory in which a buffer begins, so peers would read past it.
+void keep_nccl_from_registering_recorded_calls() {
+  if (c10::CachingAllocator::AcceleratorAllocatorConfig::use_expandable_segments())
+    ::setenv("NCCL_GRAPH_REGISTER", "0", /*overwrite=*/0);
+}
+
 // 13000 -> "13.0"
 std::string cuda_version(int number) { return str(number / 1000, ".", number % 1000 / 10); }
 
@@ -128,15 +135,38 @@ struct Capture : at::cuda::CUDAGraph {
     c10::cuda::CUDACachingAllocator::endAllocateToPool(capture_dev_, mempool_id_);
     at::getHostAllocator(at::kCUDA)->end_allocate_to_pool(mempool_id_);
   }
+  // Its memory stays. What runs of it runs on.
+  void end() {
+    if (std::exchange(has_graph_, false)) static_cast<void>(cudaGraphDestroy(graph_));
+    if (std::exchange(has_graph_exec_, false)) static_cast<void>(cudaGraphExecDestroy(graph_exec_));
+    has_ended_ = true;
+  }
+  bool has_ended() const { return has_ended_; }
+
+ private:
+  bool has_ended_ = false;
 };
 
 class CudaGraph final : public DeviceGraph {
  public:
   // A pool of memory without graphs can't be used again.
   CudaGraph() {
-    if (num_living++ == 0) memory = at::cuda::graph_pool_handle();
+    const std::lock_guard lock(living().mutex);
+    if (living().graphs.empty()) memory = at::cuda::graph_pool_handle();
+    living().graphs.push_back(this);
   }
-  ~CudaGraph() override { --num_living; }
+  ~CudaGraph() override {
+    const std::lock_guard lock(living().mutex);
+    std::erase(living().graphs, this);
+  }
+
+  /// The recordings can't be launched any more. From any thread. A launch in progress ends first, unless it takes longer than a second.
+  static void end_all() {
+    const std::lock_guard lock(living().mutex);
+    for (CudaGraph* graph : living().graphs)
+      if (const std::unique_lock launches(graph->mutex_, std::chrono::seconds(1)); launches)
+        graph->graph_.end();
+  }
 
   // Other threads may call the driver meanwhile.
   void begin() override {
@@ -157,13 +187,26 @@ class CudaGraph final : public DeviceGraph {
       std::rethrow_exception(failure);
     }
   }
-  void launch() override { graph_.replay(); }
+  void launch() override {
+    const std::lock_guard lock(mutex_);
+    TITAN_CHECK(!graph_.has_ended(), "a recorded step is launched after this process has ended its groups");
+    graph_.replay();
+  }
 
  private:
+  struct Living {
+    std::mutex mutex;
+    std::vector<CudaGraph*> graphs;
+  };
+  // Never destroyed, because a thread that aborts may outlive main().
+  static Living& living() {
+    static auto& all = *new Living;
+    return all;
+  }
   // One thread makes and destroys all graphs.
-  inline static int num_living = 0;
   inline static decltype(at::cuda::graph_pool_handle()) memory;
 
+  std::timed_mutex mutex_;  // held by a launch, and by the end of the recording
   Capture graph_;
 };
 
@@ -180,7 +223,12 @@ class CudaBackend final : public DeviceBackend {
 
   void set_device(int index) override {
     c10::cuda::set_device(static_cast<c10::DeviceIndex>(index));
-    static const bool once = (use_expandable_segments(index), true);
+    device_ = index;
+    static const bool once = [&] {
+      use_expandable_segments(index);
+      keep_nccl_from_registering_recorded_calls();
+      return true;
+    }();
     static_cast<void>(once);
   }
 
@@ -205,7 +253,11 @@ class CudaBackend final : public DeviceBackend {
     return make_nccl_group(spec);
   }
 
-  void abort_groups() override { abort_nccl_groups(); }
+  // NCCL's communicators don't end while a recording has their calls.
+  void abort_groups() override {
+    CudaGraph::end_all();
+    abort_nccl_groups();
+  }
 
   std::function<DeviceCall()> completion_of(c10d::Work& work) override { return completion_of_nccl(work); }
 
@@ -252,8 +304,9 @@ class CudaBackend final : public DeviceBackend {
     return memory;
   }
 
-  // Portable: for the contexts of all devices.
+  // Portable: for the contexts of all devices. A thread whose current device isn't the process's would make a context on another one.
   void lock_pages(void* address, int64_t bytes) override {
+    const c10::cuda::OptionalCUDAGuard guard(this_device());
     const cudaError_t error = cudaHostRegister(address, static_cast<size_t>(bytes), cudaHostRegisterPortable);
     if (error != cudaSuccess) {
       static_cast<void>(cudaGetLastError());  // else the next launch reports it
@@ -265,6 +318,7 @@ class CudaBackend final : public DeviceBackend {
   }
 
   void unlock_pages(void* address) override {
+    const c10::cuda::OptionalCUDAGuard guard(this_device());
     // It fails only for a device that has failed, whose error is being reported already.
     if (cudaHostUnregister(address) != cudaSuccess) static_cast<void>(cudaGetLastError());
     const std::lock_guard lock(locked_mutex_);
@@ -350,6 +404,12 @@ class CudaBackend final : public DeviceBackend {
   std::function<void(const OutOfMemory&)> out_of_memory_seen_;
   mutable std::mutex peaks_mutex_;
   std::map<int, DeviceMemory> peaks_;  // before leave_room, since the last reset
+  std::optional<c10::DeviceIndex> this_device() const {
+    const int device = device_;
+    return device < 0 ? std::nullopt : std::optional(static_cast<c10::DeviceIndex>(device));
+  }
+
+  std::atomic<int> device_ = -1;  // chosen by set_device()
   mutable std::mutex locked_mutex_;
   std::map<void*, int64_t> locked_;  // by address
 };
@@ -364,6 +424,9 @@ REGISTER_FREE_MEMORY_CALLBACK(titan_idle_memory, titan::dist::GiveBackIdleMemory
 
 /// The plugin's only entry point. The object lives as long as the process.
 extern "C" __attribute__((visibility("default"))) titan::dist::DeviceBackend* titan_cuda_plugin() {
+  // Streams that share one of the device's queues wait for each other without need, and a job has more than the eight queues that there are otherwise.
+  // CUDA reads it when the process first uses a device.
+  ::setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", /*overwrite=*/0);
   static titan::dist::CudaBackend backend;
   return &backend;
 }

@@ -355,7 +355,7 @@ Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on
     optim::OptimizerSettings settings = config.optimizer;
     settings.args = config.optimizer_args.settings;
     settings.seed = config.debug.seed_or_default();
-    return optim::Optimizer(parameters, settings, names_elsewhere(parameters, meshes));
+    return optim::Optimizer(parameters, settings, names_elsewhere(config, meshes));
   });
   optim::LrSchedulerSettings lr_settings = config.lr_scheduler;
   lr_settings.args = config.lr_scheduler_args.settings;

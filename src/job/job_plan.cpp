@@ -55,11 +55,17 @@ const plan::StepTime::OfRank& JobPlan::busiest() const {
 JobPlan plan_job(const JobConfig& config, int world_size, const plan::ClusterSpec& cluster,
                  plan::PlannedGpu& device, const PlanOptions& options) {
   JobPlan plan{.cluster = cluster, .world_size = world_size, .roles = {}, .step = {}};
-  for (const Role& role : roles_of(config, world_size)) {
+  std::vector<Role> all = roles_of(config, world_size);
+  if (options.only_first_rank && all.back().is_last) all.pop_back();
+  for (const Role& role : all) {
     PlannedRank rank = rehearse(config, world_size, role, device);
     plan::Summary summary = plan::summarize(*rank.trace);
     const plan::OutsideMemory outside = plan::outside_memory(*rank.trace, cluster, rank.symmetric_owners);
     plan.roles.push_back({std::move(rank), std::move(summary), outside});
+    if (options.stops_above > 0 && plan.needed_bytes() > options.stops_above) {
+      plan.share_rehearsed = static_cast<double>(plan.roles.size()) / static_cast<double>(all.size());
+      if (plan.share_rehearsed < 1) return plan;
+    }
   }
   // The last rank is one of its own only if it does something else than the first of its pipeline rank.
   std::vector<PlannedRole>& roles = plan.roles;

@@ -29,6 +29,7 @@ struct JobPlan {
   plan::ClusterSpec cluster;
   int world_size = 0;
   std::vector<PlannedRole> roles;
+  double share_rehearsed = 1;  ///< below 1, PlanOptions::stops_above has ended the plan after some roles: it has no time
 
   // ---- memory
 
@@ -52,7 +53,9 @@ struct JobPlan {
 
 struct PlanOptions {
   plan::Kernels kernels = plan::Kernels::Ours;
-  bool with_spans = false;  ///< JobPlan::step.spans; else the traces are dropped, too
+  bool with_spans = false;       ///< JobPlan::step.spans; else the traces are dropped, too
+  bool only_first_rank = false;  ///< the job's last rank isn't looked at
+  int64_t stops_above = 0;       ///< ends with the first role that needs more bytes; 0: all are planned
 };
 
 /// The config has passed check_job and check_plannable for that size; the device is of the cluster's kind.

@@ -73,7 +73,8 @@ std::vector<PlanRequest> block_requests(const Layout& kind, const BlockLayers& l
   for (int64_t micro_batches = 1; micro_batches <= (exchanges_once_a_step(kind) ? 2 : 1); ++micro_batches)
     for (const int64_t number : {layers.few, layers.more}) {
       const int64_t sequences = ranks / of_replica * micro_batches * kind.micro_batch;
-      requests.push_back({block.settings(ranks, sequences, number), ranks});
+      // All ranks take the same time, and none more memory than the first one.
+      requests.push_back({block.settings(ranks, sequences, number), ranks, /*only_first_rank=*/true});
       requests.back().settings.push_back({"model.args", "n_layers", str(number)});
     }
   return requests;
@@ -170,8 +171,8 @@ LayoutEstimate LayoutEstimator::of(const Layout& layout, const BlockCosts& block
 
 double LayoutEstimator::bytes_of_copies(const Layout& layout, const BlockCosts& block) const {
   const double parameters = block.parameters.of(static_cast<double>(layers_));
-  const double of_replicas =
-      bytes_.state * static_cast<double>(layout.replicate - 1) / static_cast<double>(options_.world);
+  const auto more = static_cast<double>(layout.replicate - std::max<int64_t>(options_.replicate, 1));
+  const double of_replicas = bytes_.state * more / static_cast<double>(options_.world);
   const double whole = layout.keeps_gathered ? whole_bytes(bytes_, layout, has_one_micro_batch(layout)) : 0;
   return parameters * (of_replicas + whole);
 }

@@ -86,7 +86,7 @@ class LayoutEstimator {
   /// A replica's, in a step.
   int64_t micro_batches(const Layout& layout) const;
 
-  /// The memory that replicas of parameters, and parameters that stay gathered, take in addition to sharded ones.
+  /// The memory that replicas of parameters, if their number isn't given, and parameters that stay gathered take in addition to sharded ones.
   double bytes_of_copies(const Layout& layout, const BlockCosts& block) const;
 
  private:

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
-#include <sstream>
+#include <set>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -311,15 +311,23 @@ std::vector<std::unique_ptr<TrainableModel>> build_stages(const JobConfig& confi
   return stages;
 }
 
+namespace {
+
+// This rank's meshes, in a world whose other ranks aren't there.
+Meshes played_by_fakes(const JobConfig& config, const dist::World& world) {
+  return build_job_meshes(
+      config, dist::init({.backend = "fake", .fake_rank = world.rank(), .fake_world_size = world.size()}));
+}
+
+}  // namespace
+
 std::vector<TensorType> stage_boundaries(const JobConfig& config, const StagePlan& plan,
                                          const dist::World& world, int64_t rows, int64_t seq_len) {
   at::NoGradGuard no_grad;
   at::Tensor input = at::empty({rows, seq_len}, at::TensorOptions(at::kMeta).dtype(at::kLong));
   std::vector<TensorType> boundaries = {{input.sizes().vec(), input.scalar_type()}};
   if (plan.num_stages() == 1) return boundaries;
-  const dist::World played =
-      dist::init({.backend = "fake", .fake_rank = world.rank(), .fake_world_size = world.size()});
-  const Meshes meshes = build_job_meshes(config, played);
+  const Meshes meshes = played_by_fakes(config, world);
   for (size_t stage = 0; stage + 1 < plan.modules.size(); ++stage) {
     input = build_model(config, meshes, at::kMeta, plan.modules[stage])->hidden(input);
     boundaries.push_back({input.sizes().vec(), input.scalar_type()});
@@ -356,6 +364,16 @@ Schedule training_schedule(const JobConfig& config, const StagePlan& plan, int64
   Schedule schedule = complete(schedule_of_step(config, plan, static_cast<int>(num_batches)));
   pipeline::check_schedule(schedule);
   return schedule;
+}
+
+TiedHolders tied_holders(const StagePlan& plan) {
+  TiedHolders holders;
+  for (const StageSharedParameter& shared : plan.shared) {
+    std::set<int> ranks;
+    for (const int stage : shared.stages) ranks.insert(plan.rank_of_stage[static_cast<size_t>(stage)]);
+    holders[shared.name].assign(ranks.begin(), ranks.end());
+  }
+  return holders;
 }
 
 int peak_live(const Schedule& schedule, int pp_rank) {
@@ -399,21 +417,23 @@ BuiltModels build_pipeline(const JobConfig& config, const Meshes& meshes, at::De
     evaluation = parts_of(complete(pipeline::make_forward_only_schedule(
                               plan.rank_of_stage, static_cast<int>(validation.local_batch_size / rows))),
                           validation.seq_len);
-  TiedGradients tied(built.parameters, meshes.pp);
+  TiedGradients tied(built.parameters, meshes.pp, tied_holders(plan));
   auto runner = std::make_unique<PipelineRunner>(std::move(stages), meshes.pp, device);
   runner->set_schedules(training, evaluation, rows, std::move(tied));
   built.runner = std::move(runner);
   return built;
 }
 
-std::vector<std::string> names_elsewhere(const std::vector<Parameter>& parameters, const Meshes& meshes) {
-  if (meshes.pp.size() == 1) return {};
-  std::string own;
-  for (const Parameter& parameter : parameters) own += parameter.name + "\n";
+std::vector<std::string> names_elsewhere(const JobConfig& config, const Meshes& meshes) {
   std::vector<std::string> names;
-  for (const std::string& text : meshes.pp.group()->all_gather_text(own, {"train::parameter_names"})) {
-    std::istringstream lines(text);
-    for (std::string name; std::getline(lines, name);) names.push_back(name);
+  if (meshes.pp.size() == 1 || config.optimizer.param_groups.empty()) return names;
+  const StagePlan plan = plan_stages(config);
+  const Meshes played = played_by_fakes(config, meshes.world.world());
+  for (size_t stage = 0; stage < plan.modules.size(); ++stage) {
+    if (plan.rank_of_stage[stage] == meshes.pp.rank()) continue;
+    for (const Parameter& parameter :
+         parameters(build_model(config, played, at::kMeta, plan.modules[stage])->root()))
+      names.push_back(parameter.name);
   }
   return names;
 }

@@ -68,8 +68,8 @@ int most_under_way(const JobConfig& config, const StagePlan& plan, int pp_rank);
 void share_memory_budget(ActivationCheckpointSettings& settings, const pipeline::Schedule& schedule,
                          int pp_rank);
 
-/// Names of the parameters on other pipeline ranks. Collective over meshes.pp.
-std::vector<std::string> names_elsewhere(const std::vector<Parameter>& parameters, const Meshes& meshes);
+/// Names of the parameters on other pipeline ranks, if optimizer.param_groups ask for them; if not, none. Other ranks' stages are built on meta tensors.
+std::vector<std::string> names_elsewhere(const JobConfig& config, const Meshes& meshes);
 
 // ---- time and memory of each module in a model's sequence, for balanced stages (module_costs.cpp)
 

@@ -29,6 +29,10 @@ constexpr double kMemoryMargin = 1.3, kMostTooLarge = 1.2;
 constexpr double kLeastGain = 0.005;
 /// The share that they can save if only one is known.
 constexpr double kMostGain = 0.2;
+/// Estimates of pipelines are too long by up to this factor.
+constexpr double kPipelineMargin = 1.1;
+/// The share of the time that plans of what doesn't fit may take, if others wait that seem to fit.
+constexpr double kMostMisfits = 0.1;
 
 std::string truth(bool value) { return value ? "true" : "false"; }
 
@@ -46,6 +50,8 @@ class Layouts {
   Layouts(const JobConfig& base, const SearchOptions& options)
       : sizes_(base.spec().sizes(base.args())),
         sequence_(base.training.seq_len),
+        is_sequence_parallel_(base.parallelism.enable_sequence_parallel),
+        is_balanced_(base.parallelism.context.load_balancer == "headtail"),
         may_select_layers_(selects_layers(base.activation_checkpoint.selective_ac_option)),
         options_(options) {}
 
@@ -53,10 +59,9 @@ class Layouts {
     for (const int64_t tensor :
          degrees(options_.world, std::min(options_.max_tensor, std::max<int64_t>(sizes_.num_kv_heads, 1)),
                  options_.tensor)) {
-      if (sizes_.num_heads % tensor != 0 || sizes_.num_kv_heads % tensor != 0) continue;
+      if (!divides_heads(tensor)) continue;
       for (const int64_t context : degrees(options_.world / tensor, options_.max_context, options_.context)) {
-        // Ring attention cuts a sequence into two parts for each rank.
-        if (sequence_ % ((context > 1 ? 2 * context : 1) * tensor) != 0) continue;
+        if (!divides_sequence(tensor, context)) continue;
         for (const int64_t pipeline :
              degrees(options_.world / tensor / context, std::min(options_.max_pipeline, sizes_.num_layers),
                      options_.pipeline))
@@ -66,7 +71,49 @@ class Layouts {
     return std::move(layouts_);
   }
 
+  /// Why all() finds none.
+  std::string problem() const {
+    std::string given, names;
+    int64_t product = 1;
+    for (const auto& [name, degree] :
+         {std::pair("replicate", options_.replicate), std::pair("shard", options_.shard),
+          std::pair("context", options_.context), std::pair("tensor", options_.tensor),
+          std::pair("pipeline", options_.pipeline)}) {
+      if (degree == 0) continue;
+      const std::string kind =
+          name == std::string("replicate") || name == std::string("shard") ? "data_parallel_" : "";
+      names += str(names.empty() ? "" : " x ", "parallelism.", kind, name,
+                   kind.empty() ? "_parallel_degree" : "_degree");
+      given += str(given.empty() ? "" : " x ", degree);
+      product *= degree;
+    }
+    if (options_.world % product != 0)
+      return str(names, " = ", given, " doesn't divide the ", options_.world, " ranks");
+    if (options_.tensor > 0 && !divides_heads(options_.tensor))
+      return str("parallelism.tensor_parallel_degree = ", options_.tensor, " doesn't divide the model's ",
+                 sizes_.num_heads, " heads and ", sizes_.num_kv_heads, " key/value heads");
+    if (const int64_t tensor = std::max<int64_t>(options_.tensor, 1),
+        context = std::max<int64_t>(options_.context, 1);
+        !divides_sequence(tensor, context))
+      return str("training.seq_len = ", sequence_,
+                 " can't be shared equally with parallelism.context_parallel_degree = ", context,
+                 " and parallelism.tensor_parallel_degree = ", tensor);
+    if (options_.pipeline > sizes_.num_layers)
+      return str("parallelism.pipeline_parallel_degree = ", options_.pipeline, " is more than the model's ",
+                 sizes_.num_layers, " layers");
+    return str("no layout of ", options_.world, " ranks that is allowed shares ", options_.sequences,
+               " sequences a step equally: change --sequences or training.global_batch_size");
+  }
+
  private:
+  bool divides_heads(int64_t tensor) const {
+    return sizes_.num_heads % tensor == 0 && sizes_.num_kv_heads % tensor == 0;
+  }
+  // Ring attention cuts a sequence into two parts for each rank, so that all have as much to do.
+  bool divides_sequence(int64_t tensor, int64_t context) const {
+    const int64_t parts = context > 1 && is_balanced_ ? 2 * context : context;
+    return sequence_ % parts == 0 && (!is_sequence_parallel_ || sequence_ / context % tensor == 0);
+  }
   bool selects_layers(const std::string& option) const {
     return option != "op" && std::stoll(option) <= sizes_.num_layers;
   }
@@ -80,9 +127,11 @@ class Layouts {
     const int64_t ranks = layout.tensor * layout.context;
     const int64_t batches = options_.world / (ranks * layout.pipeline);
     if (options_.sequences % batches != 0) return;
+    const int64_t host = std::min<int64_t>(options_.world, options_.host_devices);
     for (const int64_t replicate : degrees(batches, batches, options_.replicate)) {
+      if (options_.shard > 0 && batches / replicate != options_.shard) continue;
       const int64_t group = batches / replicate * ranks;
-      const bool is_of_hosts = group % options_.host_devices == 0 || options_.host_devices % group == 0;
+      const bool is_of_hosts = group % host == 0 || host % group == 0;
       if (options_.replicate == 0 && replicate > 1 && !is_of_hosts) continue;
       layout.replicate = replicate;
       add(layout, options_.sequences / batches);
@@ -148,6 +197,7 @@ class Layouts {
 
   ModelSizes sizes_;
   int64_t sequence_;
+  bool is_sequence_parallel_, is_balanced_;
   bool may_select_layers_;
   const SearchOptions& options_;
   std::vector<Layout> layouts_;
@@ -190,13 +240,11 @@ class Search {
         num_layers_(base.spec().sizes(base.args()).num_layers),
         context_(base.parallelism.context),
         layouts_(Layouts(base, options).all()),
-        estimator_(base, options) {}
+        estimator_(base, options) {
+    if (layouts_.empty()) throw ConfigError(Layouts(base, options).problem());
+  }
 
   SearchResult run() {
-    if (layouts_.empty())
-      throw ConfigError(
-          str("no layout divides ", options_.world, " ranks and ", options_.sequences,
-              " sequences a step: set training.global_batch_size to a multiple of more of them"));
     result_.num_layouts = layouts_.size();
     progress_(str(layouts_.size(), " layouts"));
     estimate_all();
@@ -229,9 +277,9 @@ class Search {
   double value_of(const PlanAnswer& plan) const {
     return options_.least_memory ? static_cast<double>(plan.needed_bytes) : plan.step_s;
   }
-  void does_not_fit(const Layout& layout, double bytes) {
+  void does_not_fit(const Layout& layout, double bytes, bool is_least = false) {
     if (SearchResult::Smallest& smallest = result_.smallest; smallest.bytes == 0 || bytes < smallest.bytes)
-      smallest = {layout, bytes};
+      smallest = {layout, bytes, is_least};
   }
   void has_no_plan(const Layout& layout, const std::string& error, bool has_failed) {
     SearchResult::Unplanned& unplanned = has_failed ? result_.failed : result_.refused;
@@ -314,18 +362,31 @@ class Search {
   }
 
   // By what is known of the same layout with less recomputation and smaller micro-batches.
-  bool is_too_slow(const Layout& layout, double limit) const {
-    if (options_.least_memory) return false;
+  bool is_too_slow(const Layout& layout, double limit) {
+    if (options_.least_memory || std::isinf(limit)) return false;
     for (Layout known : with_no_more_recompute(layout)) {
       const auto tried = tried_.find(without_micro_batch(block_kind(known)));
       if (tried == tried_.end()) continue;
       const double gain = gain_of_larger(known, tried->second);
       if (known.recompute == layout.recompute && gain < kLeastGain) return true;
       known.micro_batch = *tried->second.rbegin();
-      if (least_seconds(known) * (1 - (known.micro_batch < layout.micro_batch ? gain : 0)) > limit)
+      const double share = 1 - (known.micro_batch < layout.micro_batch ? gain : 0);
+      if (share * least_seconds(known) > limit) return true;
+      if (layout.pipeline > 1 && share * seconds_with_bubble(layout, known) > kPipelineMargin * limit)
         return true;
     }
     return false;
+  }
+
+  // The layout's, if its blocks took the known layout's time for a sequence; 0 if nothing is known.
+  double seconds_with_bubble(const Layout& layout, const Layout& known) {
+    const BlockCosts* block = block_of(known);
+    if (!block) return 0;
+    BlockCosts costs = *block;
+    const double micro_batches =
+        static_cast<double>(layout.micro_batch) / static_cast<double>(known.micro_batch);
+    costs.seconds = {micro_batches * costs.seconds.of_layer, micro_batches * costs.seconds.rest};
+    return estimator_.of(layout, costs).step_s;
   }
 
   // The largest share of a sequence's time that larger micro-batches than those can save.
@@ -362,7 +423,8 @@ class Search {
       const LayoutEstimate estimate = estimator_.of(layout, found->second);
       ranked_.push_back({layout, estimate});
       if (is_too_large(estimate)) too_large_.insert(without_micro_batch(layout));
-      if (kMemoryMargin * estimate.bytes < usable() && !options_.least_memory) fits_easily_.insert(layout);
+      if (kMemoryMargin * estimate.bytes < usable() && estimate.delayed_tokens == 0 && !options_.least_memory)
+        fits_easily_.insert(layout);
     }
   }
 
@@ -384,7 +446,7 @@ class Search {
         std::ranges::move(estimator_.block_requests(kind), std::back_inserter(requests));
         some.emplace_back(std::move(kind), requests.size());
       }
-      const std::vector<PlanAnswer> answers = planner_(requests);
+      const std::vector<PlanAnswer> answers = answers_to(requests);
       for (const PlanAnswer& block : answers)
         if (block.error.empty()) planning_time_.add(0, block.planning_s);
       size_t begin = 0;
@@ -398,11 +460,20 @@ class Search {
     }
   }
 
-  // The estimate that a layout must beat.
+  std::vector<PlanAnswer> answers_to(const std::vector<PlanRequest>& requests) const {
+    std::vector<PlanAnswer> answers(requests.size());
+    size_t next = 0;
+    planner_([&] { return next < requests.size() ? std::optional(requests[next++]) : std::nullopt; },
+             [&](size_t number, const PlanAnswer& answer) { answers[number] = answer; });
+    return answers;
+  }
+
+  // The estimate that a layout must beat. What isn't known to fit, because weight gradients are delayed, sets no limit.
   double last_of_the_best() const {
     std::vector<double> values;
     for (const Ranked& each : ranked_)
-      if (each.estimate.bytes <= usable()) values.push_back(value_of(each.estimate));
+      if (each.estimate.bytes <= usable() && each.estimate.delayed_tokens == 0)
+        values.push_back(value_of(each.estimate));
     if (values.size() < options_.num_best) return std::numeric_limits<double>::infinity();
     std::ranges::sort(values);
     return values[options_.num_best - 1];
@@ -412,7 +483,7 @@ class Search {
   // less, and takes no less memory.
   bool copies_may_help(const Layout& layout, double limit) {
     Layout sharded = layout;
-    sharded.replicate = 1;
+    sharded.replicate = std::max<int64_t>(options_.replicate, 1);
     sharded.keeps_gathered = false;
     for (const Layout& less : with_no_more_recompute(sharded)) {
       const BlockCosts* block = block_of(less);
@@ -428,33 +499,57 @@ class Search {
 
   // ---- the second round
 
-  // The candidates are in order of their estimates. Those that don't fit would cost the time that others need, so they wait until no
-  // other is left that there is time for. Each plan improves the forecasts of memory and time, so each batch is chosen anew.
+  // The candidates are in order of their estimates. Each plan improves the forecasts of memory and time, so each is chosen anew.
   void plan_while_promising(std::vector<Ranked> candidates) {
-    while (true) {
-      std::erase_if(candidates, [&](const Ranked& each) {
-        const double bytes = memory_of(each).least;
-        const bool is_too_far = is_too_large({.bytes = bytes});
-        if (is_too_far) does_not_fit(each.layout, bytes);
-        return is_too_far || !is_promising(each);
-      });
-      std::vector<Ranked> batch;
-      for (const bool fits : {true, false})
-        for (auto each = candidates.begin();
-             each != candidates.end() && batch.size() < options_.num_at_once;) {
-          if (seems_to_fit(*each) != fits || !has_time_for(each->layout)) {
-            ++each;
-            continue;
-          }
-          batch.push_back(std::move(*each));
-          each = candidates.erase(each);
-        }
-      if (batch.empty()) break;
-      plan(batch);
-    }
+    std::vector<Ranked> asked;
+    planner_(
+        [&]() -> std::optional<PlanRequest> {
+          drop_hopeless(candidates);
+          const auto chosen = next_of(candidates);
+          if (chosen == candidates.end()) return std::nullopt;
+          asked.push_back(std::move(*chosen));
+          candidates.erase(chosen);
+          ++num_asked_;
+          return PlanRequest{
+              .settings = asked.back().layout.settings(options_.world, options_.sequences, num_layers_),
+              .world = options_.world,
+              .stops_above = options_.usable_bytes};
+        },
+        [&](size_t number, const PlanAnswer& plan) { take(asked[number], plan); });
+    drop_hopeless(candidates);
     if (candidates.empty()) return;
     result_.time_is_up = true;
     result_.num_left += candidates.size();
+  }
+
+  void drop_hopeless(std::vector<Ranked>& candidates) {
+    std::erase_if(candidates, [&](const Ranked& each) {
+      const double bytes = memory_of(each).least;
+      const bool is_too_far = is_too_large({.bytes = bytes});
+      if (is_too_far) does_not_fit(each.layout, bytes);
+      return is_too_far || !is_promising(each);
+    });
+  }
+
+  // The first that may be the best and may fit; then the first that seems to fit; then any. While nothing fits, the first two take turns.
+  // That a layout doesn't fit shows early, so trying takes little time; but it may add up.
+  std::vector<Ranked>::iterator next_of(std::vector<Ranked>& candidates) const {
+    const auto first = [&](const auto& is_wanted) {
+      return std::ranges::find_if(
+          candidates, [&](const Ranked& each) { return has_time_for(each.layout) && is_wanted(each); });
+    };
+    const bool may_try =
+        misfits_s_ < kMostMisfits * options_.seconds * static_cast<double>(options_.num_at_once);
+    if (may_try && !(result_.best.empty() && num_asked_ % 2 == 1)) {
+      const auto best = first([&](const Ranked& each) {
+        return memory_of(each).least <= usable() &&
+               (result_.best.empty() ||
+                value_of(each.estimate) * most_pessimistic_ < value_of(result_.best[0].plan));
+      });
+      if (best != candidates.end()) return best;
+    }
+    const auto fitting = first([&](const Ranked& each) { return seems_to_fit(each); });
+    return fitting != candidates.end() ? fitting : first([](const Ranked&) { return true; });
   }
 
   bool is_promising(const Ranked& each) const {
@@ -472,9 +567,10 @@ class Search {
     const auto& [layout, estimate] = each;
     if (estimate.delayed_tokens > 0) {
       const auto found = bytes_of_delayed_.find(delayed_kind(layout));
-      return {estimate.bytes, found == bytes_of_delayed_.end()
-                                  ? kMemoryMargin * estimate.bytes
-                                  : estimate.bytes + found->second.of_token() * estimate.delayed_tokens};
+      if (found == bytes_of_delayed_.end()) return {estimate.bytes, kMemoryMargin * estimate.bytes};
+      const Range& of_token = found->second;
+      return {estimate.bytes + of_token.least * estimate.delayed_tokens,
+              estimate.bytes + of_token.most * estimate.delayed_tokens};
     }
     Range error{1, 1};
     if (const auto found = memory_errors_.find(memory_kind(layout)); found != memory_errors_.end())
@@ -488,25 +584,21 @@ class Search {
   static MemoryKind memory_kind(const Layout& layout) {
     return {layout.schedule, layout.pipeline, layout.recompute};
   }
-  // A layer's inputs and gradients of outputs, in plans so far.
-  struct Delayed {
-    double bytes = 0, tokens = 0;
-    double of_token() const { return std::max(0.0, bytes / tokens); }
-  };
-  // These decide how much it is for a token.
+  // These decide how much delayed weight gradients keep for a token of a layer: its inputs and gradients of outputs.
   using DelayedKind = std::tuple<int64_t, std::string>;
   static DelayedKind delayed_kind(const Layout& layout) { return {layout.tensor, layout.recompute}; }
+  template <class Kind>
+  static void widen(std::map<Kind, Range>& ranges, const Kind& kind, double value) {
+    Range& range = ranges.try_emplace(kind, value, value).first->second;
+    range = {std::min(range.least, value), std::max(range.most, value)};
+  }
   void add_error(const Ranked& planned, double needed) {
     const auto& [layout, estimate] = planned;
-    if (estimate.delayed_tokens > 0) {
-      Delayed& delayed = bytes_of_delayed_[delayed_kind(layout)];
-      delayed.bytes += needed - estimate.bytes;
-      delayed.tokens += estimate.delayed_tokens;
-      return;
-    }
-    const double error = needed / estimate.bytes;
-    Range& errors = memory_errors_.try_emplace(memory_kind(layout), error, error).first->second;
-    errors = {std::min(errors.least, error), std::max(errors.most, error)};
+    if (estimate.delayed_tokens > 0)
+      widen(bytes_of_delayed_, delayed_kind(layout),
+            std::max(0.0, (needed - estimate.bytes) / estimate.delayed_tokens));
+    else
+      widen(memory_errors_, memory_kind(layout), needed / estimate.bytes);
   }
 
   // A plan's layers' micro-batches. The first ones are planned in any case.
@@ -517,40 +609,28 @@ class Search {
     return num_asked_ == 0 || seconds_since(start_) + planning_time_.of(work_of(layout)) < options_.seconds;
   }
 
-  // Adds what fits to the best.
-  void plan(const std::vector<Ranked>& batch) {
-    std::vector<PlanRequest> requests;
-    for (const Ranked& each : batch)
-      requests.push_back(
-          {each.layout.settings(options_.world, options_.sequences, num_layers_), options_.world});
-    const std::vector<PlanAnswer> plans = planner_(requests);
-    num_asked_ += plans.size();
-    for (size_t i = 0; i < batch.size(); ++i) {
-      const auto& [layout, estimate] = batch[i];
-      const PlanAnswer& plan = plans[i];
-      if (!plan.error.empty()) {
-        has_no_plan(layout, plan.error, plan.has_failed);
-        continue;
-      }
-      ++result_.num_planned;
-      planning_time_.add(work_of(layout), plan.planning_s);
-      most_pessimistic_ = std::min(most_pessimistic_, value_of(plan) / value_of(estimate));
-      const auto needed = static_cast<double>(plan.needed_bytes);
-      add_error(batch[i], needed);
-      const bool fits = plan.needed_bytes <= options_.usable_bytes;
-      progress_(str(layout.text(), ": ", std::lround(1e3 * plan.step_s), " ms (estimate ",
-                    std::lround(1e3 * estimate.step_s), " ms), ", std::lround(needed / kGiB),
-                    " GiB (estimate ", std::lround(estimate.bytes / kGiB), " GiB)",
-                    fits ? "" : ", doesn't fit"));
-      if (fits) {
-        result_.best.push_back({layout, plan, estimate.step_s, estimate.bytes});
-      } else {
-        ++result_.num_too_large;
-        does_not_fit(layout, needed);
-      }
+  // Adds it to the best if it fits.
+  void take(const Ranked& asked, const PlanAnswer& plan) {
+    const auto& [layout, estimate] = asked;
+    if (!plan.error.empty()) return has_no_plan(layout, plan.error, plan.has_failed);
+    ++result_.num_planned;
+    planning_time_.add(plan.share_rehearsed * work_of(layout), plan.planning_s);
+    const bool fits = plan.needed_bytes <= options_.usable_bytes, is_whole = plan.share_rehearsed == 1;
+    const auto needed = static_cast<double>(plan.needed_bytes);
+    add_error(asked, needed);
+    if (is_whole) most_pessimistic_ = std::min(most_pessimistic_, value_of(plan) / value_of(estimate));
+    progress_(str(
+        layout.text(), ": ", is_whole ? str(std::lround(1e3 * plan.step_s), " ms (estimate ") : "(estimate ",
+        std::lround(1e3 * estimate.step_s), " ms), ", is_whole ? "" : "at least ", std::lround(needed / kGiB),
+        " GiB (estimate ", std::lround(estimate.bytes / kGiB), " GiB)", fits ? "" : ", doesn't fit"));
+    if (!fits) {
+      ++result_.num_too_large;
+      misfits_s_ += plan.planning_s;
+      return does_not_fit(layout, needed, !is_whole);
     }
-    std::ranges::stable_sort(result_.best, {},
-                             [&](const FoundLayout& found) { return value_of(found.plan); });
+    const auto place = std::ranges::upper_bound(
+        result_.best, value_of(plan), {}, [&](const FoundLayout& found) { return value_of(found.plan); });
+    result_.best.insert(place, {layout, plan, estimate.step_s, estimate.bytes});
   }
 
   std::vector<Ranked> replicas_of(const Layout& best) {
@@ -576,19 +656,21 @@ class Search {
       variants.push_back(
           {layout, {.step_s = best.plan.step_s, .bytes = static_cast<double>(best.plan.needed_bytes)}});
     };
-    if (best.layout.only_degrees || options_.least_memory) return;
+    if (best.layout.only_degrees) return;
     const auto& [tensor, context, pipeline, replicate] =
         std::tie(best.layout.tensor, best.layout.context, best.layout.pipeline, best.layout.replicate);
     const int64_t sharing = options_.world / (tensor * pipeline * replicate);
     const int64_t of_host = options_.host_devices / tensor;
-    if (pipeline == 1 && !best.layout.keeps_gathered && of_host > 1 && sharing > of_host &&
-        sharing % of_host == 0)
+    if (!options_.least_memory && pipeline == 1 && !best.layout.keeps_gathered && of_host > 1 &&
+        sharing > of_host && sharing % of_host == 0)
       add([&](Layout& layout) { layout.reshard = of_host; });
-    if (best.layout.float8 && sharing > 1) add([](Layout& layout) { layout.float8_gather = true; });
+    if (options_.may_gather_float8 && best.layout.float8 && sharing > 1)
+      add([](Layout& layout) { layout.float8_gather = true; });
     using Names = std::pair<const char*, const char*>;
     for (const auto& [attention, rotate_method] :
          {Names("ring", "allgather"), Names("ring", "alltoall"), Names("allgather_kv", "allgather")}) {
-      if (context == 1 || (attention == context_.attention && rotate_method == context_.rotate_method))
+      if (context == 1 || !options_.may_change_context ||
+          (attention == context_.attention && rotate_method == context_.rotate_method))
         continue;
       add([&](Layout& layout) {
         layout.context_attention = attention;
@@ -616,9 +698,10 @@ class Search {
   std::vector<Ranked> ranked_;
   PlanningTime planning_time_;
   size_t num_asked_ = 0;                       // layouts that the planner was asked for in the second round
+  double misfits_s_ = 0;                       // the time that plans of what doesn't fit took
   double most_pessimistic_ = 1;                // the smallest quotient of a plan's value and its estimate
   std::map<MemoryKind, Range> memory_errors_;  // quotients of a plan's bytes and its estimate's
-  std::map<DelayedKind, Delayed> bytes_of_delayed_;
+  std::map<DelayedKind, Range> bytes_of_delayed_;  // for a token of a layer, in plans so far
   SearchResult result_;
 };
 
@@ -645,8 +728,12 @@ std::vector<Layout::Setting> Layout::settings(int world, int64_t sequences, int6
     settings.push_back({"parallelism", "pipeline_parallel_first_stage_less_layers", str(less)});
     settings.push_back({"parallelism", "pipeline_parallel_last_stage_less_layers", str(less)});
   }
-  if (tensor == 1 || !only_degrees)
+  if (tensor == 1 || !only_degrees) {
     settings.push_back({"parallelism", "enable_async_tensor_parallel", truth(asynchronous)});
+    // The base's own is read only with it.
+    if (!asynchronous)
+      settings.push_back({"parallelism", "async_tensor_parallel_transport", config::quoted("auto")});
+  }
   if (only_degrees) return settings;
   settings.insert(settings.end(), {{"parallelism", "fsdp_reshard_after_forward",
                                     config::quoted(keeps_gathered ? "never"

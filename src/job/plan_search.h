@@ -10,12 +10,14 @@
 // 2. The best estimates are planned as they are, and ranked by that, until no estimate that is left can be among the best, even if it is as
 //    pessimistic as the most pessimistic one so far. Memory is corrected by how far the estimates of the same schedule, depth and recomputation
 //    were off so far; what delayed weight gradients keep, which estimates leave out, is learned from plans of the same tensor-parallel degree and
-//    recomputation. What seems not to fit is planned last, and not at all if its estimate is far from fitting.
+//    recomputation. A plan ends at the first rank that doesn't fit, so what may be the best is tried early even if it seems not to fit. Other
+//    layouts that seem not to fit are planned last, and not at all if they are far from fitting.
 //
 // The kinds of blocks that can't be of use aren't planned:
 // - what doesn't fit, by far, doesn't fit with a larger micro-batch either;
 // - what fits easily needs no more recomputation, which computes more, and neither does what computes too long without it;
 // - larger micro-batches, once they can save no more than half a percent, or not enough to be among the best;
+// - what can't be among the best with its bubble, by the time of its block with a smaller micro-batch or less recomputation;
 // - parameters that stay gathered, and replicas of them (HSDP; DDP if each rank has all), only save communication between replicas: they must
 //   be fast enough without any. They take more memory, so they are never the layouts that take least. A group that shares parameters is a
 //   part of a host, or whole hosts.
@@ -27,6 +29,7 @@
 #include <compare>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -69,12 +72,16 @@ struct Layout {
 struct PlanRequest {
   std::vector<Layout::Setting> settings;
   int world = 0;
+  bool only_first_rank = false;  ///< PlanOptions::only_first_rank
+  int64_t stops_above = 0;       ///< PlanOptions::stops_above
 };
 
 struct PlanAnswer {
   std::string error;        ///< if it can't be planned
   bool has_failed = false;  ///< with an error that isn't the program's refusal of these settings
   double planning_s = 0;    ///< the time that planning took
+  /// JobPlan::share_rehearsed: below 1, only `needed_bytes` is known, as the least that is needed.
+  double share_rehearsed = 1;
   double step_s = 0, tokens = 0, mfu = 0;
   double parameters = 0;               ///< the model's
   int64_t peak_bytes = 0;              ///< from the device, by the allocator
@@ -86,17 +93,22 @@ struct PlanAnswer {
   bool operator==(const PlanAnswer&) const = default;
 };
 
-/// Answers requests in their order.
-using Planner = std::function<std::vector<PlanAnswer>(const std::vector<PlanRequest>&)>;
+using NextRequest = std::function<std::optional<PlanRequest>()>;
+using TakeAnswer = std::function<void(size_t number, const PlanAnswer&)>;
+/// Plans what `next` returns, several at a time, until it returns nothing and all are answered; `take` gets each answer with its request's number, from
+/// 0 in the order of `next`. After an answer there may be more requests.
+using Planner = std::function<void(const NextRequest& next, const TakeAnswer& take)>;
 
 struct SearchOptions {
   int world = 0;
   int64_t sequences = 0;     ///< all ranks' in a step
   int64_t usable_bytes = 0;  ///< a device's
   int64_t host_devices = 8;
-  int64_t tensor = 0, context = 0, pipeline = 0, replicate = 0;  ///< degrees that are given; 0: all are tried
+  /// Degrees that are given; 0: all are tried. `shard` is data_parallel_shard_degree.
+  int64_t tensor = 0, context = 0, pipeline = 0, replicate = 0, shard = 0;
   int64_t max_tensor = 0, max_context = 0, max_pipeline = 0;     ///< limits of the degrees that are tried
   bool may_use_float8 = false;
+  bool may_gather_float8 = true, may_change_context = true;  ///< variants of the best one may set these keys
   bool only_degrees = false;  ///< recomputation, precision and the rest stay as the base has them
   bool least_memory = false;  ///< rank what fits by memory instead of tokens/s
   size_t num_best = 10;
@@ -130,7 +142,8 @@ struct SearchResult {
   /// The smallest of the layouts that don't fit, by its plan or else its estimate.
   struct Smallest {
     Layout layout;
-    double bytes = 0;  ///< 0: there is none
+    double bytes = 0;       ///< 0: there is none
+    bool is_least = false;  ///< it may need more
   };
   Smallest smallest;
 };

@@ -1,5 +1,6 @@
 #include "job/rehearsal.h"
 
+#include <cmath>
 #include <set>
 
 #include <ATen/core/grad_mode.h>
@@ -33,7 +34,7 @@ Rehearsal::Rehearsal(const JobConfig& config, const dist::World& world) : config
   built_ = build_models(config, meshes_, static_cast<int64_t>(batches_.size()));
   optim::OptimizerSettings optimizer = config.optimizer;
   optimizer.args = config.optimizer_args.settings;
-  optimizer_.emplace(built_.parameters, optimizer, names_elsewhere(built_.parameters, meshes_));
+  optimizer_.emplace(built_.parameters, optimizer, names_elsewhere(config_, meshes_));
 }
 
 int64_t Rehearsal::tokens() const {
@@ -86,7 +87,9 @@ void Rehearsal::step() {
   built_.runner->forward_backward(batches_, tokens());
   RECORD_USER_SCOPE("optimizer");
   if (!optimizer_->can_skip_on_device()) {
-    optim::clip_grad_norm(built_.parameters, config_.training.max_norm, meshes_.pp);
+    // Gradients have no values, and what limits them is part of a step.
+    const double max_norm = std::isfinite(config_.training.max_norm) ? 0 : config_.training.max_norm;
+    optim::clip_grad_norm(built_.parameters, max_norm, meshes_.pp);
     return optimizer_->step();
   }
   const at::NoGradGuard no_grad;

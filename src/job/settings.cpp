@@ -322,12 +322,13 @@ void describe(config::Table<ParallelismSettings>& table) {
 }
 
 ParallelDims resolve_parallel_dims(const ParallelismSettings& settings, int world_size) {
-  ParallelDims dims{.dp_replicate = static_cast<int>(settings.data_parallel_replicate_degree),
-                    .dp_shard = static_cast<int>(settings.data_parallel_shard_degree),
+  const auto degree = [](int64_t value) { return ParallelDims::product(value, 1); };
+  ParallelDims dims{.dp_replicate = degree(settings.data_parallel_replicate_degree),
+                    .dp_shard = degree(settings.data_parallel_shard_degree),
                     .rows = row_axes(chosen_parallelisms(settings)),
                     .sequence_parallel = settings.enable_sequence_parallel,
-                    .tp = static_cast<int>(settings.tensor_parallel_degree),
-                    .pp = static_cast<int>(settings.pipeline_parallel_degree)};
+                    .tp = degree(settings.tensor_parallel_degree),
+                    .pp = degree(settings.pipeline_parallel_degree)};
   if (dims.dp_shard != -1) return dims;
   dims.dp_shard = 1;
   dims.dp_shard = std::max(1, world_size / dims.world_size());

@@ -302,8 +302,10 @@ void for_each_tile(const Qkv& in, bool causal, Visit visit) {
 
 // FlashAttention takes documents of all heads that it or cuDNN takes without them. cuDNN itself isn't called: it would
 // build a plan for each number of documents and each longest one, so in nearly every step.
-bool have_document_kernel(const Qkv& in) {
-  if (in.q.is_cpu()) return false;
+bool have_document_kernel(const Qkv& in, const Documents& documents) {
+  // Each is one of a grid's blocks in a dimension that has no more.
+  constexpr int64_t most_documents = 65'535;
+  if (in.q.is_cpu() || documents.starts.numel() > most_documents + 1) return false;
   const SDPBackend choice = choose(heads_first(in), /*causal=*/true);
   return choice == SDPBackend::flash_attention || choice == SDPBackend::cudnn_attention;
 }
@@ -412,7 +414,7 @@ std::tuple<Tensor, Tensor> causal_attention_by_libtorch(const Tensor& q, const T
                                                         int64_t longest) {
   const Qkv in{q, k, v};
   const Documents documents{starts.value_or(Tensor()), longest};
-  if (documents && have_document_kernel(in)) {
+  if (documents && have_document_kernel(in, documents)) {
     tell(SDPBackend::flash_attention, q, /*documents=*/true);
     const KernelResult result = flash_in_documents(in, documents);
     return {result.out, result.log_sum_exp};
@@ -428,7 +430,7 @@ std::tuple<Tensor, Tensor, Tensor> causal_attention_backward_by_libtorch(
     const Tensor& log_sum_exp, const std::optional<Tensor>& starts, int64_t longest) {
   const Qkv in{q, k, v};
   const Documents documents{starts.value_or(Tensor()), longest};
-  if (documents && have_document_kernel(in)) {
+  if (documents && have_document_kernel(in, documents)) {
     const Qkv grads = flash_in_documents_backward(grad, in, {out, log_sum_exp}, documents);
     return {grads.q, grads.k, grads.v};
   }

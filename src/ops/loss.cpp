@@ -162,7 +162,10 @@ struct ChunkLoop {
     static const auto op = find_operator<decltype(composite::vocabulary_stats)>("titan::vocabulary_stats");
     const at::Tensor statistics = op.call(logits, labels, first);
     if (!options.loss || !options.loss->needs_mean()) return statistics;
-    return at::cat({statistics, logits.sum({1}, /*keepdim=*/false, at::kDouble).unsqueeze(0)});
+    // On a GPU, a sum of 16-bit numbers in double would first copy them in double.
+    const bool is_wide = logits.is_cpu() || logits.scalar_type() == at::kDouble;
+    const at::Tensor sum = logits.sum({1}, /*keepdim=*/false, is_wide ? at::kDouble : at::kFloat);
+    return at::cat({statistics, sum.to(statistics.scalar_type()).unsqueeze(0)});
   }
 
   // parts: [parts, 2 or 3, N].

@@ -130,7 +130,7 @@ KernelKind kind_of(const Launch& launch, std::string_view name) {
 int64_t DeviceSpec::usable_bytes() const {
   // A context with its code and stacks takes about this much of a GPU: an assumption.
   constexpr int64_t context_bytes = int64_t{600} << 20;
-  return std::llround(memory_gib * kGiB) - context_bytes;
+  return std::llround(memory_gib * kGiB) - (is_cpu ? 0 : context_bytes);
 }
 
 double DeviceSpec::peak_flops(c10::ScalarType dtype) const {

@@ -103,7 +103,7 @@ void read_device(Keys& keys, DeviceSpec& device, std::vector<std::string>& assum
     keys.text("device.kind", kind, {"gpu", "cpu"});
     device.is_cpu = kind == "cpu";
   }
-  keys.number("device.memory_gib", device.memory_gib, 1.0, 4096.0);
+  keys.number("device.memory_gib", device.memory_gib, 0.01, 4096.0);
   number_of_h100("device.compute_capability", device.compute_capability, 70, 999);
   number_of_h100("device.multiprocessors", device.multiprocessors, 1, 1024);
   keys.number("device.memory_gb_per_s", device.memory_gb_per_s, 1e-3, kMost);

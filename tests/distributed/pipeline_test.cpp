@@ -9,6 +9,8 @@
 
 #include <gtest/gtest.h>
 
+#include <set>
+
 #include "distributed/pipeline_case.h"
 #include "job/settings.h"
 #include "train/pipeline/pipeline_runner.h"
@@ -32,7 +34,13 @@ Outcome run_pipeline(const LlamaCase& llama, const Batch& batch, const Precision
                      const Variant& variant, const Outcome& reference) {
   const train::Meshes meshes = train::build_meshes(world(), variant.dims);
   Stages stages(llama, precision, variant, meshes, {.tensor = variant.tensor_options()});
-  const train::TiedGradients tied(stages.parameters(), meshes.pp);
+  train::TiedHolders holders;
+  if (llama.args.contains("tie_embeddings")) {
+    const std::vector<int>& rank_of_stage = stages.schedule().rank_of_stage;
+    const std::set<int> ranks = {rank_of_stage.front(), rank_of_stage.back()};
+    holders["tok_embeddings.weight"].assign(ranks.begin(), ranks.end());
+  }
+  const train::TiedGradients tied(stages.parameters(), meshes.pp, holders);
   train::PipelineRunner runner(stages.stages(), meshes.pp, device());
   const auto micro_batches =
       micro_batches_of(batch.rows(meshes.dp_rank(), meshes.dp_degree()), variant.num_micro_batches());

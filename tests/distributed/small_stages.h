@@ -120,8 +120,9 @@ inline Expected on_one_rank(const std::vector<StageKind>& kinds, int count) {
 }
 
 // Runs two steps, so that leftovers of the first one are detected.
-inline void expect_equals_one_rank(const DeviceMesh& pp, const pipeline::Schedule& schedule,
-                                   const std::vector<StageKind>& kinds) {
+inline void expect_equals_one_rank(
+    const DeviceMesh& pp, const pipeline::Schedule& schedule, const std::vector<StageKind>& kinds,
+    const std::function<void()>& after_first_step = [] {}) {
   std::string name = schedule.name;
   for (const StageKind kind : kinds) name += str(", ", name_of(kind));
   std::vector<std::unique_ptr<SmallStage>> models;
@@ -141,6 +142,7 @@ inline void expect_equals_one_rank(const DeviceMesh& pp, const pipeline::Schedul
         at::Tensor(parameter.data.local).mutable_grad().reset();
     loss = pp.group()->sum(runner.run(plan, micro_batches(schedule.num_micro_batches), 1).item<double>(),
                            {"test::loss"});
+    if (step == 0) after_first_step();
   }
   const Expected expected = on_one_rank(kinds, schedule.num_micro_batches);
   EXPECT_NEAR(loss, expected.loss, 1e-12 * expected.loss) << name;

@@ -3,6 +3,7 @@
 
 #include <signal.h>
 
+#include <algorithm>
 #include <chrono>
 #include <fstream>
 #include <future>
@@ -68,15 +69,15 @@ class Flight : public ::testing::Test {
     return job;
   }
   // Each rank by itself, as on hosts of their own: no launcher ends the others when one is lost.
-  std::vector<Command> start_apart() {
+  std::vector<Command> start_apart(const Words& more = {}) {
     const std::string port = some_port();
     std::vector<Command> ranks;
     for (const char* rank : {"0", "1", "2"})
-      ranks.emplace_back(words(), Command::Variables{{"OMP_NUM_THREADS", "1"},
-                                                     {"RANK", rank},
-                                                     {"WORLD_SIZE", "3"},
-                                                     {"MASTER_ADDR", "127.0.0.1"},
-                                                     {"MASTER_PORT", port}});
+      ranks.emplace_back(words() + more, Command::Variables{{"OMP_NUM_THREADS", "1"},
+                                                            {"RANK", rank},
+                                                            {"WORLD_SIZE", "3"},
+                                                            {"MASTER_ADDR", "127.0.0.1"},
+                                                            {"MASTER_PORT", port}});
     wait_for_steps();
     return ranks;
   }
@@ -89,6 +90,9 @@ class Flight : public ::testing::Test {
   }
   size_t read_logged() const {
     return fs::exists(folder_ / "metrics.jsonl") ? text_of(folder_ / "metrics.jsonl").size() : 0;
+  }
+  int64_t num_logged() const {
+    return read_logged() == 0 ? 0 : std::ranges::count(text_of(folder_ / "metrics.jsonl"), '\n');
   }
   fs::path record(int rank) const {
     return folder_ / "comm_traces" / ("rank_" + std::to_string(rank) + ".json");
@@ -166,6 +170,27 @@ TEST_F(Flight, NamesAKilledRankWithoutALauncher) {
     EXPECT_EQ(result.status, 1) << rank << "\n" << result.err;
     EXPECT_THAT(result.err, ContainsRegex(str("the job fails: lost: rank 1 \\(host [^ ]+, pid ", pid,
                                               "\\), last heard from at ")));
+  }
+}
+
+// A recording has calls of the communicators, which don't end before it.
+TEST_F(Flight, NamesAKilledRankOfRecordedSteps) {
+  if (!tests_on_gpu()) GTEST_SKIP() << "a CPU's steps aren't recorded";
+  std::vector<Command> ranks = start_apart({"--compile.enable", "--metrics.log_freq=1"});
+  for (int i = 0; i < 1200 && num_logged() < 6; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  EXPECT_GE(num_logged(), 6) << "no recorded step within a minute";
+  const MachineLag lag;
+  const auto killed = Clock::now();
+  ranks[1].signal(SIGKILL);
+  std::vector<std::future<CommandResult>> ends;
+  for (Command& rank : ranks)
+    ends.push_back(std::async(std::launch::async, [&rank] { return rank.wait(60); }));
+  for (const size_t rank : {0, 2}) {
+    const CommandResult result = ends[rank].get();
+    EXPECT_LT(seconds_after(killed), 10 + lag.seconds()) << rank;
+    EXPECT_EQ(result.status, 1) << rank << "\n" << result.err;
+    EXPECT_THAT(result.err, HasSubstr("the job fails: lost: rank 1 (host "));
   }
 }
 

@@ -317,6 +317,7 @@ TEST_F(VirtualGpu, ThePeakHasTheTemporaryMemoryOfCudasKernels) {
 
   const std::vector<Tensor> tensors{at::ones({2 * 65'536 + 1}, bf16), at::ones({7}, bf16)};
   EXPECT_EQ(temporary_bytes([&] { return at::_foreach_norm(tensors); }), 2 * 3 * 4);
+  EXPECT_EQ(temporary_bytes([&] { return at::_foreach_norm(tensors, 2, at::kDouble); }), 2 * 3 * 8);
 }
 
 // Memory that another stream uses is given out again when that stream is done with it.

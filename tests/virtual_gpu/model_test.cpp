@@ -22,6 +22,7 @@
 #include "job/rehearsal.h"
 #include "nn/trace_labels.h"
 #include "plan_of.h"
+#include "random_job.h"
 #include "titan/core/error.h"
 #include "titan/nn/hooks.h"
 #include "unit/job/load_preset.h"
@@ -345,14 +346,14 @@ Counts launches_of(const Counts& planned) {
   return counts;
 }
 
-// Numbers that ranks exchange for a norm are small, and the recorder also has those that go between hosts.
-constexpr int64_t kSmallCall = 64;
+// The recorder also has the numbers of a norm that go between hosts.
+constexpr std::string_view kNorm = "optim::grad_norm";
 
 Counts planned_collectives(const json& plan, const std::string& role) {
   Counts counts;
   for (const json& row : plan.at("collectives")) {
     const int64_t calls = row.at("calls"), bytes = row.at("bytes");
-    if (row.at("role") != role || bytes <= kSmallCall * calls) continue;
+    if (row.at("role") != role || row.at("label") == kNorm) continue;
     const std::string kind = row.at("group").get<std::string>() + " " + row.at("op").get<std::string>();
     counts[kind + " calls"] += calls;
     counts[kind + " bytes"] += bytes;
@@ -365,7 +366,7 @@ Counts collectives_since(const dist::World& world, uint64_t first) {
   Counts counts;
   for (uint64_t number = first; number < world.recorder().num_calls(); ++number) {
     dist::CallRecord call;
-    if (!world.recorder().read(number, call) || call.bytes <= kSmallCall) continue;
+    if (!world.recorder().read(number, call) || call.phase == kNorm) continue;
     counts[str(call.group->name, " ", name_of(call.op), " calls")] += 1;
     counts[str(call.group->name, " ", name_of(call.op), " bytes")] += call.bytes;
   }
@@ -401,26 +402,28 @@ void expect_as_planned(const json& plan, int rank, const dist::DeviceMemory& mem
   const Counts launches = planned_launches(plan, planned.at("role"));
   Counts on_gpu = launches_of(launches);
   for (const auto& [operation, number] : launches) {
-    EXPECT_EQ(number, on_gpu[operation]) << "launches of " << operation << " in a step";
+    // A norm that isn't finite limits nothing, and where nothing is computed it is what the memory holds.
+    const bool may_be_left_out = operation == "aten::_foreach_mul_" && number == on_gpu[operation] + 1;
+    if (!may_be_left_out) EXPECT_EQ(number, on_gpu[operation]) << "launches of " << operation << " in a step";
     on_gpu.erase(operation);
   }
   EXPECT_TRUE(on_gpu.empty()) << on_gpu.begin()->second << " launches that aren't planned";
 }
 
-TEST_P(Recipes, FitTheirGpu) {
-  if (!in_memory_only_mode()) GTEST_SKIP() << "runs on virtual GPUs in memory-only mode";
-  const Recipe& recipe = GetParam();
-  const JobConfig config = load_preset(recipe.name, recipe.world_size, recipe.words);
-  double in_tensors = 0, of_device = 0;
-  const json plan = plan_of(recipe.name, recipe.world_size, recipe.words);
-  std::set<int> ranks{recipe.world_size - 1};
+/// Runs a step of one rank of each role, and the last one, and compares each with its plan. Returns the ranks' largest memory. Throws ConfigError for a
+/// job that is refused.
+dist::DeviceMemory run_as_planned(const std::string& preset, int world_size, const Words& words) {
+  const JobConfig config = load_preset(preset, world_size, words);
+  const json plan = plan_of(preset, world_size, words);
+  std::set<int> ranks{world_size - 1};
   for (const json& role : plan.at("memory").at("by_role")) ranks.insert(role.at("rank").get<int>());
+  dist::DeviceMemory most;
   for (const int rank : ranks) {
     const dist::World world = dist::init({.backend = "fake",
                                           .device = "cuda",
                                           .flight_entries = 100'000,
                                           .fake_rank = rank,
-                                          .fake_world_size = recipe.world_size});
+                                          .fake_world_size = world_size});
     dist::DeviceBackend& gpu = *dist::device_backend();
     at::cuda::clearCublasWorkspaces();  // a rank makes its own where it needs them
     at::getDeviceAllocator(at::kCUDA)->emptyCache();
@@ -434,18 +437,24 @@ TEST_P(Recipes, FitTheirGpu) {
     training.step();
     const int64_t allocations = num_allocations() - first_allocation;
     const dist::DeviceMemory memory = gpu.memory(0);
+    std::printf("%s, rank %d of %d:\n", preset.c_str(), rank, world_size);
     expect_as_planned(plan, rank, memory, collectives_since(world, first_call), allocations);
-    constexpr double gib = 1 << 30;
-    std::printf("%s, rank %d: %.2f GiB in tensors, %.2f GiB of the device's %.2f GiB\n", recipe.name, rank,
-                static_cast<double>(memory.peak_allocated_bytes) / gib,
-                static_cast<double>(memory.peak_reserved_bytes) / gib,
-                static_cast<double>(memory.total_bytes) / gib);
     EXPECT_EQ(memory.allocation_retries, 0);
-    in_tensors = std::max(in_tensors, static_cast<double>(memory.peak_allocated_bytes) / gib);
-    of_device = std::max(of_device, static_cast<double>(memory.peak_reserved_bytes) / gib);
+    most.peak_allocated_bytes = std::max(most.peak_allocated_bytes, memory.peak_allocated_bytes);
+    most.peak_reserved_bytes = std::max(most.peak_reserved_bytes, memory.peak_reserved_bytes);
   }
-  EXPECT_NEAR(in_tensors, recipe.tensors_gib, 0.0051) << "docs/plan.md has a table of these";
-  EXPECT_NEAR(of_device, recipe.device_gib, 0.0051) << "docs/plan.md has a table of these";
+  return most;
+}
+
+TEST_P(Recipes, FitTheirGpu) {
+  if (!in_memory_only_mode()) GTEST_SKIP() << "runs on virtual GPUs in memory-only mode";
+  const Recipe& recipe = GetParam();
+  const dist::DeviceMemory memory = run_as_planned(recipe.name, recipe.world_size, recipe.words);
+  constexpr double gib = 1 << 30;
+  EXPECT_NEAR(static_cast<double>(memory.peak_allocated_bytes) / gib, recipe.tensors_gib, 0.0051)
+      << "docs/plan.md has a table of these";
+  EXPECT_NEAR(static_cast<double>(memory.peak_reserved_bytes) / gib, recipe.device_gib, 0.0051)
+      << "docs/plan.md has a table of these";
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -499,6 +508,35 @@ INSTANTIATE_TEST_SUITE_P(
               "--model.args.n_layers=8"},
              {"llama3_8b", 8, 47.66, 48.02})),
     [](const auto& info) { return str(info.param.name, info.param.variant); });
+
+// ---- layouts drawn at random
+
+TEST(RandomJobs, TakeWhatIsPlanned) {
+  if (!in_memory_only_mode()) GTEST_SKIP() << "runs on virtual GPUs in memory-only mode";
+  const auto number = [](const char* name, int otherwise) {
+    const char* text = std::getenv(name);
+    return text ? std::atoi(text) : otherwise;
+  };
+  const int first = number("TITAN_TEST_SEED", 1), count = number("TITAN_TEST_JOBS", 1);
+  int refused = 0;
+  for (int seed = first; seed < first + count; ++seed) {
+    const testing::RandomJob job(static_cast<uint32_t>(seed));
+    std::string line = str("seed ", seed, ": llama3_8b, ", job.world_size(), " ranks,");
+    for (const std::string& word : job.words()) line += " " + word;
+    const ::testing::ScopedTrace trace(__FILE__, __LINE__, line);
+    std::printf("%s\n", line.c_str());
+    try {
+      run_as_planned("llama3_8b", job.world_size(), job.words());
+    } catch (const ConfigError& error) {
+      ++refused;
+      std::printf("refused: %s\n", error.what());
+    } catch (const std::exception& error) {
+      ADD_FAILURE() << error.what();
+    }
+    std::fflush(stdout);
+  }
+  EXPECT_LE(2 * refused, count);
+}
 
 }  // namespace
 }  // namespace titan::train

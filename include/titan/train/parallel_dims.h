@@ -6,6 +6,9 @@
 //   const titan::train::Meshes meshes = titan::train::build_meshes(world, dims);
 //   titan::fully_shard(model, {.mesh = meshes.fsdp});
 
+#include <algorithm>
+#include <cstdint>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -29,10 +32,16 @@ struct ParallelDims {
   /// Number of ranks that share a row, not counting tensor parallelism.
   int row_degree() const {
     int degree = 1;
-    for (const RowAxis& axis : rows) degree *= axis.degree;
+    for (const RowAxis& axis : rows) degree = product(degree, axis.degree);
     return degree;
   }
-  int world_size() const { return pp * dp_replicate * dp_shard * row_degree() * tp; }
+  int world_size() const {
+    return product(product(product(dp_replicate, dp_shard), product(row_degree(), tp)), pp);
+  }
+  /// The largest int if it is larger: degrees that no world has.
+  static int product(int64_t a, int64_t b) {
+    return static_cast<int>(std::min<int64_t>(a * b, std::numeric_limits<int>::max()));
+  }
 };
 
 /// The mesh axis of one parallelism whose ranks share rows.

@@ -64,6 +64,10 @@ class Channels {
   std::vector<std::vector<int>> into_;   // per rank
 };
 
+/// The schedule with its receives in the order in which ranks on GPUs post them the first time ([Note: first run of a schedule]). A rank starts no send
+/// while `channel_capacity` earlier ones of its channel aren't received. Runs if the schedule does.
+Schedule in_order_of_first_run(const Schedule& schedule, int channel_capacity);
+
 /// A value for each stage and micro-batch.
 template <class T>
 class PerMicroBatch {

@@ -237,11 +237,6 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
 
 void wait_for_current_stream() { PlannedGpu::get().host_waits_for_stream(current_stream()); }
 
-at::Scalar read_on_host(const at::Tensor& self) {
-  wait_for_current_stream();
-  return at::zeros({}, self.options().device(at::kCPU)).item();
-}
-
 int64_t choose_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                          const std::optional<at::Tensor>&, double, bool is_causal, std::optional<double>,
                          bool is_grouped) {
@@ -280,6 +275,12 @@ void copy_across(const at::Tensor& self, const at::Tensor& source, bool non_bloc
     copy_across(to, from, non_blocking);
     if (!to.is_same(self)) at::Tensor(self).copy_(to);
   }
+}
+
+at::Scalar read_on_host(const at::Tensor& self) {
+  const at::Tensor value = at::empty(self.sizes(), self.options().device(at::kCPU));
+  copy_across(value, self, /*non_blocking=*/false);
+  return value.item();
 }
 
 at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) {

@@ -74,11 +74,12 @@ Tensors of_embedding_backward(const at::Tensor& gradient, const at::Tensor& indi
   return memory;
 }
 
-Tensors of_norms(const Tensors& tensors) {
+Tensors of_norms(const Tensors& tensors, at::ScalarType dtype) {
   constexpr int64_t chunk = 65'536;
   int64_t most_chunks = 0;
   for (const at::Tensor& t : tensors) most_chunks = std::max(most_chunks, (t.numel() + chunk - 1) / chunk);
-  return {at::empty({static_cast<int64_t>(tensors.size()) * most_chunks}, in_float(tensors.front()))};
+  return {at::empty({static_cast<int64_t>(tensors.size()) * most_chunks},
+                    tensors.front().options().dtype(dtype))};
 }
 
 // Sums of gradients in fp32, and gradients of each head's own keys and values if several heads share them. `rows` are
@@ -106,7 +107,12 @@ std::vector<at::Tensor> temporaries_of(const std::string& name, std::span<const 
   const auto tensor = [&](size_t i) { return arguments[i].toTensor(); };
   if (name == "aten::embedding_dense_backward")
     return of_embedding_backward(tensor(0), tensor(1), arguments[2].toInt());
-  if (name == "aten::_foreach_norm") return of_norms(arguments[0].toTensorVector());
+  if (name == "aten::_foreach_norm") {
+    const Tensors tensors = arguments[0].toTensorVector();
+    const bool is_given = arguments.size() > 2 && !arguments[2].isNone();
+    const at::ScalarType dtype = is_given ? arguments[2].toScalarType() : tensors.front().scalar_type();
+    return of_norms(tensors, at::toOpMathType(dtype));
+  }
   if (name == "aten::_scaled_dot_product_flash_attention_backward") {
     const at::Tensor q = tensor(1), k = tensor(2);
     const int64_t batch = q.size(0), rows = batch * ((q.size(2) + 127) / 128 * 128);

@@ -4,9 +4,7 @@
 #include <chrono>
 #include <exception>
 #include <functional>
-#include <map>
 #include <set>
-#include <sstream>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/ones_like.h>
@@ -51,25 +49,6 @@ void check_stages(const Schedule& schedule, int rank, const std::vector<Stage>& 
               listed(expected), ", but this rank built ", listed(own));
 }
 
-// The pipeline ranks that have each tied parameter, in an order that all ranks share.
-std::map<std::string, std::vector<int>> holders_of(const std::vector<Parameter>& parameters,
-                                                   const DeviceMesh& pp) {
-  std::string own;
-  for (const Parameter& parameter : parameters)
-    if (parameter.on_other_stages) own += parameter.name + "\n";
-  std::vector<std::string> texts = {own};
-  if (pp.size() > 1) texts = pp.group()->all_gather_text(own, {"train::tied_parameters"});
-  std::map<std::string, std::vector<int>> holders;
-  for (size_t rank = 0; rank < texts.size(); ++rank) {
-    std::istringstream lines(texts[rank]);
-    for (std::string name; std::getline(lines, name);) {
-      auto& ranks = holders[name];
-      if (ranks.empty() || ranks.back() != static_cast<int>(rank)) ranks.push_back(static_cast<int>(rank));
-    }
-  }
-  return holders;
-}
-
 constexpr const char* kTransferPhase = "pp::transfer";
 
 double steady_now_s() {
@@ -98,8 +77,9 @@ std::vector<data::Batch> split_rows(const std::vector<data::Batch>& batches, int
 }
 
 // All ranks agree on the copy that isn't a duplicate: the first one on the first rank that has any.
-TiedGradients::TiedGradients(std::vector<Parameter>& parameters, const DeviceMesh& pp) {
-  for (const auto& [name, holders] : holders_of(parameters, pp)) {
+TiedGradients::TiedGradients(std::vector<Parameter>& parameters, const DeviceMesh& pp,
+                             const TiedHolders& all_holders) {
+  for (const auto& [name, holders] : all_holders) {
     Tied tied;
     tied.name = interned(name);
     for (Parameter& parameter : parameters) {
@@ -164,10 +144,9 @@ constexpr int kMostInFlight = 4;
 class RunningStep {
  public:
   RunningStep(PipelineRunner& runner, const StepPlan& plan, const std::vector<data::Batch>& micro_batches,
-              const ops::ValidTokens& global_valid_tokens, int most_in_flight)
+              const ops::ValidTokens& global_valid_tokens)
       : runner_(runner),
         plan_(plan),
-        most_in_flight_(most_in_flight),
         micro_batches_(micro_batches),
         global_valid_tokens_(global_valid_tokens),
         buffers_(runner.device_),
@@ -308,7 +287,7 @@ class RunningStep {
   // the host is ahead. check_schedule() has made sure that they are received.
   void drop_sent(const pipeline::Link* link) {
     const auto is_on_link = [link](const Sent& sent) { return sent.link == link; };
-    if (std::ranges::count_if(sends_, is_on_link) < most_in_flight_) return;
+    if (std::ranges::count_if(sends_, is_on_link) < kMostInFlight) return;
     const auto oldest = std::ranges::find_if(sends_, is_on_link);
     oldest->work.wait();
     sends_.erase(oldest);
@@ -353,7 +332,6 @@ class RunningStep {
 
   PipelineRunner& runner_;
   const StepPlan& plan_;
-  int most_in_flight_;  // sends on a link
   const std::vector<data::Batch>& micro_batches_;
   ops::ValidTokens global_valid_tokens_;
   ReceiveBuffers buffers_;
@@ -410,108 +388,24 @@ namespace {
 
 // A stage's last gradients may come from a whole backward, which its forward prepares for the reductions, or from a
 // weights' part.
-void mark_before_reductions(StepPlan& plan) {
+void mark_before_reductions(std::vector<Planned>& actions) {
   std::set<size_t> done;  // stages
-  for (auto last = plan.actions.rbegin(); last != plan.actions.rend(); ++last) {
+  for (auto last = actions.rbegin(); last != actions.rend(); ++last) {
     const Kind kind = last->action.kind;
     const bool adds = kind == Kind::Backward || kind == Kind::BackwardWeight;
     if (!adds || !done.insert(last->stage).second) continue;
     last->before_reduction = true;
     if (kind != Kind::Backward) continue;
-    for (Planned& planned : plan.actions)
+    for (Planned& planned : actions)
       if (planned.action.kind == Kind::Forward && planned.cell == last->cell) planned.before_reduction = true;
   }
 }
 
-// Whether the action computes with what the receive brings.
-bool needs(const Planned& action, const Planned& receive) {
-  const Kind kind = action.action.kind;
-  const bool is_user = receive.action.kind == Kind::ReceiveForward
-                           ? kind == Kind::Forward
-                           : kind == Kind::Backward || kind == Kind::BackwardInput;
-  return is_user && action.cell == receive.cell;
-}
-
-// [Note: first run of a plan]
-// CUDA loads a kernel when it is first launched, and the host may then have to wait until the device has nothing else to do. A
-// receive that is posted ahead of a rank's own first forward would keep the device busy until another rank sends, which may
-// itself need that forward: both would wait forever. So the first time, a receive is posted when an action needs it, after
-// the earlier ones of its link. (With CUDA_MODULE_LOADING=EAGER kernels are loaded when the program starts.) A send keeps the
-// device busy, too, until it is received. No schedule is known in which ranks then wait in a circle (pipeline_contact_test runs
-// them all with up to 8 ranks), but there is no proof. As receives come later, more sends are on their way: where waits for the oldest of few
-// would close a circle (InterleavedZeroBubble with 16 ranks), more are allowed (sends_of_first_run()).
-std::vector<Planned> with_late_receives(const std::vector<Planned>& actions) {
-  std::vector<Planned> late, pending;
-  // Messages of one call follow each other, so they are posted together.
-  const auto post = [&](const std::function<bool(const Planned&)>& wanted) {
-    std::vector<Planned> left;
-    bool is_joined = false;
-    for (Planned& receive : pending) {
-      const bool is_wanted = wanted(receive), posts = is_joined || is_wanted;
-      is_joined = posts && receive.joined_with_next;
-      (posts ? late : left).push_back(std::move(receive));
-    }
-    pending = std::move(left);
-  };
-  for (const Planned& action : actions) {
-    if (is_communication(action.action.kind) && !pipeline::is_send(action.action.kind)) {
-      pending.push_back(action);
-      continue;
-    }
-    const auto needed =
-        std::ranges::find_if(pending, [&](const Planned& each) { return needs(action, each); });
-    if (needed != pending.end()) {
-      const pipeline::Link* const link = needed->link;
-      auto num_left =
-          std::count_if(pending.begin(), needed + 1, [&](const Planned& each) { return each.link == link; });
-      post([&](const Planned& each) { return each.link == link && num_left-- > 0; });
-    }
-    late.push_back(action);
-  }
-  post([](const Planned&) { return true; });
-  return late;
-}
-
-// The same for all ranks, one message at a time: the receives of joined messages come no earlier than theirs, so what doesn't hang here doesn't.
-Schedule with_late_receives(const Schedule& schedule) {
-  const pipeline::Channels channels(schedule);
-  Schedule late = schedule;
-  for (std::vector<Action>& actions : late.ranks) {
-    std::vector<Action> pending;
-    for (const Action& action : std::exchange(actions, {})) {
-      if (is_communication(action.kind) && !pipeline::is_send(action.kind)) {
-        pending.push_back(action);
-        continue;
-      }
-      const auto receive = pipeline::receive_for(schedule, action);
-      if (const auto needed = receive ? std::ranges::find(pending, *receive) : pending.end();
-          needed != pending.end()) {
-        const int channel = channels.of(*receive);
-        auto num_left = std::count_if(pending.begin(), needed + 1,
-                                      [&](const Action& each) { return channels.of(each) == channel; });
-        std::erase_if(pending, [&](const Action& each) {
-          if (channels.of(each) != channel || num_left == 0) return false;
-          --num_left;
-          actions.push_back(each);
-          return true;
-        });
-      }
-      actions.push_back(action);
-    }
-    actions.insert(actions.end(), pending.begin(), pending.end());
-  }
-  return late;
-}
-
-// The fewest sends on a link, in powers of two, with which the first run's waits for the oldest one close no circle.
-int sends_of_first_run(const Schedule& schedule) {
-  const Schedule late = with_late_receives(schedule);
-  const auto purpose = has_backward(schedule) ? pipeline::Purpose::Training : pipeline::Purpose::Evaluation;
-  int most = kMostInFlight;
-  while (most < schedule.num_stages * schedule.num_micro_batches &&
-         !pipeline::find_problems(late, {.purpose = purpose, .channel_capacity = most}).empty())
-    most *= 2;
-  return most;
+void mark_last_backwards(std::vector<Planned>& actions) {
+  std::set<size_t> done;  // stages
+  for (auto planned = actions.rbegin(); planned != actions.rend(); ++planned)
+    if (planned->action.kind == Kind::Backward || planned->action.kind == Kind::BackwardInput)
+      planned->last_backward = done.insert(planned->stage).second;
 }
 
 }  // namespace
@@ -535,18 +429,19 @@ StepPlan PipelineRunner::plan(const Schedule& schedule, std::vector<TensorType> 
   plan.boundaries = std::move(boundaries);
   plan.num_stages = schedule.num_stages;
   plan.num_micro_batches = schedule.num_micro_batches;
-  for (const Action& action : schedule.ranks[static_cast<size_t>(rank)])
-    plan.actions.push_back(planned(action, schedule));
+  const auto planned_in = [&](const Schedule& ordered) {
+    std::vector<Planned> actions;
+    for (const Action& action : ordered.ranks[static_cast<size_t>(rank)])
+      actions.push_back(planned(action, ordered));
+    if (!shardings_.empty()) mark_before_reductions(actions);
+    mark_last_backwards(actions);
+    return actions;
+  };
+  plan.actions = planned_in(schedule);
   if (has_communication(schedule)) join_messages(plan, schedule);
-  if (!shardings_.empty()) mark_before_reductions(plan);
-  std::set<size_t> done;  // stages whose last backward is marked
-  for (auto planned = plan.actions.rbegin(); planned != plan.actions.rend(); ++planned)
-    if (planned->action.kind == Kind::Backward || planned->action.kind == Kind::BackwardInput)
-      planned->last_backward = done.insert(planned->stage).second;
-  if (device_.is_cuda()) {
-    plan.first_actions = with_late_receives(plan.actions);
-    if (has_communication(schedule)) plan.first_in_flight = sends_of_first_run(schedule);
-  }
+  // Its messages travel one by one, on both ends.
+  if (device_.is_cuda())
+    plan.first_actions = planned_in(pipeline::in_order_of_first_run(schedule, kMostInFlight));
   return plan;
 }
 
@@ -598,8 +493,7 @@ at::Tensor PipelineRunner::run(const StepPlan& plan, const std::vector<data::Bat
   size_t action = 0;
   try {
     // Destroyed before its failure is reported.
-    RunningStep step(*this, plan, micro_batches, global_valid_tokens,
-                     is_first ? plan.first_in_flight : kMostInFlight);
+    RunningStep step(*this, plan, micro_batches, global_valid_tokens);
     for (; action < actions.size(); ++action)
       times_ ? step.perform_timed(actions[action], *times_) : step.perform(actions[action]);
     plan.has_run = true;

@@ -10,8 +10,10 @@
 
 #include <atomic>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -56,13 +58,15 @@ struct StepPlan {
     bool joined_with_next = false;  // this message and the next action's share one call
   };
   std::vector<Planned> actions;
-  std::vector<Planned> first_actions;  // those of the first run ([Note: first run of a plan])
-  int first_in_flight = 0;             // the most sends on a link in the first run before it waits for the oldest
+  std::vector<Planned> first_actions;  // on GPUs, those of the first run ([Note: first run of a schedule])
   mutable bool has_run = false;
   std::vector<TensorType> boundaries;  // indexed by the stage that they enter
   int num_stages = 0;                  // on all ranks
   int num_micro_batches = 0;
 };
+
+/// The pipeline ranks that have copies of each tied parameter, by its name: ascending, each once.
+using TiedHolders = std::map<std::string, std::vector<int>>;
 
 /// Parameters that several pipeline stages share (tied embeddings): one value each, whose gradient is the sum
 /// over the stages' copies.
@@ -71,7 +75,7 @@ class TiedGradients {
   TiedGradients() = default;
   /// `parameters`: those of this rank's stages, in stage order; copies have the same name. Marks all copies
   /// but the pipeline's first as duplicates. Collective over `pp`.
-  TiedGradients(std::vector<Parameter>& parameters, const DeviceMesh& pp);
+  TiedGradients(std::vector<Parameter>& parameters, const DeviceMesh& pp, const TiedHolders& holders);
   /// Sets each copy's gradient to the sum of all copies' gradients. Call it once they are reduced.
   void sum() const;
 

@@ -5,6 +5,7 @@
 #include <unistd.h>
 #include <cerrno>
 #include <filesystem>
+#include <optional>
 
 #include <gtest/gtest.h>
 
@@ -33,9 +34,32 @@ size_t num_open_files() {
 
 bool has_children() { return ::waitpid(-1, nullptr, WNOHANG) >= 0 || errno != ECHILD; }
 
+std::vector<PlanAnswer> plan_all(PlanWorkers& workers, const std::vector<PlanRequest>& requests) {
+  std::vector<PlanAnswer> answers(requests.size());
+  size_t next = 0;
+  workers.plan([&] { return next < requests.size() ? std::optional(requests[next++]) : std::nullopt; },
+               [&](size_t number, const PlanAnswer& answer) { answers.at(number) = answer; });
+  return answers;
+}
+
+// After each answer, there may be another request.
+TEST(PlanWorkers, AskAgainAfterAnAnswer) {
+  PlanWorkers workers(2, doubling);
+  int num_asked = 0, num_answered = 0;
+  workers.plan(
+      [&] {
+        return num_asked <= num_answered && num_asked < 4 ? std::optional(of(++num_asked)) : std::nullopt;
+      },
+      [&](size_t number, const PlanAnswer& answer) {
+        EXPECT_EQ(answer.step_s, 2.0 * (static_cast<double>(number) + 1));
+        ++num_answered;
+      });
+  EXPECT_EQ(num_answered, 4);
+}
+
 TEST(PlanWorkers, AnswerInTheOrderOfTheRequests) {
   PlanWorkers workers(2, doubling);
-  const std::vector<PlanAnswer> answers = workers.plan({of(1), of(2), of(3), of(4), of(5)});
+  const std::vector<PlanAnswer> answers = plan_all(workers, {of(1), of(2), of(3), of(4), of(5)});
   ASSERT_EQ(answers.size(), 5U);
   for (size_t i = 0; i < answers.size(); ++i) EXPECT_EQ(answers[i].step_s, 2.0 * (i + 1));
 }
@@ -44,6 +68,7 @@ TEST(PlanWorkers, PassAllOfAnAnswer) {
   const PlanAnswer answer{.error = "a \"word\"\n",
                           .has_failed = true,
                           .planning_s = 0.7,
+                          .share_rehearsed = 0.4,
                           .step_s = 0.1,
                           .tokens = 2,
                           .mfu = 0.3,
@@ -54,12 +79,28 @@ TEST(PlanWorkers, PassAllOfAnAnswer) {
                           .saved_bytes = 11,
                           .seconds = {9, 10}};
   PlanWorkers workers(1, [&] { return [&](const PlanRequest&) { return answer; }; });
-  EXPECT_EQ(workers.plan({of(1)})[0], answer);
+  EXPECT_EQ(plan_all(workers, {of(1)})[0], answer);
+}
+
+TEST(PlanWorkers, PassAllOfARequest) {
+  PlanWorkers workers(1, [] {
+    return [](const PlanRequest& request) {
+      return PlanAnswer{.error = request.settings.at(0).value,
+                        .has_failed = request.only_first_rank,
+                        .peak_bytes = request.stops_above,
+                        .needed_bytes = request.world};
+    };
+  });
+  PlanRequest request = of(3);
+  request.only_first_rank = true;
+  request.stops_above = 7;
+  const PlanAnswer expected{.error = "\"a\"", .has_failed = true, .peak_bytes = 7, .needed_bytes = 3};
+  EXPECT_EQ(plan_all(workers, {request})[0], expected);
 }
 
 TEST(PlanWorkers, ContinueWithoutOneThatEnds) {
   PlanWorkers workers(2, doubling);
-  const std::vector<PlanAnswer> answers = workers.plan({of(13), of(1), of(2), of(3)});
+  const std::vector<PlanAnswer> answers = plan_all(workers, {of(13), of(1), of(2), of(3)});
   EXPECT_EQ(answers[0].error, "the process that planned it ended");
   EXPECT_TRUE(answers[0].has_failed);
   for (size_t i = 1; i < answers.size(); ++i) EXPECT_EQ(answers[i].error, "");

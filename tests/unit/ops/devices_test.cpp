@@ -347,6 +347,20 @@ TEST(AttentionOnGpu, PacksDocumentsForFlashAttention) {
     }
 }
 
+// A grid of the kernel for packed sequences has room for 65,535. All but the last of these are empty.
+TEST(AttentionOnGpu, TilesMoreDocumentsThanAGridTakes) {
+  if (!dist::open_cuda_plugin()) GTEST_SKIP() << "no GPU is visible";
+  const at::Tensor x = at::ones({1, 40, 4, 64}, at::TensorOptions().device(at::kCUDA).dtype(at::kBFloat16));
+  at::Tensor starts = at::zeros({65'538}, at::kInt);
+  starts[65'537] = 40;
+  starts = starts.to(at::kCUDA);
+  const auto [out, sums] = causal_attention_by_libtorch(x, x, x, starts, 40);
+  const auto [grad_q, grad_k, grad_v] =
+      causal_attention_backward_by_libtorch(x, x, x, x, out, sums, starts, 40);
+  EXPECT_CLOSE(out.cpu(), at::ones({1, 40, 4, 64}), 1e-2);
+  EXPECT_TRUE(grad_v.isfinite().all().item<bool>());
+}
+
 // Bytes that a kernel has read and written, each once: virtual GPUs count them in the run. At most 1.1 times the least possible,
 // its inputs and outputs, and as docs/gpu_performance.md says.
 TEST(KernelsOnGpu, ReadAndWriteEveryByteOnce) {

@@ -216,7 +216,7 @@ std::vector<Parameter> two_copies(bool trainable) {
 
 TEST(TiedGradients, AreSummedInEachCopyAndCountedOnce) {
   std::vector<Parameter> copies = two_copies(true);
-  TiedGradients(copies, DeviceMesh()).sum();
+  TiedGradients(copies, DeviceMesh(), {{"weight", {0}}}).sum();
   EXPECT_FALSE(copies[0].duplicate);
   EXPECT_TRUE(copies[1].duplicate);
   for (const Parameter& copy : copies)
@@ -225,7 +225,7 @@ TEST(TiedGradients, AreSummedInEachCopyAndCountedOnce) {
 
 TEST(TiedGradients, AreNotSummedForAFrozenParameter) {
   std::vector<Parameter> copies = two_copies(false);
-  TiedGradients(copies, DeviceMesh()).sum();
+  TiedGradients(copies, DeviceMesh(), {{"weight", {0}}}).sum();
   EXPECT_TRUE(copies[1].duplicate);
   EXPECT_FALSE(copies[0].data.local.grad().defined());
 }

@@ -212,6 +212,8 @@ void check_packed(const std::vector<Tensor>& packed, const Tensor& starts, const
   for (const Tensor& t : {starts, starts_of_keys})
     TORCH_CHECK(t.is_cuda() && t.scalar_type() == at::kInt && t.dim() == 1 && t.is_contiguous(),
                 "cu_seqlens must be contiguous int32 on the GPU");
+  TORCH_CHECK(starts.numel() <= 65'536, "CUDA error: invalid configuration argument (a grid of ",
+              starts.numel() - 1, " documents)");
 }
 
 void check_no_window(const optional<c10::SymInt>& left, const optional<c10::SymInt>& right) {

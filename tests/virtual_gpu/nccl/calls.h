@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <thread>
+#include <utility>
 
 #include "nccl/communicator.h"
 #include "nccl/task.h"
@@ -30,16 +31,32 @@ struct Turn {
   uint64_t ticket = 0;
 };
 
+/// A call of a communicator in a recording. While it lives, the communicator can't end.
+class RecordedCall {
+ public:
+  explicit RecordedCall(CommunicatorPtr c) : communicator_(std::move(c)) { ++communicator_->num_recorded; }
+  ~RecordedCall() { --communicator_->num_recorded; }
+  RecordedCall(const RecordedCall&) = delete;
+  RecordedCall& operator=(const RecordedCall&) = delete;
+
+ private:
+  CommunicatorPtr communicator_;
+};
+/// Ends the program if NCCL would register memory for the recorded call that it can't.
+void check_can_be_recorded(const Operation& operation);
+
 /// The operation runs the task that `make` makes of a turn.
 template <class MakeTask>
 void set_task(Operation& operation, const CommunicatorPtr& c, cudaStream_t stream, MakeTask make) {
   const auto begin = [c, make] {
     return begin_task([turn = Turn{c, c->take_ticket()}, make] { return make(turn); });
   };
-  if (is_capturing(stream))
-    operation.begin_at_launch = begin;
-  else
+  if (is_capturing(stream)) {
+    check_can_be_recorded(operation);
+    operation.begin_at_launch = [begin, call = std::make_shared<RecordedCall>(c)] { return begin(); };
+  } else {
     operation.begin = begin();
+  }
 }
 
 /// Runs work that waits for other ranks: in this call, or, if the communicator doesn't block, beside it.

@@ -109,7 +109,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   bool blocks = true;
   std::atomic<ncclResult_t> state = ncclSuccess;
   int num_splits = 0;
-  std::vector<double> factors;  ///< for reductions made by ncclRedOpCreatePreMulSum
+  std::atomic<int> num_recorded = 0;  ///< calls in recordings
+  std::vector<double> factors;        ///< for reductions made by ncclRedOpCreatePreMulSum
 
  private:
   Communicator(std::string name, int rank, int size) : name_(std::move(name)), rank_(rank), size_(size) {}

@@ -3,8 +3,10 @@
 #include <nccl.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -34,18 +36,28 @@ struct Transfer {
 
 thread_local std::vector<Transfer> grouped;
 
+// Whether a send lasts until its message is received, as one that is larger than NCCL's buffers does.
+bool are_all_large() {
+  static const char* const mode = std::getenv("VIRTUAL_GPU_NCCL_BUFFERS");
+  return mode && std::string_view(mode) == "0";
+}
+
 // Moves what can be moved now. Transfers with the same peer and direction follow one another.
-bool move_parts(const std::vector<Transfer>& transfers, std::vector<size_t>& num_moved) {
+bool move_parts(const std::vector<Transfer>& transfers, std::vector<size_t>& num_moved,
+                std::vector<uint32_t>& last_part) {
   bool all_done = true;
   std::vector<std::pair<int, bool>> busy;
   for (size_t i = 0; i < transfers.size(); ++i) {
     const Transfer& t = transfers[i];
-    if (num_moved[i] == t.bytes) continue;
+    Mailbox& mailbox = t.mailbox();
+    const bool has_moved = num_moved[i] == t.bytes;
+    const bool is_received =
+        !t.is_send || t.bytes == 0 || static_cast<int32_t>(mailbox.num_received - last_part[i]) >= 0;
+    if (has_moved && (is_received || !are_all_large())) continue;
     all_done = false;
     const std::pair direction(t.peer, t.is_send);
-    if (std::ranges::find(busy, direction) != busy.end()) continue;
+    if (has_moved || std::ranges::find(busy, direction) != busy.end()) continue;
     busy.push_back(direction);
-    Mailbox& mailbox = t.mailbox();
     const uint32_t in_transit = mailbox.num_sent - mailbox.num_received;
     if (in_transit == (t.is_send ? num_steps : 0)) continue;
     const size_t part = std::min(step_bytes, t.bytes - num_moved[i]);
@@ -54,7 +66,7 @@ bool move_parts(const std::vector<Transfer>& transfers, std::vector<size_t>& num
     if (t.is_send) {
       step.message_bytes = t.bytes;
       std::memcpy(step.data, data, part);
-      ++mailbox.num_sent;
+      last_part[i] = ++mailbox.num_sent;
     } else {
       if (step.message_bytes != t.bytes)
         not_supported("a message of " + std::to_string(step.message_bytes) + " bytes from rank " +
@@ -74,7 +86,8 @@ Task move_all(Turn turn, std::vector<Transfer> transfers) {
   const uint64_t ticket = turn.ticket;
   co_await until([&c, ticket] { return c.is_turn(ticket); });
   std::vector<size_t> num_moved(transfers.size());
-  co_await until([&] { return move_parts(transfers, num_moved) || c.is_aborted(); });
+  std::vector<uint32_t> last_part(transfers.size());
+  co_await until([&] { return move_parts(transfers, num_moved, last_part) || c.is_aborted(); });
   c.finish(ticket);
 }
 

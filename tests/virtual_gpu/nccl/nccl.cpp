@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <optional>
@@ -43,9 +44,30 @@ const CommunicatorPtr& communicator_of(ncclComm_t handle) {
   return handle->communicator;
 }
 
+// While a capture lasts, NCCL registers the buffers of the calls with the device's driver, which knows them by the piece that the first byte is in.
+void check_can_be_recorded(const Operation& operation) {
+  const char* registers = std::getenv("NCCL_GRAPH_REGISTER");
+  if (registers && std::string_view(registers) == "0") return;
+  for (const Range& range : operation.ranges)
+    if (is_of_several_pieces(range.data, range.bytes))
+      not_supported(
+          "a recorded " + operation.name + " whose buffer has several pieces of the driver's memory",
+          "NCCL registers the first one only: set NCCL_GRAPH_REGISTER=0.");
+}
+
 namespace {
 
 std::atomic<int> num_communicators = 0;
+
+// As NCCL does, but not forever.
+void wait_for_recordings(const char* call, const Communicator& c) {
+  for (int waited_ms = 0; c.num_recorded > 0; ++waited_ms) {
+    if (waited_ms == 20'000)
+      not_supported(std::string(call) + " while a recording has calls of the communicator",
+                    "It waits until the recording is destroyed.");
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
 
 // A handle's memory isn't freed, so that a later use of it is found.
 CommunicatorPtr end(ncclComm_t handle) {
@@ -168,7 +190,9 @@ ncclResult_t ncclCommInitAll(ncclComm_t* handles, int size, const int*) {
 }
 // Queued operations keep what they need, and end without the handle.
 ncclResult_t ncclCommDestroy(ncclComm_t handle) {
-  end(handle)->leave();
+  const CommunicatorPtr c = end(handle);
+  c->leave();
+  wait_for_recordings("ncclCommDestroy", *c);
   return ncclSuccess;
 }
 ncclResult_t ncclCommFinalize(ncclComm_t handle) {
@@ -181,6 +205,7 @@ ncclResult_t ncclCommAbort(ncclComm_t handle) {
   const CommunicatorPtr c = end(handle);
   c->leave();
   c->abort();
+  wait_for_recordings("ncclCommAbort", *c);
   return ncclSuccess;
 }
 ncclResult_t ncclCommGetAsyncError(ncclComm_t handle, ncclResult_t* error) {

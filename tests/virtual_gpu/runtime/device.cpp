@@ -109,7 +109,17 @@ int num_visible_devices(size_t num_devices) {
   return static_cast<int>(numbers.size());
 }
 
+// A bit for each device.
+static std::atomic<uint64_t> chosen = 0;
+
 int current_device() { return device; }
+bool has_context(int d) { return chosen == 0 ? d == 0 : (chosen >> d & 1) != 0; }
+void check_chosen(const char* call) {
+  if (has_context(device)) return;
+  not_supported(
+      std::string(call) + " on device " + std::to_string(device) + ", which this process hasn't chosen",
+      "A new thread's device is 0: choose the process's own with cudaSetDevice.");
+}
 size_t total_bytes() { return profile().memory_bytes; }
 size_t usable_bytes() { return profile().memory_bytes - context_bytes; }
 int compute_capability() { return profile().major * 10 + profile().minor; }
@@ -132,6 +142,7 @@ cudaError_t cudaGetDevice(int* d) {
 cudaError_t cudaSetDevice(int d) {
   if (!exists(d)) return fail(cudaErrorInvalidDevice);
   device = d;
+  chosen |= uint64_t{1} << d;
   return cudaSuccess;
 }
 cudaError_t cudaDriverGetVersion(int* version) {

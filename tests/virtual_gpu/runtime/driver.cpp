@@ -46,9 +46,10 @@ CUresult context_current(CUcontext* current) {
   return CUDA_SUCCESS;
 }
 CUresult context_set(CUcontext) { return CUDA_SUCCESS; }
-CUresult primary_context_state(CUdevice, unsigned* flags, int* is_active) {
+// LibTorch's pinned memory is made in a context that there is already.
+CUresult primary_context_state(CUdevice device, unsigned* flags, int* is_active) {
   *flags = 0;
-  *is_active = 1;
+  *is_active = has_context(device) ? 1 : 0;
   return CUDA_SUCCESS;
 }
 CUresult primary_context_retain(CUcontext* current, CUdevice) { return context_current(current); }

@@ -5,6 +5,7 @@
 #include <memory>
 #include <ranges>
 #include <set>
+#include <utility>
 
 #include "runtime/counters.h"
 #include "runtime/races.h"
@@ -124,7 +125,9 @@ cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
   std::erase(s.captures, capture);
   if (capture->is_broken) return fail(cudaErrorStreamCaptureInvalidated);
   if (!all_are_joined(*capture)) return fail(cudaErrorStreamCaptureUnjoined);
-  *graph = reinterpret_cast<cudaGraph_t>(new std::shared_ptr<Graph>(capture->graph));
+  // Events that were recorded keep the capture.
+  *graph = reinterpret_cast<cudaGraph_t>(
+      new std::shared_ptr<Graph>(std::exchange(capture->graph, std::make_shared<Graph>())));
   return cudaSuccess;
 }
 

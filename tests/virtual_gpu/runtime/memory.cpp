@@ -306,6 +306,13 @@ void note_part(const void* address, size_t bytes, bool is_handed_out) {
   parts()[begin] = {bytes};
 }
 
+bool is_of_several_pieces(const void* data, size_t bytes) {
+  const Lock lock(state().mutex);
+  const Block* const first = find_block(data);
+  return bytes > 0 && first && first->is_mapped &&
+         find_block(static_cast<const char*>(data) + bytes - 1) != first;
+}
+
 void* reserve(size_t bytes) {
   void* address = mmap(nullptr, whole_pages(bytes), PROT_READ | PROT_WRITE,
                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -320,17 +327,22 @@ using namespace virtual_gpu;
 extern "C" {
 
 cudaError_t cudaMalloc(void** address, size_t bytes) {
+  check_chosen("cudaMalloc");
   begin_allocating();
   return allocate(address, bytes, false);
 }
 cudaError_t cudaFree(void* address) { return give_back(address, false, "cudaFree"); }
 cudaError_t cudaMallocAsync(void** address, size_t bytes, cudaStream_t) { return cudaMalloc(address, bytes); }
 cudaError_t cudaFreeAsync(void* address, cudaStream_t) { return cudaFree(address); }
-cudaError_t cudaHostAlloc(void** address, size_t bytes, unsigned) { return allocate(address, bytes, true); }
+cudaError_t cudaHostAlloc(void** address, size_t bytes, unsigned) {
+  check_chosen("cudaHostAlloc");
+  return allocate(address, bytes, true);
+}
 cudaError_t cudaMallocHost(void** address, size_t bytes) { return allocate(address, bytes, true); }
 cudaError_t cudaFreeHost(void* address) { return give_back(address, true, "cudaFreeHost"); }
 
 cudaError_t cudaHostRegister(void* address, size_t bytes, unsigned) {
+  check_chosen("cudaHostRegister");
   Lock lock(state().mutex);
   if (find_block(address)) return fail(cudaErrorHostMemoryAlreadyRegistered);
   add_block(address, {.bytes = bytes, .device = current_device(), .is_pinned_host = true});

@@ -122,10 +122,13 @@ static std::set<std::pair<int, std::string>>& loaded_kernels() {
 }
 
 // CUDA loads a kernel at its first launch, for which the host may have to wait until the device has nothing to do.
+static bool all_launches_load = false;  // the state's mutex is held
+
 static void load_kernel(Lock& lock, const Stream& stream, const std::string& name) {
   for (const char* other : {"nccl", "cudaMem", "cuMem", "host function", "callback"})
     if (name.starts_with(other)) return;
-  if (loaded_kernels().insert({stream.device, name}).second) wait_for_device(lock, stream.device);
+  if (loaded_kernels().insert({stream.device, name}).second || all_launches_load)
+    wait_for_device(lock, stream.device);
 }
 
 cudaError_t submit(cudaStream_t handle, Operation operation) {
@@ -192,10 +195,10 @@ using namespace virtual_gpu;
 
 extern "C" {
 
-// For tests: the next launch of each kernel is its first.
-void virtual_gpu_forget_kernels() {
+// For tests, with VIRTUAL_GPU_LAZY_LOADING: whether each launch counts as its kernel's first.
+void virtual_gpu_load_at_each_launch(int does) {
   const Lock lock(state().mutex);
-  loaded_kernels().clear();
+  all_launches_load = does != 0;
 }
 
 cudaError_t cudaGetLastError() {

@@ -144,6 +144,10 @@ void stop_scheduler(void* unused);
 
 /// The device that this thread has chosen with cudaSetDevice.
 int current_device();
+/// Whether this process uses the device: a thread has chosen it, or none has chosen any, and it is the first one.
+bool has_context(int device);
+/// Ends the program if the call would make a context, with hundreds of MB, on another device than those.
+void check_chosen(const char* call);
 
 /// The stream of a handle; null stands for the current device's default stream.
 Stream& stream_of(cudaStream_t handle);

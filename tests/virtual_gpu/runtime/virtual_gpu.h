@@ -76,6 +76,9 @@ void wait_for(cudaStream_t stream, const std::string& call);
 
 bool is_capturing(cudaStream_t stream);
 
+/// Whether the device's memory there was taken from the driver in several pieces (cuMemCreate).
+bool is_of_several_pieces(const void* data, size_t bytes);
+
 /// The host itself reads or writes these bytes now. Only pinned memory is checked; the device uses no other memory of the host.
 void check_host_access(const Range& range, const std::string& name);
 
