@@ -43,8 +43,9 @@ import time
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 PARALLEL_AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-STEPS = 3  # A run that resumes has three parts of 2 steps.
-GPU_STEPS = 5  # The third one is recorded if compile.enable is on.
+# Steps in a run, and in each of the three parts of one that resumes. On GPUs, a process records its third step if compile.enable is on.
+STEPS, PART_STEPS = 3, 2
+GPU_STEPS, GPU_PART_STEPS = 5, 4
 NUM_PROBLEMS = 100  # Models with batches in a seed. Each runs once on one rank, for all its layouts.
 
 MODELS = (
@@ -287,7 +288,7 @@ class Program:
 
     def __init__(self, titan, limit_s, folder, virtual_gpus):
         self.titan, self.limit_s, self.folder, self.virtual_gpus = titan, limit_s, folder, virtual_gpus
-        self.steps = GPU_STEPS if virtual_gpus else STEPS
+        self.steps, self.part_steps = (GPU_STEPS, GPU_PART_STEPS) if virtual_gpus else (STEPS, PART_STEPS)
 
     def command(self, settings, name, knobs=()):
         ranks = num_ranks(settings)
@@ -296,7 +297,7 @@ class Program:
         always = {"job.dump_folder": self.folder / name, "model.hf_assets_path": "bytes", "training.dataset": "synthetic",
                   "training.device": "cuda" if self.virtual_gpus else "cpu",
                   "data.synthetic_documents": 64, "metrics.log_freq": 1, "metrics.structured_logs.enable": False,
-                  "optimizer.eps": 1e-4, "lr_scheduler.warmup_steps": 2, "lr_scheduler.total_steps": 6, "checkpoint.enable": True}
+                  "optimizer.eps": 1e-4, "lr_scheduler.warmup_steps": 2, "lr_scheduler.total_steps": 3 * self.part_steps, "checkpoint.enable": True}
         text = {True: "true", False: "false"}
         return words + [f"--{key}={text.get(value, value) if isinstance(value, bool) else value}" for key, value in (always | settings).items()]
 
@@ -423,7 +424,7 @@ class Case:
             for layout in self.layouts:
                 layout["checkpoint.async_mode"] = rng.choice(("disabled", "async", "async_with_pinned_mem"))
         self.axes = [axes_of(self.problem, layout, self.precision) for layout in self.layouts]
-        self.last_step = 6 if resumes else program.steps
+        self.last_step = 3 * program.part_steps if resumes else program.steps
         self.knobs = []
         if program.virtual_gpus:
             rng = random.Random(f"{seed}/virtual GPUs {number}")
@@ -437,8 +438,9 @@ class Case:
             return [self.problem | self.layouts[0] | {"training.steps": self.last_step}]
         first, second = self.layouts
         saves = {"checkpoint.last_save_model_only": False}
-        return [self.problem | first | {"training.steps": 2} | saves, self.problem | second | {"training.steps": 4} | saves,
-                self.problem | first | {"training.steps": 6}]
+        steps = self.last_step // 3
+        return [self.problem | first | {"training.steps": steps} | saves, self.problem | second | {"training.steps": 2 * steps} | saves,
+                self.problem | first | {"training.steps": 3 * steps}]
 
     def schedules(self):
         return [layout.get("parallelism.pipeline_parallel_schedule", "no pipeline") for layout in self.layouts]
@@ -565,7 +567,7 @@ def is_failed(summary):
 
 def fuzz(arguments, program):
     numbers = [arguments.only] if arguments.only is not None else range(1, arguments.count + 1)
-    references = References(program, 6 if arguments.resumes else program.steps)
+    references = References(program, 3 * program.part_steps if arguments.resumes else program.steps)
     modes = "".join(f" --{name}" for name, is_on in (("resumes", arguments.resumes), ("virtual-gpus", arguments.virtual_gpus)) if is_on)
     report = Report(len(numbers), f"--seed {arguments.seed}{modes}")
     deadline = time.monotonic() + 60 * arguments.minutes

@@ -139,12 +139,21 @@ struct Capture : at::cuda::CUDAGraph {
   void end() {
     if (std::exchange(has_graph_, false)) static_cast<void>(cudaGraphDestroy(graph_));
     if (std::exchange(has_graph_exec_, false)) static_cast<void>(cudaGraphExecDestroy(graph_exec_));
-    has_ended_ = true;
   }
-  bool has_ended() const { return has_ended_; }
+};
+
+/// A thread with another device would make a context there, which takes hundreds of MB. If the device has failed, the thread's stays.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) noexcept {
+    try {
+      if (device >= 0) guard_.emplace(static_cast<c10::DeviceIndex>(device));
+    } catch (const std::exception&) {  // it is being reported already
+    }
+  }
 
  private:
-  bool has_ended_ = false;
+  std::optional<c10::cuda::CUDAGuard> guard_;
 };
 
 class CudaGraph final : public DeviceGraph {
@@ -160,12 +169,13 @@ class CudaGraph final : public DeviceGraph {
     std::erase(living().graphs, this);
   }
 
-  /// The recordings can't be launched any more. From any thread. A launch in progress ends first, unless it takes longer than a second.
+  /// The recordings can't be launched any more. From any thread. A launch or the end of a recording that is in progress, and takes longer than a second,
+  /// ends its recording itself.
   static void end_all() {
     const std::lock_guard lock(living().mutex);
+    for (CudaGraph* graph : living().graphs) graph->must_end_ = true;
     for (CudaGraph* graph : living().graphs)
-      if (const std::unique_lock launches(graph->mutex_, std::chrono::seconds(1)); launches)
-        graph->graph_.end();
+      if (const std::unique_lock in_use(graph->mutex_, std::chrono::seconds(1)); in_use) graph->graph_.end();
   }
 
   // Other threads may call the driver meanwhile.
@@ -175,8 +185,10 @@ class CudaGraph final : public DeviceGraph {
     graph_.capture_begin(memory, cudaStreamCaptureModeThreadLocal);
   }
   void end() override {
+    const std::lock_guard lock(mutex_);
     try {
       graph_.capture_end();
+      if (must_end_) graph_.end();
     } catch (...) {
       const std::exception_ptr failure = std::current_exception();
       try {
@@ -189,8 +201,9 @@ class CudaGraph final : public DeviceGraph {
   }
   void launch() override {
     const std::lock_guard lock(mutex_);
-    TITAN_CHECK(!graph_.has_ended(), "a recorded step is launched after this process has ended its groups");
+    TITAN_CHECK(!must_end_, "a recorded step is launched after this process has ended its groups");
     graph_.replay();
+    if (must_end_) graph_.end();
   }
 
  private:
@@ -206,7 +219,8 @@ class CudaGraph final : public DeviceGraph {
   // One thread makes and destroys all graphs.
   inline static decltype(at::cuda::graph_pool_handle()) memory;
 
-  std::timed_mutex mutex_;  // held by a launch, and by the end of the recording
+  std::atomic<bool> must_end_ = false;
+  std::timed_mutex mutex_;  // held by who uses the recording
   Capture graph_;
 };
 
@@ -255,6 +269,7 @@ class CudaBackend final : public DeviceBackend {
 
   // NCCL's communicators don't end while a recording has their calls.
   void abort_groups() override {
+    const OnDevice on_device(device_);
     CudaGraph::end_all();
     abort_nccl_groups();
   }
@@ -304,9 +319,9 @@ class CudaBackend final : public DeviceBackend {
     return memory;
   }
 
-  // Portable: for the contexts of all devices. A thread whose current device isn't the process's would make a context on another one.
+  // Portable: for the contexts of all devices.
   void lock_pages(void* address, int64_t bytes) override {
-    const c10::cuda::OptionalCUDAGuard guard(this_device());
+    const OnDevice on_device(device_);
     const cudaError_t error = cudaHostRegister(address, static_cast<size_t>(bytes), cudaHostRegisterPortable);
     if (error != cudaSuccess) {
       static_cast<void>(cudaGetLastError());  // else the next launch reports it
@@ -318,7 +333,7 @@ class CudaBackend final : public DeviceBackend {
   }
 
   void unlock_pages(void* address) override {
-    const c10::cuda::OptionalCUDAGuard guard(this_device());
+    const OnDevice on_device(device_);
     // It fails only for a device that has failed, whose error is being reported already.
     if (cudaHostUnregister(address) != cudaSuccess) static_cast<void>(cudaGetLastError());
     const std::lock_guard lock(locked_mutex_);
@@ -404,12 +419,7 @@ class CudaBackend final : public DeviceBackend {
   std::function<void(const OutOfMemory&)> out_of_memory_seen_;
   mutable std::mutex peaks_mutex_;
   std::map<int, DeviceMemory> peaks_;  // before leave_room, since the last reset
-  std::optional<c10::DeviceIndex> this_device() const {
-    const int device = device_;
-    return device < 0 ? std::nullopt : std::optional(static_cast<c10::DeviceIndex>(device));
-  }
-
-  std::atomic<int> device_ = -1;  // chosen by set_device()
+  std::atomic<int> device_ = -1;       // chosen by set_device()
   mutable std::mutex locked_mutex_;
   std::map<void*, int64_t> locked_;  // by address
 };

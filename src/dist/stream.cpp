@@ -154,11 +154,11 @@ void name_stream(std::string name, const Stream& stream) {
   if (!stream.on_device()) return;
   StreamNames& names = stream_names();
   const std::lock_guard lock(names.mutex);
-  const auto known = std::ranges::find(names.list, name, &NamedStream::name);
+  const auto known = std::ranges::find(names.list, stream, &NamedStream::stream);
   if (known == names.list.end())
     names.list.push_back({std::move(name), stream});
   else
-    known->stream = stream;
+    known->name = std::move(name);
 }
 
 std::vector<NamedStream> named_streams() {

@@ -108,8 +108,8 @@ struct NamedStream {
   Stream stream;
 };
 
-/// Names a stream by its purpose, "fsdp gather", in place of an earlier one of that name. Ignores the CPU,
-/// which has no streams. Thread-safe.
+/// Names a stream by its purpose, "fsdp gather", in place of its earlier name. Streams of several owners may have
+/// the same one. Ignores the CPU, which has no streams. Thread-safe.
 void name_stream(std::string name, const Stream& stream);
 
 std::vector<NamedStream> named_streams();

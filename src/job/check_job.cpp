@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cctype>
 #include <filesystem>
+#include <limits>
 
 #include <c10/util/StringUtil.h>
 
@@ -145,7 +146,7 @@ struct Check {
     degrees.emplace_back("parallelism.data_parallel_replicate_degree", dims.dp_replicate);
     int product = 1;
     for (const auto& [key, degree] : degrees)
-      if (world_size % (product *= degree) != 0) return key;
+      if (world_size % (product = ParallelDims::product(product, degree)) != 0) return key;
     return "parallelism.data_parallel_shard_degree";
   }
 
@@ -154,6 +155,8 @@ struct Check {
     const ParallelDims dims = resolve_parallel_dims(config.parallelism, world_size);
     const auto world_problem = world_size_problem(dims, world_size);
     if (world_problem) report(misfit_of_world(dims, world_size), *world_problem);
+    // No world is that large, and products of such degrees say nothing.
+    if (dims.world_size() == std::numeric_limits<int>::max()) return std::nullopt;
     std::vector<KeyedProblem> misfits;
     check_divisibility(dims, config.spec().sizes(config.args()), config.training.seq_len, misfits);
     check_pipeline(config, dims, misfits);

@@ -85,7 +85,8 @@ class Layouts {
       names += str(names.empty() ? "" : " x ", "parallelism.", kind, name,
                    kind.empty() ? "_parallel_degree" : "_degree");
       given += str(given.empty() ? "" : " x ", degree);
-      product *= degree;
+      // Larger than any world.
+      product = std::min<int64_t>(product, int64_t{1} << 31) * std::min<int64_t>(degree, int64_t{1} << 31);
     }
     if (options_.world % product != 0)
       return str(names, " = ", given, " doesn't divide the ", options_.world, " ranks");
@@ -101,8 +102,11 @@ class Layouts {
     if (options_.pipeline > sizes_.num_layers)
       return str("parallelism.pipeline_parallel_degree = ", options_.pipeline, " is more than the model's ",
                  sizes_.num_layers, " layers");
+    if (options_.shard > 0)
+      return str("parallelism.data_parallel_shard_degree = ", options_.shard,
+                 ": no other degrees that are allowed fill ", options_.world, " ranks with it");
     return str("no layout of ", options_.world, " ranks that is allowed shares ", options_.sequences,
-               " sequences a step equally: change --sequences or training.global_batch_size");
+               " sequences a step equally: change training.global_batch_size (or --sequences of titan plan)");
   }
 
  private:
@@ -363,12 +367,13 @@ class Search {
 
   // By what is known of the same layout with less recomputation and smaller micro-batches.
   bool is_too_slow(const Layout& layout, double limit) {
-    if (options_.least_memory || std::isinf(limit)) return false;
+    if (options_.least_memory) return false;
     for (Layout known : with_no_more_recompute(layout)) {
       const auto tried = tried_.find(without_micro_batch(block_kind(known)));
       if (tried == tried_.end()) continue;
       const double gain = gain_of_larger(known, tried->second);
       if (known.recompute == layout.recompute && gain < kLeastGain) return true;
+      if (std::isinf(limit)) continue;
       known.micro_batch = *tried->second.rbegin();
       const double share = 1 - (known.micro_batch < layout.micro_batch ? gain : 0);
       if (share * least_seconds(known) > limit) return true;
@@ -526,7 +531,7 @@ class Search {
     std::erase_if(candidates, [&](const Ranked& each) {
       const double bytes = memory_of(each).least;
       const bool is_too_far = is_too_large({.bytes = bytes});
-      if (is_too_far) does_not_fit(each.layout, bytes);
+      if (is_too_far) does_not_fit(each.layout, bytes, /*is_least=*/true);
       return is_too_far || !is_promising(each);
     });
   }

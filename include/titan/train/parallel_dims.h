@@ -28,7 +28,7 @@ struct ParallelDims {
   int pp = 1;
 
   /// Number of ranks that read different rows of a batch.
-  int batch_degree() const { return dp_replicate * dp_shard; }
+  int batch_degree() const { return product(dp_replicate, dp_shard); }
   /// Number of ranks that share a row, not counting tensor parallelism.
   int row_degree() const {
     int degree = 1;

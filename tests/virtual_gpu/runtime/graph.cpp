@@ -1,6 +1,7 @@
 // Captures and graphs. A capture records items and runs none; a launch runs a copy of them, each captured stream in a
 // lane of its own, so that what could run at the same time still can.
 
+#include <cstdio>
 #include <map>
 #include <memory>
 #include <ranges>
@@ -24,7 +25,11 @@ bool all_are_joined(const Capture& capture) {
       if (joined.contains(captured)) waited_for.insert(wait->marker.get());
     } else if (const auto* reached = std::get_if<Reached>(&item)) {
       if (waited_for.contains(reached->marker.get())) joined.insert(captured);
-    } else if (!std::get<Operation>(item).is_bookkeeping && !joined.contains(captured)) {
+    } else if (const auto& operation = std::get<Operation>(item);
+               !operation.is_bookkeeping && !joined.contains(captured)) {
+      std::fprintf(stderr, "virtual GPU: nothing in the capture waits for %s (%s) on stream %d\n",
+                   operation.name.c_str(), operation.recorded_in ? operation.recorded_in->c_str() : "",
+                   captured->id);
       return false;
     }
   }
