@@ -198,6 +198,7 @@ void PlanWorkers::plan(const train::NextRequest& next, const train::TakeAnswer& 
     }
     give();
   }
+  if (std::ranges::find(has_ended, false) != has_ended.end()) return;
   while (next()) take(num_asked++, {.error = "all processes that plan have ended", .has_failed = true});
 }
 

@@ -414,7 +414,11 @@ TEST(PlanCommand, NamesTheKeyOfAWrongValue) {
                  "--search chooses activation_checkpoint.selective_ac_option itself");
   expect_refused(plan("llama3_8b", 8,
                       {"--search", "--sequences", "7", "--max-tp", "1", "--max-cp", "1", "--max-pp", "1"}),
-                 "no layout divides 8 ranks and 7 sequences");
+                 "no layout of 8 ranks that is allowed shares 7 sequences a step equally");
+  expect_refused(plan("llama3_8b", 8, {"--search", "--parallelism.pipeline_parallel_schedule_csv=a.csv"}),
+                 "parallelism.pipeline_parallel_schedule_csv is set, but a search");
+  expect_refused(plan("llama3_8b", 8, {"--search", "--output", "/no/such/folder/a.toml"}),
+                 "can't write to the folder");
   expect_refused(plan("llama3_8b", 8, {"--kernels", "fast"}),
                  "--kernels fast must be one of ours, compiled, eager");
   expect_refused(plan("llama3_8b", 8, {"--device", "a100", "--model.converters=quantize.linear.float8"}),
