@@ -136,7 +136,8 @@ Constraint positive_or_minus_one() {
 }
 
 Constraint positive_or_auto() {
-  Constraint constraint = numeric("positive, or \"auto\"", [](double value) { return value >= 1; });
+  Constraint constraint =
+      numeric("from 1 to 65536, or \"auto\"", [](double value) { return value >= 1 && value <= 65536; });
   constraint.zero = "auto";
   return constraint;
 }

@@ -202,8 +202,10 @@ class CudaGraph final : public DeviceGraph {
   void launch() override {
     const std::lock_guard lock(mutex_);
     TITAN_CHECK(!must_end_, "a recorded step is launched after this process has ended its groups");
+    const auto end_if_asked = c10::make_scope_exit([this] {
+      if (must_end_) graph_.end();
+    });
     graph_.replay();
-    if (must_end_) graph_.end();
   }
 
  private:

@@ -102,11 +102,11 @@ class Layouts {
     if (options_.pipeline > sizes_.num_layers)
       return str("parallelism.pipeline_parallel_degree = ", options_.pipeline, " is more than the model's ",
                  sizes_.num_layers, " layers");
-    if (options_.shard > 0)
-      return str("parallelism.data_parallel_shard_degree = ", options_.shard,
-                 ": no other degrees that are allowed fill ", options_.world, " ranks with it");
-    return str("no layout of ", options_.world, " ranks that is allowed shares ", options_.sequences,
-               " sequences a step equally: change training.global_batch_size (or --sequences of titan plan)");
+    return str(
+        "no layout of ", options_.world, " ranks that is allowed shares ", options_.sequences,
+        " sequences a step equally",
+        options_.shard > 0 ? str(" with parallelism.data_parallel_shard_degree = ", options_.shard) : "",
+        ": change training.global_batch_size (or --sequences of titan plan)");
   }
 
  private:
@@ -531,7 +531,7 @@ class Search {
     std::erase_if(candidates, [&](const Ranked& each) {
       const double bytes = memory_of(each).least;
       const bool is_too_far = is_too_large({.bytes = bytes});
-      if (is_too_far) does_not_fit(each.layout, bytes, /*is_least=*/true);
+      if (is_too_far) does_not_fit(each.layout, bytes);
       return is_too_far || !is_promising(each);
     });
   }

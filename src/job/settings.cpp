@@ -354,13 +354,13 @@ void check_sequence_length(const ParallelDims& dims, const std::string& key, int
   for (const RowAxis& axis : dims.rows) {
     degrees += " x " + axis.degree_key;
     if (axis.degree == 1) continue;
-    num_parts *= axis.parts_per_rank * axis.degree;
+    num_parts *= int64_t{axis.parts_per_rank} * axis.degree;
     parts += str(parts.empty() ? "" : " x ", axis.parts_per_rank > 1 ? str(axis.parts_per_rank, " x ") : "",
                  axis.degree_key);
   }
   if (num_parts > 1) check_factor(seq_len, num_parts, key, parts, problems);
   if (dims.tp > 1 && dims.sequence_parallel)
-    check_factor(seq_len, dims.tp * dims.row_degree(), key, degrees, problems);
+    check_factor(seq_len, ParallelDims::product(dims.tp, dims.row_degree()), key, degrees, problems);
 }
 
 void check_divisibility(const ParallelDims& dims, const ModelSizes& sizes, int64_t seq_len,

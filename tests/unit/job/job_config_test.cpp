@@ -76,7 +76,7 @@ TEST_F(JobConfigTest, UnknownNamesListTheKnown) {
 TEST_F(JobConfigTest, ZeroIsNoDegreeAndAutoIsPrintedAsAuto) {
   for (const std::string key : {"tensor", "context", "pipeline"}) {
     const std::string name = "parallelism." + key + "_parallel_degree";
-    EXPECT_EQ(problems_of({"--" + name, "0"}), Words{"--" + name + " = 0: must be positive, or \"auto\""});
+    EXPECT_EQ(problems_of({"--" + name, "0"}), Words{"--" + name + " = 0: must be from 1 to 65536, or \"auto\""});
     JobConfig config;
     config::load(job_schema(),
                  {"", {"--model.name", "bigram", "--model.flavor", "small", "--" + name, "auto"}}, config);
