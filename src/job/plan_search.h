@@ -26,7 +26,6 @@
 // values reach context-parallel ranks: each alone, and only those that are faster count. Stages of a rank are multiplied only while they divide the layers evenly and the bubble is above 1 % of a step.
 
 #include <array>
-#include <compare>
 #include <cstdint>
 #include <functional>
 #include <optional>
@@ -35,38 +34,9 @@
 
 #include "job/job_config.h"
 #include "job/job_plan.h"
+#include "job/layouts.h"
 
 namespace titan::train {
-
-struct Layout {
-  int64_t tensor = 1, context = 1, pipeline = 1;
-  int64_t replicate = 1;  ///< groups of ranks that share parameters
-  std::string schedule;   ///< with a pipeline
-  int64_t stages_of_rank = 1;
-  int64_t micro_batch = 1;    ///< sequences
-  bool only_degrees = false;  ///< the policies below are the base's own
-  /// activation_checkpoint.mode, or "op": selective, with that selective_ac_option.
-  std::string recompute = "none";
-  /// Parameters stay gathered for the backward and from a micro-batch to the next.
-  bool keeps_gathered = false;
-  bool float8 = false, asynchronous = false;
-
-  // Tried for the best layout only.
-  int64_t reshard = 0;         ///< neighbors that share parameters after the forward; 0: all
-  bool float8_gather = false;  ///< parameters are gathered in Float8
-  std::string context_attention = {}, rotate_method = {};  ///< context_parallel_...; empty: the base's
-  bool is_variant() const { return reshard > 0 || float8_gather || !context_attention.empty(); }
-
-  auto operator<=>(const Layout&) const = default;
-
-  struct Setting {
-    std::string section, key, value;  ///< as TOML writes it, or "none", as the command line unsets it
-  };
-  /// For a job of `world` ranks and `sequences` a step.
-  std::vector<Setting> settings(int world, int64_t sequences, int64_t layers) const;
-  /// "TP 8, PP 4 (Interleaved1F1B, 2 stages), micro-batch 1, recompute full"
-  std::string text() const;
-};
 
 /// A job to plan: settings on top of the base's.
 struct PlanRequest {
@@ -106,7 +76,7 @@ struct SearchOptions {
   int64_t host_devices = 8;
   /// Degrees that are given; 0: all are tried. `shard` is data_parallel_shard_degree.
   int64_t tensor = 0, context = 0, pipeline = 0, replicate = 0, shard = 0;
-  int64_t max_tensor = 0, max_context = 0, max_pipeline = 0;     ///< limits of the degrees that are tried
+  int64_t max_tensor = 0, max_context = 0, max_pipeline = 0;  ///< limits of the degrees that are tried
   bool may_use_float8 = false;
   bool may_gather_float8 = true, may_change_context = true;  ///< variants of the best one may set these keys
   bool only_degrees = false;  ///< recomputation, precision and the rest stay as the base has them

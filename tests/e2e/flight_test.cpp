@@ -81,6 +81,23 @@ class Flight : public ::testing::Test {
     wait_for_steps();
     return ranks;
   }
+  // Kills rank 1; the others end by themselves.
+  static void expect_to_name_a_killed_rank(std::vector<Command>& ranks) {
+    const MachineLag lag;
+    const auto killed = Clock::now();
+    const int pid = ranks[1].pid();
+    ranks[1].signal(SIGKILL);
+    std::vector<std::future<CommandResult>> ends;
+    for (Command& rank : ranks)
+      ends.push_back(std::async(std::launch::async, [&rank] { return rank.wait(60); }));
+    for (const size_t rank : {0, 2}) {
+      const CommandResult result = ends[rank].get();
+      EXPECT_LT(seconds_after(killed), 10 + lag.seconds()) << rank;
+      EXPECT_EQ(result.status, 1) << rank << "\n" << result.err;
+      EXPECT_THAT(result.err, ContainsRegex(str("the job fails: lost: rank 1 \\(host [^ ]+, pid ", pid,
+                                                "\\), last heard from at ")));
+    }
+  }
   void wait_for_steps() const {
     for (int i = 0; i < 1200 && read_logged() == 0; ++i)
       std::this_thread::sleep_for(std::chrono::milliseconds(50));
@@ -157,20 +174,7 @@ TEST_F(Flight, NamesAKilledRankZero) {
 
 TEST_F(Flight, NamesAKilledRankWithoutALauncher) {
   std::vector<Command> ranks = start_apart();
-  const MachineLag lag;
-  const auto killed = Clock::now();
-  const int pid = ranks[1].pid();
-  ranks[1].signal(SIGKILL);
-  std::vector<std::future<CommandResult>> ends;
-  for (Command& rank : ranks)
-    ends.push_back(std::async(std::launch::async, [&rank] { return rank.wait(60); }));
-  for (const size_t rank : {0, 2}) {
-    const CommandResult result = ends[rank].get();
-    EXPECT_LT(seconds_after(killed), 10 + lag.seconds()) << rank;
-    EXPECT_EQ(result.status, 1) << rank << "\n" << result.err;
-    EXPECT_THAT(result.err, ContainsRegex(str("the job fails: lost: rank 1 \\(host [^ ]+, pid ", pid,
-                                              "\\), last heard from at ")));
-  }
+  expect_to_name_a_killed_rank(ranks);
 }
 
 // A recording has calls of the communicators, which don't end before it.
@@ -180,18 +184,7 @@ TEST_F(Flight, NamesAKilledRankOfRecordedSteps) {
   for (int i = 0; i < 1200 && num_logged() < 6; ++i)
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
   EXPECT_GE(num_logged(), 6) << "no recorded step within a minute";
-  const MachineLag lag;
-  const auto killed = Clock::now();
-  ranks[1].signal(SIGKILL);
-  std::vector<std::future<CommandResult>> ends;
-  for (Command& rank : ranks)
-    ends.push_back(std::async(std::launch::async, [&rank] { return rank.wait(60); }));
-  for (const size_t rank : {0, 2}) {
-    const CommandResult result = ends[rank].get();
-    EXPECT_LT(seconds_after(killed), 10 + lag.seconds()) << rank;
-    EXPECT_EQ(result.status, 1) << rank << "\n" << result.err;
-    EXPECT_THAT(result.err, HasSubstr("the job fails: lost: rank 1 (host "));
-  }
+  expect_to_name_a_killed_rank(ranks);
 }
 
 TEST_F(Flight, WritesRecordsOnRequestWhileTheJobContinues) {
