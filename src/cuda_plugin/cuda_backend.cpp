@@ -186,9 +186,11 @@ class CudaGraph final : public DeviceGraph {
   }
   void end() override {
     const std::lock_guard lock(mutex_);
+    const auto end_if_asked = c10::make_scope_exit([this] {
+      if (must_end_) graph_.end();
+    });
     try {
       graph_.capture_end();
-      if (must_end_) graph_.end();
     } catch (...) {
       const std::exception_ptr failure = std::current_exception();
       try {

@@ -155,8 +155,11 @@ struct Check {
     const ParallelDims dims = resolve_parallel_dims(config.parallelism, world_size);
     const auto world_problem = world_size_problem(dims, world_size);
     if (world_problem) report(misfit_of_world(dims, world_size), *world_problem);
-    // No world is that large, and products of such degrees say nothing.
-    if (dims.world_size() == std::numeric_limits<int>::max()) return std::nullopt;
+    // Products of such degrees say nothing.
+    if (dims.world_size() == std::numeric_limits<int>::max()) {
+      if (!world_problem) report("parallelism", "the degrees' product is more than any world has");
+      return std::nullopt;
+    }
     std::vector<KeyedProblem> misfits;
     check_divisibility(dims, config.spec().sizes(config.args()), config.training.seq_len, misfits);
     check_pipeline(config, dims, misfits);

@@ -61,10 +61,7 @@ void build_each_stage(const JobConfig& config, int world_size) {
 }
 
 int smallest_world(const ParallelismSettings& settings) {
-  const int64_t shard = std::max<int64_t>(settings.data_parallel_shard_degree, 1);
-  return static_cast<int>(settings.pipeline_parallel_degree * settings.data_parallel_replicate_degree *
-                          shard * ParallelDims{.rows = row_axes(chosen_parallelisms(settings))}.row_degree() *
-                          settings.tensor_parallel_degree);
+  return resolve_parallel_dims(settings, /*world_size=*/1).world_size();
 }
 
 // ---- the table of `titan train --print-plan`

@@ -49,8 +49,8 @@ class Layouts {
     return std::move(layouts_);
   }
 
-  /// Why all() finds none.
-  std::string problem() const {
+  /// Why all() finds none. `has_degrees`: with more sequences it would find some.
+  std::string problem(bool has_degrees) const {
     std::string given, names;
     int64_t product = 1;
     for (const auto& [name, degree] :
@@ -80,6 +80,9 @@ class Layouts {
     if (options_.pipeline > sizes_.num_layers)
       return str("parallelism.pipeline_parallel_degree = ", options_.pipeline, " is more than the model's ",
                  sizes_.num_layers, " layers");
+    if (!has_degrees)
+      return str(names, names.empty() ? "" : str(" = ", given, ": "),
+                 "no other degrees that are allowed fill ", options_.world, " ranks");
     return str(
         "no layout of ", options_.world, " ranks that is allowed shares ", options_.sequences,
         " sequences a step equally",
@@ -192,7 +195,10 @@ std::vector<Layout> all_layouts(const JobConfig& base, const SearchOptions& opti
 }
 
 std::string why_no_layout(const JobConfig& base, const SearchOptions& options) {
-  return Layouts(base, options).problem();
+  // Any number of replicas shares these.
+  SearchOptions of_many = options;
+  of_many.sequences = 64 * int64_t{options.world};
+  return Layouts(base, options).problem(/*has_degrees=*/!Layouts(base, of_many).all().empty());
 }
 
 std::vector<Layout::Setting> Layout::settings(int world, int64_t sequences, int64_t layers) const {

@@ -13,9 +13,7 @@
 #include "core/units.h"
 #include "job/layout_estimates.h"
 #include "plan/cost_model.h"
-#include "titan/config/table.h"
 #include "titan/core/error.h"
-#include "titan/parallel/pipeline_schedule.h"
 
 namespace titan::train {
 

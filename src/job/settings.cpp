@@ -360,7 +360,7 @@ void check_sequence_length(const ParallelDims& dims, const std::string& key, int
   }
   if (num_parts > 1) check_factor(seq_len, num_parts, key, parts, problems);
   if (dims.tp > 1 && dims.sequence_parallel)
-    check_factor(seq_len, ParallelDims::product(dims.tp, dims.row_degree()), key, degrees, problems);
+    check_factor(seq_len, int64_t{dims.tp} * dims.row_degree(), key, degrees, problems);
 }
 
 void check_divisibility(const ParallelDims& dims, const ModelSizes& sizes, int64_t seq_len,

@@ -106,6 +106,14 @@ TEST(PlanWorkers, ContinueWithoutOneThatEnds) {
   for (size_t i = 1; i < answers.size(); ++i) EXPECT_EQ(answers[i].error, "");
 }
 
+TEST(PlanWorkers, AnswerWithAnErrorOnceAllHaveEnded) {
+  PlanWorkers workers(1, doubling);
+  const std::vector<PlanAnswer> answers = plan_all(workers, {of(13), of(1), of(2)});
+  EXPECT_EQ(answers[0].error, "the process that planned it ended");
+  for (size_t i = 1; i < answers.size(); ++i)
+    EXPECT_EQ(answers[i].error, "all processes that plan have ended");
+}
+
 TEST(PlanWorkers, AllEndIfOneCannotStart) {
   const size_t before = num_open_files();
   rlimit limit{};

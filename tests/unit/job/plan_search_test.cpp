@@ -553,6 +553,17 @@ TEST(PlanSearch, SaysWhyThereIsNoLayout) {
                                         "parallelism.data_parallel_shard_degree = 4 x 8 doesn't divide"));
 }
 
+TEST(PlanSearch, SaysIfNoDegreesFillTheRanks) {
+  const FakeCluster cluster;
+  SearchOptions options = options_for(cluster);
+  options.replicate = options.shard = options.context = options.pipeline = 1;
+  options.sequences = 16;
+  options.max_tensor = 16;  // and the model has 8 key/value heads
+  EXPECT_THAT(search_error(options, cluster.planner()),
+              AllOf(HasSubstr("parallelism.data_parallel_shard_degree x"),
+                    HasSubstr("= 1 x 1 x 1 x 1: no other degrees that are allowed fill 16 ranks")));
+}
+
 TEST(PlanSearch, KeepsAGivenDegreeOfShards) {
   const FakeCluster cluster;
   SearchOptions options = options_for(cluster);
