@@ -18,6 +18,8 @@ libraries=$(realpath -m "$libraries")
 preload=
 for library in cudart.so.13 cuda.so.1 nvidia-ml.so.1 nccl.so.2 cublas.so.13 cublasLt.so.13 cudnn.so.9 cusparse.so.12 cusparseLt.so.0 \
   cufft.so.12 curand.so.10 cufile.so.0 c_library.so titan_kernels.so; do
+  # LibTorch's own code launches LibTorch's kernels, and LibTitan's own code LibTitan's: nothing is computed.
+  [[ $library == titan_kernels.so && ${VIRTUAL_GPU_LIBTORCH:-0} != 0 ]] && continue
   [ -e "$libraries/lib$library" ] || { echo "virtual_gpus.sh: $libraries/lib$library is missing: cmake --build ${libraries%/*} --target virtual_gpu" >&2; exit 1; }
   preload+="$libraries/lib$library "
 done

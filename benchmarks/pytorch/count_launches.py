@@ -161,7 +161,7 @@ def count(layout: str) -> dict:
 def documented() -> dict[str, list[str]]:
     """Operations, launches and GB of the table's rows, which are in the order of LAYOUTS."""
     page = (ROOT / "docs/gpu_performance.md").read_text()
-    rows = re.findall(r"^\|[^|]+\| \d+ \| \d+ \| [\d.]+ \| (\d+) \| (\d+) \| ([\d.]+) \|$", page, re.MULTILINE)
+    rows = re.findall(r"^\|[^|]+\| \d+ \| \d+ \| \d+ \| [\d.]+ \| (\d+) \| (\d+) \| ([\d.]+) \|$", page, re.MULTILINE)
     return dict(zip(LAYOUTS, rows, strict=True))
 
 

@@ -35,10 +35,14 @@ Attended attended(const Stack& arguments) {
 Stack flash_or_cudnn(const Stack& arguments, bool is_cudnn) {
   const Tensor q = arguments[0].toTensor(), k = arguments[1].toTensor();
   const Attended result = attended(arguments);
-  return {result.out, is_cudnn ? result.log_sum_exp.unsqueeze(-1) : result.log_sum_exp,
-          Tensor(),   Tensor(),
-          q.size(2),  k.size(2),
-          no_seed(),  no_seed(),
+  return {result.out,
+          is_cudnn ? result.log_sum_exp.unsqueeze(-1) : result.log_sum_exp,
+          Tensor(),
+          Tensor(),
+          q.size(2),
+          k.size(2),
+          is_cudnn ? no_seed() : like(q, {2}, at::kUInt64),
+          is_cudnn ? no_seed() : like(q, {}, at::kUInt64),
           Tensor()};
 }
 Stack flash(const Stack& arguments) { return flash_or_cudnn(arguments, false); }
@@ -67,7 +71,7 @@ Stack efficient_gradients(const Stack& arguments) {
 Stack packed_flash(const Stack& arguments) {
   const Tensor q = arguments[0].toTensor();
   return {at::empty_like(q, at::MemoryFormat::Contiguous), like(q, {q.size(1), q.size(0)}, at::kFloat),
-          no_seed(), no_seed(), Tensor()};
+          like(q, {2}, at::kUInt64), like(q, {}, at::kUInt64), Tensor()};
 }
 Stack packed_flash_gradients(const Stack& arguments) {
   Stack results;

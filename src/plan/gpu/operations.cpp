@@ -104,16 +104,19 @@ class Call {
     PlannedGpu& gpu = PlannedGpu::get();
     for (size_t i = base_; i < stack_.size(); ++i)
       if (stack_[i].isTensor() && stack_[i].toTensor().is_cuda()) gpu.reads(stack_[i].toTensor());
-    if (known_.is_product) gpu.take_workspaces(known_.name == "aten::_scaled_mm");
+    const std::span<const IValue> inputs(stack_.data() + base_, schema_.arguments().size());
+    // Taken and given back, so that peaks have it.
+    std::optional<Temporaries> temporaries;
+    if (!gpu.device().is_cpu) temporaries.emplace(schema_.name(), inputs, gpu.device().multiprocessors);
     StandIns shapes(StandIns::Kind::meta);
     const Stack of_results = shapes_of_results(shapes);
     resize_outputs(shapes);
     Stack results;
     for (const IValue& value : of_results) results.push_back(result_for(value, shapes));
-    const std::span<const IValue> inputs(stack_.data() + base_, schema_.arguments().size());
-    // Taken and given back, so that peaks have it.
+    if (known_.is_product) gpu.take_workspaces(known_.name == "aten::_scaled_mm");
     if (gpu.device().is_cpu) widen_as_a_cpu(inputs);
-    if (!gpu.device().is_cpu) temporaries_of(schema_.name(), inputs, gpu.device().multiprocessors);
+    if (temporaries) temporaries->take_rest();
+    temporaries.reset();
     train::OperationCost cost = known_.costs.of_inputs(inputs);
     known_.costs.add_outputs(results, cost);
     gpu.launch({.name = known_.name,
@@ -124,6 +127,7 @@ class Call {
                 .shape = cost.shape});
     if (gpu.device().is_cpu && known_.name.ends_with(".dtype"))
       allocate_as_a_cpu(results[0].toTensor(), inputs[1].toTensor().scalar_type());
+    raise_versions_of_lists(schema_, inputs);
     stack_.resize(base_);
     for (IValue& value : results) stack_.push_back(std::move(value));
   }
@@ -289,9 +293,7 @@ at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) 
     copy_across(self, source, non_blocking);
     return self;
   }
-  const bool is_memcpy = self.dtype() == source.dtype() && self.sizes() == source.sizes() &&
-                         self.strides() == source.strides() && self.is_non_overlapping_and_dense();
-  PlannedGpu::get().launch({.name = is_memcpy ? "cudaMemcpyAsync" : "aten::copy_",
+  PlannedGpu::get().launch({.name = is_one_memcpy(self, source) ? "cudaMemcpyAsync" : "aten::copy_",
                             .bytes_read = bytes_of(source),
                             .bytes_written = bytes_of(self)});
   return self;

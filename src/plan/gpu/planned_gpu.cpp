@@ -422,8 +422,8 @@ void PlannedGpu::take_workspaces(bool is_scaled_product) {
     workspace = allocate(bytes);
     trace_->set_category(workspace, Category::Buffers);
   };
-  const bool is_large = device_.compute_capability >= 90;
-  take(false, is_large ? 4096 * 8 * 1024 : 4096 * 1024 * 2 + 16 * 1024 * 8);
+  const bool is_hopper = device_.compute_capability / 10 == 9;
+  take(false, is_hopper ? 4096 * 8 * 1024 : 4096 * 1024 * 2 + 16 * 1024 * 8);
   if (is_scaled_product) take(true, 1024 * 1024);
 }
 

@@ -6,6 +6,7 @@
 #include <ATen/Context.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/OpMathType.h>
+#include <ATen/TensorIterator.h>
 #include <ATen/ops/empty.h>
 
 namespace titan::plan {
@@ -63,15 +64,31 @@ at::TensorOptions in_float(const at::Tensor& t) {
   return t.options().dtype(at::toOpMathType(t.scalar_type()));
 }
 
-Tensors of_embedding_backward(const at::Tensor& gradient, const at::Tensor& indices, int64_t vocabulary) {
-  const int64_t count = indices.numel(), most_rows = std::min(count, vocabulary);
-  if (count <= 3072) return {};
-  const int64_t sums = count / 10 + most_rows;
-  Tensors memory;
-  for (const int64_t size : {count, count, count, most_rows, most_rows, sums})
-    memory.push_back(at::empty({size}, indices.options()));
+// The memory that cub takes to sort, found by LibTorch's code on virtual GPUs: for both lists, and 1 KiB for each 4,096 numbers.
+int64_t bytes_to_sort(int64_t count) {
+  return 2 * ((8 * count + 255) / 256 * 256) + 1024 * ((count + 4095) / 4096) + 16'895;
+}
+constexpr int64_t bytes_to_scan = 1279;
+
+// The gradient is made after the first two: indices in order, and where they were.
+void before_embedding_gradient(Tensors& memory, const at::Tensor& indices) {
+  const auto numbers = [&] { return at::empty({indices.numel()}, indices.options()); };
+  for (int i = 0; i < 2; ++i) memory.push_back(numbers());
+  const at::Tensor places = numbers(),
+                   for_sort = at::empty({bytes_to_sort(indices.numel())}, indices.options().dtype(at::kByte));
+}
+void after_embedding_gradient(Tensors& memory, const at::Tensor& gradient, const at::Tensor& indices,
+                              int64_t vocabulary) {
+  const int64_t count = indices.numel(), most_rows = std::min(count, vocabulary),
+                sums = count / 10 + most_rows;
+  const auto numbers = [&](int64_t size) { return at::empty({size}, indices.options()); };
+  const auto for_scan = [&] { return at::empty({bytes_to_scan}, indices.options().dtype(at::kByte)); };
+  for (const int64_t size : {count, int64_t{1}}) memory.push_back(numbers(size));
+  { const at::Tensor rows = numbers(count), room = for_scan(); }
+  for (int i = 0; i < 2; ++i) memory.push_back(numbers(most_rows));
+  for_scan();
+  for (const int64_t size : {int64_t{1}, sums}) memory.push_back(numbers(size));
   memory.push_back(at::empty({sums, gradient.size(-1)}, in_float(gradient)));
-  return memory;
 }
 
 Tensors of_norms(const Tensors& tensors, at::ScalarType dtype) {
@@ -102,29 +119,63 @@ Tensors of_flash_backward(const at::Tensor& q, int64_t batch, int64_t heads, int
 
 }  // namespace
 
-std::vector<at::Tensor> temporaries_of(const std::string& name, std::span<const at::IValue> arguments,
-                                       int64_t multiprocessors) {
-  const auto tensor = [&](size_t i) { return arguments[i].toTensor(); };
-  if (name == "aten::embedding_dense_backward")
-    return of_embedding_backward(tensor(0), tensor(1), arguments[2].toInt());
-  if (name == "aten::_foreach_norm") {
+Temporaries::Temporaries(const std::string& name, std::span<const at::IValue> arguments,
+                         int64_t multiprocessors) {
+  const auto tensor = [=](size_t i) { return arguments[i].toTensor(); };
+  if (name == "aten::embedding_dense_backward") {
+    if (tensor(1).numel() <= 3072) return;
+    before_embedding_gradient(memory_, tensor(1));
+    rest_ = [=, this] { after_embedding_gradient(memory_, tensor(0), tensor(1), arguments[2].toInt()); };
+  } else if (name == "aten::_foreach_norm") {
     const Tensors tensors = arguments[0].toTensorVector();
     const bool is_given = arguments.size() > 2 && !arguments[2].isNone();
     const at::ScalarType dtype = is_given ? arguments[2].toScalarType() : tensors.front().scalar_type();
-    return of_norms(tensors, at::toOpMathType(dtype));
+    memory_ = of_norms(tensors, at::toOpMathType(dtype));
+  } else if (name == "aten::_scaled_dot_product_flash_attention_backward") {
+    rest_ = [=, this] {
+      const at::Tensor q = tensor(1), k = tensor(2);
+      const int64_t batch = q.size(0), rows = batch * ((q.size(2) + 127) / 128 * 128);
+      memory_ = of_flash_backward(q, batch, q.size(1), k.size(1), rows, batch * k.size(2), multiprocessors);
+    };
+  } else if (name == "aten::_flash_attention_backward") {  // its sequences are packed
+    rest_ = [=, this] {
+      const at::Tensor q = tensor(1), k = tensor(2);
+      const int64_t batch = tensor(6).numel() - 1;
+      memory_ = of_flash_backward(q, batch, q.size(1), k.size(1), q.size(0) + 128 * batch, k.size(0),
+                                  multiprocessors);
+    };
   }
-  if (name == "aten::_scaled_dot_product_flash_attention_backward") {
-    const at::Tensor q = tensor(1), k = tensor(2);
-    const int64_t batch = q.size(0), rows = batch * ((q.size(2) + 127) / 128 * 128);
-    return of_flash_backward(q, batch, q.size(1), k.size(1), rows, batch * k.size(2), multiprocessors);
+}
+Temporaries::~Temporaries() {
+  while (!memory_.empty()) memory_.pop_back();
+}
+void Temporaries::take_rest() {
+  if (rest_) rest_();
+}
+
+// https://github.com/pytorch/pytorch/blob/v2.11.0/aten/src/ATen/native/cuda/Copy.cu
+bool is_one_memcpy(const at::Tensor& self, const at::Tensor& source) {
+  if (self.dtype() != source.dtype() || self.is_conj() != source.is_conj() ||
+      self.is_neg() != source.is_neg())
+    return false;
+  return at::TensorIteratorConfig()
+      .add_output(self)
+      .add_const_input(source)
+      .resize_outputs(false)
+      .check_all_same_device(false)
+      .build()
+      .is_contiguous();
+}
+
+// https://github.com/pytorch/pytorch/blob/v2.11.0/aten/src/ATen/native/ForeachUtils.h
+void raise_versions_of_lists(const c10::FunctionSchema& schema, std::span<const at::IValue> arguments) {
+  if (!schema.name().starts_with("aten::_foreach_")) return;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const auto* alias = schema.arguments()[i].alias_info();
+    if (!alias || !alias->isWrite() || !arguments[i].isTensorList()) continue;
+    for (const at::Tensor& t : arguments[i].toTensorVector())
+      if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
   }
-  if (name == "aten::_flash_attention_backward") {  // its sequences are packed
-    const at::Tensor q = tensor(1), k = tensor(2);
-    const int64_t batch = tensor(6).numel() - 1;
-    return of_flash_backward(q, batch, q.size(1), k.size(1), q.size(0) + 128 * batch, k.size(0),
-                             multiprocessors);
-  }
-  return {};
 }
 
 const ShapeRule* shape_rule(const std::string& name) {

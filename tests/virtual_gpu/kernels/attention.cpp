@@ -96,15 +96,21 @@ struct Gradients {
   Tensor q, k, v;
 };
 
+titan::plan::Temporaries temporaries(const char* backward, std::span<const c10::IValue> arguments) {
+  return {backward, arguments, at::cuda::getCurrentDeviceProperties()->multiProcessorCount};
+}
+
 // The CPU's backward reads its inputs as if they were laid out as [batch, tokens, heads, head_dim].
 Tensor dense(const Tensor& t) { return t.transpose(1, 2).contiguous().transpose(1, 2); }
 
 Gradients attend_backward(const char* name, const Tensor& grad, const Tensor& q, const Tensor& k,
                           const Tensor& v, const Attention& forward, const OptionalTensor& mask,
-                          bool is_causal, optional<double> scale) {
+                          bool is_causal, optional<double> scale,
+                          titan::plan::Temporaries* temporary = nullptr) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   TORCH_CHECK(grad.stride(-1) == 1, name, ": Input tensor must have contiguous last dimension");
   Gradients result{at::empty_like(q), at::empty_like(k), at::empty_like(v)};
+  if (temporary) temporary->take_rest();
   StandIns memory(StandIns::Kind::cpu);
   const auto cpu = [&](const Tensor& t) { return memory.stand_in(t); };
   run_on_device(name, {grad, q, k, v, forward.output, forward.log_sum_exp, mask.value_or(Tensor())},
@@ -123,6 +129,11 @@ Gradients attend_backward(const char* name, const Tensor& grad, const Tensor& q,
   return result;
 }
 
+// FlashAttention's seed and offset, which nothing reads without dropout.
+std::pair<Tensor, Tensor> unused_state(const Tensor& q) {
+  const auto options = q.options().dtype(at::kUInt64);
+  return {at::empty({2}, options), at::empty({}, options)};
+}
 Tensor unused_seed() { return at::zeros({}, at::TensorOptions().dtype(at::kLong)); }
 
 using FlashResult =
@@ -133,13 +144,9 @@ FlashResult flash(const Tensor& q, const Tensor& k, const Tensor& v, double drop
   check_no_dropout(dropout);
   check_attention("aten::_scaled_dot_product_flash_attention", of_flash, q, k, v);
   auto [o, l] = attend("aten::_scaled_dot_product_flash_attention", q, k, v, {}, is_causal, scale);
-  return {o, l, Tensor(), Tensor(), q.size(2), k.size(2), unused_seed(), unused_seed(), Tensor()};
+  const auto [seed, offset] = unused_state(q);
+  return {o, l, Tensor(), Tensor(), q.size(2), k.size(2), seed, offset, Tensor()};
 }
-std::vector<Tensor> temporaries(const char* backward, const std::vector<c10::IValue>& arguments) {
-  return titan::plan::temporaries_of(backward, arguments,
-                                     at::cuda::getCurrentDeviceProperties()->multiProcessorCount);
-}
-
 std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& grad, const Tensor& q, const Tensor& k,
                                                   const Tensor& v, const Tensor& o, const Tensor& l,
                                                   const Tensor&, const Tensor&, c10::SymInt, c10::SymInt,
@@ -147,9 +154,10 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& grad, const Tens
                                                   const Tensor&, optional<double> scale) {
   check_no_dropout(dropout);
   check_backward("aten::_scaled_dot_product_flash_attention_backward", of_flash_backward, grad, q, k, v);
-  const auto temporary = temporaries("aten::_scaled_dot_product_flash_attention_backward", {grad, q, k});
-  auto [a, b, c] = attend_backward("aten::_scaled_dot_product_flash_attention_backward", grad, q, k, v,
-                                   {o, l}, {}, is_causal, scale);
+  const char* const name = "aten::_scaled_dot_product_flash_attention_backward";
+  const std::array<c10::IValue, 3> inputs{grad, q, k};
+  titan::plan::Temporaries temporary = temporaries(name, inputs);
+  auto [a, b, c] = attend_backward(name, grad, q, k, v, {o, l}, {}, is_causal, scale, &temporary);
   return {a, b, c};
 }
 
@@ -249,7 +257,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> packed_flash(
                     sums.narrow(1, first, count).copy_(l.squeeze(0));
                   });
                 });
-  return {out, sums, unused_seed(), unused_seed(), Tensor()};
+  const auto [seed, offset] = unused_state(q);
+  return {out, sums, seed, offset, Tensor()};
 }
 
 std::tuple<Tensor, Tensor, Tensor> packed_flash_backward(
@@ -263,7 +272,9 @@ std::tuple<Tensor, Tensor, Tensor> packed_flash_backward(
   check_packed({grad, q, k, v, out}, starts, starts_of_keys);
   Tensor grad_q = at::empty(q.sizes(), q.options()), grad_k = at::empty(k.sizes(), k.options()),
          grad_v = at::empty(v.sizes(), v.options());
-  const auto temporary = temporaries("aten::_flash_attention_backward", {grad, q, k, v, out, sums, starts});
+  const std::array<c10::IValue, 7> inputs{grad, q, k, v, out, sums, starts};
+  titan::plan::Temporaries temporary = temporaries("aten::_flash_attention_backward", inputs);
+  temporary.take_rest();
   StandIns memory(StandIns::Kind::cpu);
   const auto cpu = [&](const Tensor& t) { return memory.stand_in(t); };
   run_on_device("aten::_flash_attention_backward", {grad, q, k, v, out, sums, starts},
@@ -396,12 +407,13 @@ std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad, const Tensor& x
 void install_cuda_only_kernels() {
   static auto* library =
       new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
+  library->impl("_scaled_dot_product_cudnn_attention", TORCH_FN(cudnn));
+  library->impl("_scaled_dot_product_cudnn_attention_backward", TORCH_FN(cudnn_backward));
+  if (runs_libtorch()) return;  // the parts of cuDNN that it calls aren't written
   library->impl("_scaled_dot_product_flash_attention", TORCH_FN(flash));
   library->impl("_scaled_dot_product_flash_attention_backward", TORCH_FN(flash_backward));
   library->impl("_flash_attention_forward", TORCH_FN(packed_flash));
   library->impl("_flash_attention_backward", TORCH_FN(packed_flash_backward));
-  library->impl("_scaled_dot_product_cudnn_attention", TORCH_FN(cudnn));
-  library->impl("_scaled_dot_product_cudnn_attention_backward", TORCH_FN(cudnn_backward));
   library->impl("_scaled_dot_product_efficient_attention", TORCH_FN(efficient));
   library->impl("_scaled_dot_product_efficient_attention_backward", TORCH_FN(efficient_backward));
   library->impl("_fused_rms_norm", TORCH_FN(rms_norm));

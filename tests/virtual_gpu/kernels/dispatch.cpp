@@ -37,7 +37,7 @@ using c10::DispatchKeySet;
 using c10::IValue;
 using titan::plan::shape_rule;
 using titan::plan::ShapeRule;
-using titan::plan::temporaries_of;
+using titan::plan::Temporaries;
 using torch::jit::Stack;
 
 // Results of a call: CUDA tensors for the caller, and those among them that are new and must be filled.
@@ -121,21 +121,22 @@ class Call {
 
   void run() {
     const c10::cuda::CUDAGuard guard(device_);
-    // LibTorch's own code takes cuBLAS's workspace for this stream from its allocator, at the first product.
-    if (is_product(schema_.name())) at::cuda::getCurrentCUDABlasHandle();
     replace_generator();
     round_learning_rate();
     StandIns shapes(StandIns::Kind::meta);
     const std::optional<Stack> known = shapes_of_results(shapes);
     if (!known) return run_at_once();
+    const std::span<const IValue> inputs = std::span(stack_).subspan(base_);
+    std::optional<Temporaries> temporaries(std::in_place, schema_.name(), inputs,
+                                           at::cuda::getCurrentDeviceProperties()->multiProcessorCount);
     resize_outputs(shapes);
     const Results results = results_for(*known, shapes, device_);
-    {
-      const std::vector<at::Tensor> temporaries =
-          temporaries_of(schema_.name(), std::span<const IValue>(stack_).subspan(base_),
-                         at::cuda::getCurrentDeviceProperties()->multiProcessorCount);
-      queue(results.fresh);
-    }
+    // LibTorch's own code takes cuBLAS's workspace for this stream from its allocator, at the first product.
+    if (is_product(schema_.name())) at::cuda::getCurrentCUDABlasHandle();
+    temporaries->take_rest();
+    queue(results.fresh);
+    temporaries.reset();
+    titan::plan::raise_versions_of_lists(schema_, inputs);
     replace_arguments(results.values);
   }
 
@@ -374,10 +375,7 @@ void copy_kernel(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stac
   at::Tensor self = (*stack)[base].toTensor();
   const at::Tensor source = (*stack)[base + 1].toTensor();
   const bool is_one_device = self.is_cuda() && source.is_cuda() && self.device() == source.device();
-  const bool is_one_memcpy = self.dtype() == source.dtype() && self.sizes() == source.sizes() &&
-                             self.strides() == source.strides() && self.is_non_overlapping_and_dense() &&
-                             self.is_conj() == source.is_conj() && self.is_neg() == source.is_neg();
-  if (is_one_device && !is_one_memcpy) return kernel(op, keys, stack);
+  if (is_one_device && !titan::plan::is_one_memcpy(self, source)) return kernel(op, keys, stack);
   const bool non_blocking = (*stack)[base + 2].toBool();
   at::native::copy_(self, source, non_blocking);
   stack->resize(base);
@@ -408,6 +406,17 @@ const std::set<std::string>& kept() {
 bool returns_a_view(const c10::FunctionSchema& schema) {
   return std::ranges::any_of(
       schema.returns(), [](const c10::Argument& r) { return r.alias_info() && !r.alias_info()->isWrite(); });
+}
+
+// With VIRTUAL_GPU_LIBTORCH: the functions that others take the place of otherwise.
+std::unordered_map<c10::OperatorName, c10::SafeKernelFunction>& own_functions() {
+  static auto* functions = new std::unordered_map<c10::OperatorName, c10::SafeKernelFunction>;
+  return *functions;
+}
+void call_own_function(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  const bool has_dtype = op.schema().overload_name().starts_with("dtype");  // as attention.cpp names them
+  const InOperation in(op.schema().name() + (has_dtype ? ".dtype" : ""));
+  own_functions().at(op.operator_name()).callBoxed(op, keys, stack);
 }
 
 // LibTorch's own kernels of operations that only CUDA has would launch CUDA kernels.
@@ -458,17 +467,31 @@ struct Install {
       const auto op = dispatcher.findSchema(name);
       if (!op || !op->hasKernelForDispatchKey(DispatchKey::CUDA)) continue;
       if (kept().contains(name.name) || returns_a_view(op->schema())) continue;
+      if (runs_libtorch()) {
+        install_own(name);
+        continue;
+      }
       install(name, op->hasComputedKernelForDispatchKey(DispatchKey::CPU)
                         ? c10::KernelFunction::makeFromBoxedFunction<&kernel>()
                         : c10::KernelFunction::makeFromBoxedFunction<&refuse>());
     }
-    install({"aten::copy_", ""}, c10::KernelFunction::makeFromBoxedFunction<&copy_kernel>());
+    if (runs_libtorch()) {
+      install_own({"aten::copy_", ""});
+    } else {
+      install({"aten::copy_", ""}, c10::KernelFunction::makeFromBoxedFunction<&copy_kernel>());
+      install_random_kernels();
+    }
     install_cuda_only_kernels();
-    install_random_kernels();
     if (checks_races()) watch_host_accesses();
     if (needs_modules()) watch_modules();
   }
 
+  void install_own(const c10::OperatorName& name) {
+    const c10::OperatorHandle op =
+        c10::Dispatcher::singleton().findSchemaOrThrow(name.name.c_str(), name.overload_name.c_str());
+    own_functions().emplace(name, op.getComputedKernelForDispatchKey(DispatchKey::CUDA));
+    install(name, c10::KernelFunction::makeFromBoxedFunction<&call_own_function>());
+  }
   void install(const c10::OperatorName& name, c10::KernelFunction function) {
     handles.push_back(c10::Dispatcher::singleton().registerImpl(name, DispatchKey::CUDA, std::move(function),
                                                                 std::nullopt, nullptr, "virtual_gpu"));

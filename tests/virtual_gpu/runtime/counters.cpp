@@ -15,6 +15,7 @@ using Counters = std::map<std::string, CountsOfModule>;
 
 constexpr std::pair<const char*, uint64_t Count::*> fields[] = {
     {"launches", &Count::launches},
+    {"operations", &Count::operations},
     {"bytes_read", &Count::bytes_read},
     {"bytes_written", &Count::bytes_written},
     {"bytes_requested", &Count::bytes_requested},
@@ -125,6 +126,7 @@ void count_operation(Operation& operation) {
   CountsOfModule& counts = operation.recorded_in ? (*counters())[*operation.recorded_in] : *counts_here();
   operation.count = &counts[operation.name];
   ++operation.count->launches;
+  if (!operation.is_continued) ++operation.count->operations;
   count_accesses(operation, {operation.ranges});
 }
 

@@ -7,7 +7,9 @@
 namespace virtual_gpu {
 
 struct Count {
-  uint64_t launches = 0;         ///< operations that were queued
+  uint64_t launches = 0;  ///< operations that were queued
+  uint64_t operations =
+      0;  ///< the same, but with VIRTUAL_GPU_LIBTORCH one of aten counts once for all that it launches
   uint64_t bytes_read = 0;       ///< by these; a byte counts once in an operation, here and below
   uint64_t bytes_written = 0;    ///< by these
   uint64_t bytes_requested = 0;  ///< by threads of LibTitan's kernels; a byte counts each time

@@ -33,7 +33,8 @@ size_t number_from(const char* variable, size_t fallback) {
 State::State() {
   settings.num_devices = num_visible_devices(number_from("VIRTUAL_GPU_DEVICES", 1));
   if (const char* profile = std::getenv("VIRTUAL_GPU_PROFILE")) settings.profile = profile;
-  settings.memory_only = number_from("VIRTUAL_GPU_MEMORY_ONLY", 0) != 0;
+  settings.runs_libtorch = number_from("VIRTUAL_GPU_LIBTORCH", 0) != 0;
+  settings.memory_only = settings.runs_libtorch || number_from("VIRTUAL_GPU_MEMORY_ONLY", 0) != 0;
   settings.is_prompt = number_from("VIRTUAL_GPU_PROMPT", 0) != 0;
   const char* races = std::getenv("VIRTUAL_GPU_RACES");
   settings.ends_at_race = races && std::string_view(races) == "fatal";
@@ -131,8 +132,30 @@ static void load_kernel(Lock& lock, const Stream& stream, const std::string& nam
     wait_for_device(lock, stream.device);
 }
 
+// The operation whose InOperation the thread is in.
+static thread_local std::string open_operation;
+static thread_local bool has_launched = false;
+
+InOperation::InOperation(std::string name) : is_outermost_(open_operation.empty()) {
+  if (!is_outermost_) return;
+  open_operation = std::move(name);
+  has_launched = false;
+}
+InOperation::~InOperation() {
+  if (is_outermost_) open_operation.clear();
+}
+
+// A copy that aten::copy_ leaves to CUDA is counted by CUDA's name.
+static void join_open_operation(Operation& operation) {
+  if (open_operation.empty() || operation.is_bookkeeping) return;
+  if (open_operation == "aten::copy_" && operation.name.starts_with("cudaMemcpy")) return;
+  operation.name = open_operation;
+  operation.is_continued = std::exchange(has_launched, true);
+}
+
 cudaError_t submit(cudaStream_t handle, Operation operation) {
   const OwnWork own;
+  join_open_operation(operation);
   State& s = state();
   Lock lock(s.mutex);
   Stream& stream = stream_of(handle);
@@ -168,6 +191,7 @@ bool is_capturing(cudaStream_t handle) {
 }
 
 bool computes() { return !state().settings.memory_only; }
+bool runs_libtorch() { return state().settings.runs_libtorch; }
 bool poisons() { return state().settings.poisons; }
 bool checks_races() { return state().settings.checks_races; }
 

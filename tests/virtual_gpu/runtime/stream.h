@@ -102,7 +102,8 @@ struct Settings {
   int num_devices = 1;
   std::string profile = "h100";
   bool memory_only = false;
-  bool is_prompt = false;  ///< work is done when the host asks
+  bool runs_libtorch = false;  ///< memory_only, with LibTorch's own code of its operations
+  bool is_prompt = false;      ///< work is done when the host asks
   bool checks_races = true;
   bool ends_at_race = false;
   bool poisons = true;

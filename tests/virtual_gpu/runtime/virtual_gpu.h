@@ -52,6 +52,7 @@ struct Operation {
   Count* count = nullptr;  ///< where it is counted; see runtime/counters.h
   std::shared_ptr<const std::string> recorded_in =
       nullptr;                  ///< if a graph's: the module, for its launches' counts
+  bool is_continued = false;    ///< a further launch of one InOperation
   bool is_bookkeeping = false;  ///< the virtual GPU needs it, and a real one does not: not counted
 };
 
@@ -93,6 +94,22 @@ void count_call(const std::string& call);
 /// False in memory-only mode, in which operations on more than small_bytes are not run.
 bool computes();
 constexpr size_t small_bytes = 16384;
+
+/// With VIRTUAL_GPU_LIBTORCH, which is memory-only mode with LibTorch's own code of its operations: all that the host does is real, and kernels
+/// that have no host version are launches of nothing.
+bool runs_libtorch();
+
+/// In its scope, all that the calling thread launches is one operation with this name. The outermost scope counts.
+class InOperation {
+ public:
+  explicit InOperation(std::string name);
+  ~InOperation();
+  InOperation(const InOperation&) = delete;
+  InOperation& operator=(const InOperation&) = delete;
+
+ private:
+  bool is_outermost_;
+};
 
 /// The allocation that contains the address: the program's own, or the part of it that LibTorch's allocator has handed out. Empty if
 /// there is none. The device is about to use it: bytes on their way to pinned memory arrive first.
