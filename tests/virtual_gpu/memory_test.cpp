@@ -290,9 +290,11 @@ TEST_F(VirtualGpu, ThePeakHasTheTemporaryMemoryOfCudasKernels) {
     });
   };
   const auto in_float = [](int64_t rounded_size) { return batch * padded * heads * (1 + rounded_size) * 4; };
-  EXPECT_EQ(flash_backward(heads, size), in_float(rounded));
-  EXPECT_EQ(flash_backward(heads, 136), in_float(192));
-  EXPECT_EQ(flash_backward(heads / 2, size), in_float(rounded) + 2 * batch * tokens * heads * size * 2)
+  // Heads come before tokens here, so the output and its gradient are copied.
+  const auto both = [](int64_t head_size) { return 2 * batch * tokens * heads * head_size * 2; };
+  EXPECT_EQ(flash_backward(heads, size), both(size) + in_float(rounded));
+  EXPECT_EQ(flash_backward(heads, 136), both(136) + in_float(192));
+  EXPECT_EQ(flash_backward(heads / 2, size), both(size) + in_float(rounded) + both(size))
       << "two heads share keys";
   const Tensor starts = at::tensor({0, 100, 260}, at::kInt).to(at::kCUDA),
                packed = at::ones({260, heads, size}, bf16);

@@ -18,7 +18,8 @@ using train::Words;
 /// A job of a few layers that combines what changes a step's memory, launches and messages.
 class RandomJob {
  public:
-  explicit RandomJob(uint32_t seed) : random_(seed) {
+  explicit RandomJob(uint32_t seed, bool may_have_float8 = true)
+      : random_(seed), may_have_float8_(may_have_float8) {
     draw_model();
     draw_degrees();
     draw_batches();
@@ -106,7 +107,7 @@ class RandomJob {
       set("activation_checkpoint.selective_ac_option", draw_text({"op", "1", "2"}));
     const std::string recipe =
         draw_text({"", "", "", "tensorwise", "tensorwise", "rowwise", "rowwise_with_gw_hp"});
-    if (!recipe.empty()) {
+    if (!recipe.empty() && may_have_float8_) {
       set("model.converters", "quantize.linear.float8");
       set("quantize.linear.float8.recipe_name", recipe);
       if (recipe == "tensorwise" && draw_percent(40))
@@ -125,6 +126,7 @@ class RandomJob {
   }
 
   std::mt19937 random_;  // its numbers are the same everywhere
+  bool may_have_float8_;
   Words words_;
   int64_t layers_ = 0, pipeline_ = 1, dense_ = 1;
   int world_size_ = 1;

@@ -18,7 +18,8 @@ await() {
   done
 }
 await grep -q '"step": [5-9]\|"step": [0-9]\{2,\}' "$folder/run/metrics.jsonl"
-# A run doesn't wait for its plan, and numbers that aren't computed may be anything after some steps: on a busy machine it waits here.
+# A run doesn't wait for its plan. After some steps its numbers, which nothing computes, may stop it, so it is paused until it has its plan.
+trap 'kill -KILL $run 2>"$folder/missing"' EXIT
 plans() { ! grep -q '^State:.[^Z]' /dev/null $(sed 's| *\([0-9]\+\) *|/proc/\1/status |g' /proc/$run/task/*/children); }
 kill -STOP $run
 await plans
@@ -26,6 +27,7 @@ kill -CONT $run
 await test -e "$folder/run/plan.json"
 kill -TERM $run
 wait $run || { tail -n 40 "$folder/log"; exit 1; }
+trap - EXIT
 python3 - "$folder/run" <<'PY'
 import json, pathlib, sys
 run = pathlib.Path(sys.argv[1])

@@ -107,7 +107,9 @@ class Call {
     const std::span<const IValue> inputs(stack_.data() + base_, schema_.arguments().size());
     // Taken and given back, so that peaks have it.
     std::optional<Temporaries> temporaries;
-    if (!gpu.device().is_cpu) temporaries.emplace(schema_.name(), inputs, gpu.device().multiprocessors);
+    if (!gpu.device().is_cpu)
+      temporaries.emplace(schema_.name(), inputs, gpu.device().multiprocessors,
+                          gpu.device().compute_capability);
     StandIns shapes(StandIns::Kind::meta);
     const Stack of_results = shapes_of_results(shapes);
     resize_outputs(shapes);
@@ -127,7 +129,7 @@ class Call {
                 .shape = cost.shape});
     if (gpu.device().is_cpu && known_.name.ends_with(".dtype"))
       allocate_as_a_cpu(results[0].toTensor(), inputs[1].toTensor().scalar_type());
-    raise_versions_of_lists(schema_, inputs);
+    raise_versions_of_lists(schema_, inputs, gpu.device().is_cpu);
     stack_.resize(base_);
     for (IValue& value : results) stack_.push_back(std::move(value));
   }

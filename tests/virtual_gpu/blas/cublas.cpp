@@ -1,5 +1,5 @@
 // Products of cuBLAS, for VIRTUAL_GPU_LIBTORCH, which launches and doesn't compute; otherwise operations of aten are the CPU's, and nothing calls
-// these. https://docs.nvidia.com/cuda/cublas, "cublasGemmEx" and "cublasSgemv".
+// these. https://docs.nvidia.com/cuda/cublas, "cublasGemmEx" and "cublasSgemm".
 
 #include <cublas_v2.h>
 

@@ -70,13 +70,19 @@ void check_alignment(const char* name, const Tensor& t) {
                 ": an input is not correctly aligned (stride ", t.stride(dim), " of dimension ", dim, ")");
 }
 
+titan::plan::Temporaries temporaries(const char* name, std::span<const c10::IValue> arguments) {
+  return {name, arguments, at::cuda::getCurrentDeviceProperties()->multiProcessorCount, compute_capability()};
+}
+
 // The log-sum-exp has the queries' rows, filled up with infinity to a multiple of `rows`.
 Attention attend(const char* name, const Tensor& q, const Tensor& k, const Tensor& v,
-                 const OptionalTensor& mask, bool is_causal, optional<double> scale, int64_t rows = 1) {
+                 const OptionalTensor& mask, bool is_causal, optional<double> scale, int64_t rows = 1,
+                 titan::plan::Temporaries* temporary = nullptr) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   Attention result{
       at::empty({q.size(0), q.size(2), q.size(1), v.size(3)}, q.options()).transpose(1, 2),
       at::empty({q.size(0), q.size(1), (q.size(2) + rows - 1) / rows * rows}, q.options().dtype(at::kFloat))};
+  if (temporary) temporary->take_rest();
   StandIns memory(StandIns::Kind::cpu);
   const auto cpu = [&](const Tensor& t) { return memory.stand_in(t); };
   run_on_device(
@@ -95,10 +101,6 @@ Attention attend(const char* name, const Tensor& q, const Tensor& k, const Tenso
 struct Gradients {
   Tensor q, k, v;
 };
-
-titan::plan::Temporaries temporaries(const char* backward, std::span<const c10::IValue> arguments) {
-  return {backward, arguments, at::cuda::getCurrentDeviceProperties()->multiProcessorCount};
-}
 
 // The CPU's backward reads its inputs as if they were laid out as [batch, tokens, heads, head_dim].
 Tensor dense(const Tensor& t) { return t.transpose(1, 2).contiguous().transpose(1, 2); }
@@ -143,7 +145,10 @@ FlashResult flash(const Tensor& q, const Tensor& k, const Tensor& v, double drop
                   optional<double> scale) {
   check_no_dropout(dropout);
   check_attention("aten::_scaled_dot_product_flash_attention", of_flash, q, k, v);
-  auto [o, l] = attend("aten::_scaled_dot_product_flash_attention", q, k, v, {}, is_causal, scale);
+  const char* const name = "aten::_scaled_dot_product_flash_attention";
+  const std::array<c10::IValue, 2> inputs{q, k};
+  titan::plan::Temporaries temporary = temporaries(name, inputs);
+  auto [o, l] = attend(name, q, k, v, {}, is_causal, scale, /*rows=*/1, &temporary);
   const auto [seed, offset] = unused_state(q);
   return {o, l, Tensor(), Tensor(), q.size(2), k.size(2), seed, offset, Tensor()};
 }
@@ -155,7 +160,7 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& grad, const Tens
   check_no_dropout(dropout);
   check_backward("aten::_scaled_dot_product_flash_attention_backward", of_flash_backward, grad, q, k, v);
   const char* const name = "aten::_scaled_dot_product_flash_attention_backward";
-  const std::array<c10::IValue, 3> inputs{grad, q, k};
+  const std::array<c10::IValue, 5> inputs{grad, q, k, v, o};
   titan::plan::Temporaries temporary = temporaries(name, inputs);
   auto [a, b, c] = attend_backward(name, grad, q, k, v, {o, l}, {}, is_causal, scale, &temporary);
   return {a, b, c};

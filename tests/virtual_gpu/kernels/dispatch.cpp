@@ -128,7 +128,8 @@ class Call {
     if (!known) return run_at_once();
     const std::span<const IValue> inputs = std::span(stack_).subspan(base_);
     std::optional<Temporaries> temporaries(std::in_place, schema_.name(), inputs,
-                                           at::cuda::getCurrentDeviceProperties()->multiProcessorCount);
+                                           at::cuda::getCurrentDeviceProperties()->multiProcessorCount,
+                                           compute_capability());
     resize_outputs(shapes);
     const Results results = results_for(*known, shapes, device_);
     // LibTorch's own code takes cuBLAS's workspace for this stream from its allocator, at the first product.
@@ -136,7 +137,7 @@ class Call {
     temporaries->take_rest();
     queue(results.fresh);
     temporaries.reset();
-    titan::plan::raise_versions_of_lists(schema_, inputs);
+    titan::plan::raise_versions_of_lists(schema_, inputs, /*is_cpu=*/false);
     replace_arguments(results.values);
   }
 
@@ -408,7 +409,7 @@ bool returns_a_view(const c10::FunctionSchema& schema) {
       schema.returns(), [](const c10::Argument& r) { return r.alias_info() && !r.alias_info()->isWrite(); });
 }
 
-// With VIRTUAL_GPU_LIBTORCH: the functions that others take the place of otherwise.
+// With VIRTUAL_GPU_LIBTORCH: LibTorch's functions, which others replace in the other modes.
 std::unordered_map<c10::OperatorName, c10::SafeKernelFunction>& own_functions() {
   static auto* functions = new std::unordered_map<c10::OperatorName, c10::SafeKernelFunction>;
   return *functions;

@@ -19,7 +19,8 @@ namespace {
 struct Kernels {
   std::mutex mutex;
   std::unordered_map<const void*, const char*> names;            // by the host stub's address; mangled
-  std::deque<std::pair<std::string, HostKernel>> host_versions;  // stay where they are
+  std::deque<std::pair<std::string, HostKernel>> host_versions;  // they stay where they are
+  std::deque<HostKernel> without_work;                           // with VIRTUAL_GPU_LIBTORCH
   std::unordered_map<const void*, const HostKernel*> found;
 };
 Kernels& kernels() {

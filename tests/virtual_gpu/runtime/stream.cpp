@@ -155,6 +155,7 @@ static void join_open_operation(Operation& operation) {
 
 cudaError_t submit(cudaStream_t handle, Operation operation) {
   const OwnWork own;
+  const std::string kernel = operation.name;
   join_open_operation(operation);
   State& s = state();
   Lock lock(s.mutex);
@@ -165,7 +166,7 @@ cudaError_t submit(cudaStream_t handle, Operation operation) {
     std::fprintf(stderr, "virtual GPU: stream %d: %s\n", stream.id, operation.name.c_str());
   if (s.settings.checks_races) operation.label = label_here(operation.name);
   if (s.settings.loads_lazily && !stream.capture && !operation.is_bookkeeping)
-    load_kernel(lock, stream, operation.name);
+    load_kernel(lock, stream, kernel);
   if (stream.capture) {
     operation.recorded_in = module_here();
     stamp_captured(operation);

@@ -96,10 +96,11 @@ bool computes();
 constexpr size_t small_bytes = 16384;
 
 /// With VIRTUAL_GPU_LIBTORCH, which is memory-only mode with LibTorch's own code of its operations: all that the host does is real, and kernels
-/// that have no host version are launches of nothing.
+/// that have no host version are launched and do nothing.
 bool runs_libtorch();
 
-/// In its scope, all that the calling thread launches is one operation with this name. The outermost scope counts.
+/// In its scope, all that the calling thread launches is one operation with this name, except copies of CUDA's within aten::copy_, which keep
+/// their names. The outermost scope counts.
 class InOperation {
  public:
   explicit InOperation(std::string name);
