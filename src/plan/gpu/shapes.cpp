@@ -198,7 +198,7 @@ void Temporaries::copy_if_strided(const at::Tensor& t) {
 void Temporaries::add(std::vector<at::Tensor> tensors) {
   for (at::Tensor& each : tensors) memory_.push_back(std::move(each));
 }
-Temporaries::~Temporaries() {  // as local variables are
+Temporaries::~Temporaries() {  // in reverse, as local variables are freed
   while (!memory_.empty()) memory_.pop_back();
 }
 void Temporaries::take_rest() {

@@ -18,9 +18,9 @@ namespace {
 
 struct Kernels {
   std::mutex mutex;
-  std::unordered_map<const void*, const char*> names;            // by the host stub's address; mangled
-  std::deque<std::pair<std::string, HostKernel>> host_versions;  // they stay where they are
-  std::deque<HostKernel> without_work;                           // with VIRTUAL_GPU_LIBTORCH
+  std::unordered_map<const void*, const char*> names;  // by the host stub's address; mangled
+  std::vector<std::pair<std::string, HostKernel>> host_versions;
+  std::deque<HostKernel> without_work;  // with VIRTUAL_GPU_LIBTORCH; they stay where they are
   std::unordered_map<const void*, const HostKernel*> found;
 };
 Kernels& kernels() {
@@ -53,9 +53,9 @@ const HostKernel* host_version(const void* function) {
     if (text.find(part) != std::string::npos) return k.found[function] = &version;
   if (state().settings.runs_libtorch && name != k.names.end()) {
     const std::string counted = text.find("titan::") == std::string::npos ? text : bare_name(text);
-    k.host_versions.emplace_back(
-        text, [counted](const Launch& launch) { submit(launch.stream, computation(counted, {}, [] {})); });
-    return k.found[function] = &k.host_versions.back().second;
+    k.without_work.emplace_back(
+        [counted](const Launch& launch) { submit(launch.stream, computation(counted, {}, [] {})); });
+    return k.found[function] = &k.without_work.back();
   }
   // In memory-only mode, LibTorch's may be left out: memory is allocated by the host.
   if (state().settings.memory_only && name != k.names.end() && text.find("titan::") == std::string::npos) {
