@@ -589,11 +589,6 @@ class Float8Products final : public Products {
         .down_columns;
   }
 
-  // Layers whose features are split may multiply rows part by part, and the hardware's order of blocks' scales can't be
-  // cut.
-  bool is_never_cut() const {
-    return layer_.arithmetic == Arithmetic::Hardware && !layer_.spread.in && !layer_.spread.out;
-  }
   // Hardware multiplies by the inverse, also when the product is repeated.
   ScaledMatrix with_inverse(ScaledMatrix matrix) const {
     const bool reads = layer_.arithmetic == Arithmetic::Hardware && !in_blocks(matrix);
@@ -623,9 +618,9 @@ class Float8Products final : public Products {
                !layer_.recipe->blocks.composed_columns) {
       const at::Tensor matrix = operand.values.contiguous();
       check_parts_of_blocks(matrix, Vectors::Rows, spread);
-      BothCasts both = cast_blocks_both(
-          matrix,
-          {.dtype = rows.dtype, .rounding = layer_.recipe->blocks.rounding, .for_hardware = is_never_cut()});
+      BothCasts both = cast_blocks_both(matrix, {.dtype = rows.dtype,
+                                                 .rounding = layer_.recipe->blocks.rounding,
+                                                 .for_hardware = layer_.arithmetic == Arithmetic::Hardware});
       operand.along_rows = std::move(both.along_rows);
       operand.down_columns = std::move(both.down_columns);
     }
@@ -634,7 +629,8 @@ class Float8Products final : public Products {
                        const History& history) const {
     const at::Tensor matrix = operand.values.contiguous();
     if (how.granularity == Granularity::Block)
-      return cast_in_blocks(matrix, vectors, how, layer_.recipe->blocks, spread, is_never_cut());
+      return cast_in_blocks(matrix, vectors, how, layer_.recipe->blocks, spread,
+                            layer_.arithmetic == Arithmetic::Hardware);
     if (how.granularity == Granularity::Vector) return cast_vectors(matrix, vectors, form(how), spread);
     const bool columns = vectors == Vectors::Columns;
     const BothCasts casts = cast_whole(matrix, form(how), spread.parts, history, !columns, columns);

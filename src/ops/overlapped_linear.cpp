@@ -41,6 +41,23 @@ at::Tensor rows_of_part(const at::Tensor& rows, int64_t batch, int rank, int cou
   return as_rows(part_of_sequence(whole, rank, count)).view(rows.scalar_type());
 }
 
+// The same for the scales of `matrix`. Of scales in tiles (float8::blocked_layout), whole tiles are cut out; if a part's rows
+// end within one, the result is [rows, blocks].
+at::Tensor scales_of_part(const ScaledMatrix& matrix, int64_t batch, int rank, int count) {
+  if (matrix.scale.dim() != 1) return rows_of_part(matrix.scale, batch, rank, count);
+  constexpr int64_t tile_rows = 128, tile_blocks = 4, group_rows = 32, block = 32;
+  const int64_t rows = matrix.data.size(0), blocks = matrix.data.size(1) / block;
+  const at::Tensor bytes = as_bytes(matrix.scale);
+  if (rows % (batch * count * tile_rows) == 0)
+    return bytes.view({batch, count, -1}).select(1, rank).reshape(-1).view(matrix.scale.scalar_type());
+  const int64_t across = (blocks + tile_blocks - 1) / tile_blocks;
+  const at::Tensor in_rows = bytes.view({-1, across, group_rows, tile_rows / group_rows, tile_blocks})
+                                 .permute({0, 3, 2, 1, 4})
+                                 .reshape({-1, across * tile_blocks});
+  return rows_of_part(in_rows.narrow(0, 0, rows).narrow(1, 0, blocks), batch, rank, count)
+      .view(matrix.scale.scalar_type());
+}
+
 Operand part_of_sequence(const Operand& whole, int64_t batch, int rank, int count) {
   Operand part;
   part.dtype = whole.dtype;
@@ -49,7 +66,7 @@ Operand part_of_sequence(const Operand& whole, int64_t batch, int rank, int coun
   const auto& [data, scale, inverse] = whole.along_rows;
   const bool one_scale = scale.dim() == 0;
   part.along_rows = {rows_of_part(data, batch, rank, count),
-                     one_scale ? scale : rows_of_part(scale, batch, rank, count),
+                     one_scale ? scale : scales_of_part(whole.along_rows, batch, rank, count),
                      one_scale ? inverse : rows_of_part(inverse, batch, rank, count)};
   return part;
 }

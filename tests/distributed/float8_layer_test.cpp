@@ -46,6 +46,7 @@ struct Kind {
   std::string name;
   float8::Recipe recipe;
   float8::Arithmetic arithmetic = float8::Arithmetic::Emulated;
+  int64_t length = kLayerLength;  ///< a sequence's
 };
 
 Kind shipped(const std::string& name) { return {name, float8::recipes().get(name)}; }
@@ -81,8 +82,19 @@ std::vector<Kind> in_all_units(const std::vector<Kind>& kinds) {
 
 std::vector<Kind> kinds() {
   return in_all_units({shipped("tensorwise"), shipped("rowwise"), with_any_scale("rowwise"),
-                       shipped("rowwise_with_gw_hp"), with_any_scale("rowwise_with_gw_hp"),
-                       shipped("mxfp8_cublas"), shipped("mxfp8_cublas_rceil"), delayed()});
+                       shipped("rowwise_with_gw_hp"), with_any_scale("rowwise_with_gw_hp"), delayed()});
+}
+
+// A device that multiplies blocks reads their scales in tiles of 128 rows. A rank's part of a sequence either ends within one or is
+// whole tiles.
+std::vector<Kind> kinds_of_blocks() {
+  std::vector<Kind> all = in_all_units({shipped("mxfp8_cublas"), shipped("mxfp8_cublas_rceil")});
+  if (all.back().arithmetic == float8::Arithmetic::Emulated) return all;
+  Kind in_tiles = all.back();
+  in_tiles.name += ", whole tiles";
+  in_tiles.length = 128 * world().size();
+  all.push_back(in_tiles);
+  return all;
 }
 
 // ---- layouts
@@ -135,9 +147,9 @@ std::vector<Place> places() {
 // ---- a step
 
 // A random x, or gradient of y, for `step`; the same on every rank.
-at::Tensor drawn(uint64_t seed, int step) {
+at::Tensor drawn(uint64_t seed, int step, int64_t length = kLayerLength) {
   at::manual_seed(seed + 100 * static_cast<uint64_t>(step));
-  const at::Tensor values = at::randn({kLayerRows, kLayerLength, kFeatures}) * (step == 0 ? 1.7 : 2.9);
+  const at::Tensor values = at::randn({kLayerRows, length, kFeatures}) * (step == 0 ? 1.7 : 2.9);
   return values.to(device());
 }
 
@@ -176,7 +188,7 @@ Reference on_one_rank(const Kind& kind, int count) {
   for (int step = 0; step < kLayerSteps; ++step) {
     reference.parts.clear();
     layer->linear->weight.mutable_grad().reset();
-    const auto x = drawn(1, step).chunk(count), grad = drawn(2, step).chunk(count);
+    const auto x = drawn(1, step, kind.length).chunk(count), grad = drawn(2, step, kind.length).chunk(count);
     for (size_t i = 0; i < x.size(); ++i) reference.parts.push_back(forward_backward(layer, x[i], grad[i]));
     if (!scales.empty()) scales.update([](const at::Tensor& /*pending*/) {});
   }
@@ -205,8 +217,8 @@ void expect_products_of(const Reference& wanted, const Kind& kind, const Place& 
   Result result;
   for (int step = 0; step < kLayerSteps; ++step) {
     at::Tensor(weight.data.local).mutable_grad().reset();
-    result = forward_backward(layer, drawn(1, step).chunk(place.shard)[mine],
-                              drawn(2, step).chunk(place.shard)[mine]);
+    result = forward_backward(layer, drawn(1, step, kind.length).chunk(place.shard)[mine],
+                              drawn(2, step, kind.length).chunk(place.shard)[mine]);
     if (!scales.empty())
       scales.update([](const at::Tensor& pending) {
         world().everyone()->all_reduce(pending, dist::ReduceOp::Max, {"test::scales"}).wait();
@@ -231,6 +243,10 @@ void expect_one_ranks_products(const Kind& kind, const std::vector<float8::Gathe
 
 TEST(Float8Layer, EveryLayoutMultipliesTheSameAsOneRank) {
   for (const Kind& kind : kinds()) expect_one_ranks_products(kind, {{}});
+}
+
+TEST(Float8Layer, EveryLayoutMultipliesBlocksTheSameAsOneRank) {
+  for (const Kind& kind : kinds_of_blocks()) expect_one_ranks_products(kind, {{}});
 }
 
 TEST(Float8Layer, MultipliesTheGatheredWeight) {

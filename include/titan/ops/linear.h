@@ -56,7 +56,7 @@ struct VocabularyPart {
 struct ScaledMatrix {
   at::Tensor data;  ///< [vectors, elements] in an 8-bit floating-point dtype; may be a transposed view
   /// fp32: [] for the whole matrix, or [vectors, 1]. Float8_e8m0fnu: [vectors, blocks of 32 elements], a
-  /// factor on data (float8/cast.h).
+  /// factor on data, or the same in tiles, of one dimension (blocked_layout() in float8/cast.h).
   at::Tensor scale;
   at::Tensor inverse = {};  ///< 1 / scale, which hardware multiplies by; undefined: not computed yet
   bool defined() const { return data.defined(); }
