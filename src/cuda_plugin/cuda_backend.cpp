@@ -45,29 +45,20 @@ using Stats = c10::CachingDeviceAllocator::DeviceStats;
 
 constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
 
-// [Note: room for gaps]: at most so much, and at most this part of what the allocator has. More than a few segments of
-// 20 MiB have not been missing.
-constexpr int64_t kMostRoom = int64_t{64} << 20, kPartForRoom = 128;
-constexpr int64_t kLeastRoom = int64_t{8} << 20;  // a segment would be much of what a small model has
-
 /// The caching allocator exists once CUDA has been used.
 c10::DeviceAllocator& allocator() {
   at::globalContext().lazyInitDevice(c10::kCUDA);
   return *c10::getDeviceAllocator(c10::kCUDA);
 }
 
-/// LibTorch's allocator calls it before it takes more memory from the driver. Only where that has little left,
-/// the host waits for streams: the request would fail otherwise.
+/// LibTorch's allocator calls it before it takes more memory from the driver. The host waits for streams only where that has
+/// little left: the request would fail otherwise.
 class GiveBackIdleMemory final : public c10::FreeMemoryCallback {
  public:
-  /// This thread takes more memory although some is idle.
-  inline static thread_local bool is_off = false;
-
   bool Execute() override {
-    if (is_off) return false;
     size_t free = 0, total = 0;
     const bool is_short = cudaMemGetInfo(&free, &total) == cudaSuccess && free < total / 8;
-    return IdleMemory::give_back(/*wait=*/is_short) > 0;
+    return is_short && IdleMemory::give_back() > 0;
   }
 };
 
@@ -313,13 +304,6 @@ class CudaBackend final : public DeviceBackend {
       for (const auto& [address, bytes] : locked_) memory.page_locked_bytes += bytes;
     }
     memory.allocation_retries = stats.num_alloc_retries;
-    const std::lock_guard lock(peaks_mutex_);
-    if (const auto earlier = peaks_.find(index); earlier != peaks_.end()) {
-      memory.peak_allocated_bytes =
-          std::max(memory.peak_allocated_bytes, earlier->second.peak_allocated_bytes);
-      memory.peak_active_bytes = std::max(memory.peak_active_bytes, earlier->second.peak_active_bytes);
-      memory.peak_reserved_bytes = std::max(memory.peak_reserved_bytes, earlier->second.peak_reserved_bytes);
-    }
     return memory;
   }
 
@@ -346,37 +330,6 @@ class CudaBackend final : public DeviceBackend {
 
   void reset_peak_memory(int index) override {
     allocator().resetPeakStats(static_cast<c10::DeviceIndex>(index));
-    const std::lock_guard lock(peaks_mutex_);
-    peaks_.erase(index);
-  }
-
-  // The blocks fill all gaps that are as large, so the allocator takes more. Idle memory isn't given back for them: the next
-  // step would find other gaps. The run's peaks don't count these blocks.
-  void leave_room(int index) override {
-    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(index));
-    const DeviceMemory before = memory(index);
-    const int64_t room = std::min(kMostRoom, before.reserved_bytes / kPartForRoom);
-    const auto has_room = [&] { return memory(index).reserved_bytes >= before.reserved_bytes + room; };
-    size_t free = 0, total = 0;
-    C10_CUDA_CHECK(cudaMemGetInfo(&free, &total));
-    // The user may have left the process a part of the device (per_process_memory_fraction).
-    const double fraction =
-        c10::cuda::CUDACachingAllocator::getMemoryFraction(static_cast<c10::DeviceIndex>(index));
-    const double left = std::min(static_cast<double>(free), fraction * static_cast<double>(total) -
-                                                                static_cast<double>(before.reserved_bytes));
-    if (room < kLeastRoom || left < static_cast<double>(total) / 32) return;
-    try {
-      std::vector<at::DataPtr> blocks;
-      GiveBackIdleMemory::is_off = true;
-      const auto on_again = c10::make_scope_exit([] { GiveBackIdleMemory::is_off = false; });
-      for (int64_t bytes = 0; bytes < before.reserved_bytes + 2 * room && !has_room(); bytes += room)
-        blocks.push_back(allocator().allocate(static_cast<size_t>(room)));
-    } catch (const c10::OutOfMemoryError&) {
-      // Another process has taken the memory; training can do without it.
-    }
-    allocator().resetPeakStats(static_cast<c10::DeviceIndex>(index));
-    const std::lock_guard lock(peaks_mutex_);
-    peaks_[index] = before;
   }
 
   void watch_out_of_memory(std::function<void(const OutOfMemory&)> seen) override {
@@ -402,7 +355,6 @@ class CudaBackend final : public DeviceBackend {
  private:
   // LibTorch has released its allocator's lock when it calls this.
   void tell_out_of_memory(int64_t device, int64_t requested) {
-    if (GiveBackIdleMemory::is_off) return;  // leave_room() does without
     const std::lock_guard lock(seen_mutex_);
     if (!out_of_memory_seen_) return;
     OutOfMemory found{requested, {}};
@@ -421,9 +373,7 @@ class CudaBackend final : public DeviceBackend {
 
   std::mutex seen_mutex_;
   std::function<void(const OutOfMemory&)> out_of_memory_seen_;
-  mutable std::mutex peaks_mutex_;
-  std::map<int, DeviceMemory> peaks_;  // before leave_room, since the last reset
-  std::atomic<int> device_ = -1;       // chosen by set_device()
+  std::atomic<int> device_ = -1;  // chosen by set_device()
   mutable std::mutex locked_mutex_;
   std::map<void*, int64_t> locked_;  // by address
 };

@@ -90,10 +90,6 @@ DeviceBackend* open_cuda_plugin() {
 
 DeviceBackend* device_backend() { return opened_backend; }
 
-void leave_room_for_gaps(at::Device device) {
-  if (device.is_cuda() && opened_backend) opened_backend->leave_room(device.index());
-}
-
 void use_planned_devices(PlannedDevices& devices) {
   TITAN_CHECK(!opened_backend || opened_backend == &devices,
               "planned devices can't be used beside those of the CUDA plugin, which is open");
@@ -115,12 +111,12 @@ IdleMemory::~IdleMemory() {
 }
 
 // Tensors are freed when the lock is released, because freeing takes the allocator's.
-int64_t IdleMemory::give_back(bool wait) {
+int64_t IdleMemory::give_back() {
   std::vector<at::Tensor> idle;
   {
     const std::lock_guard lock(IdleOwners::get().mutex);
     for (const Take* take : IdleOwners::get().list)
-      for (at::Tensor& tensor : (*take)(wait)) idle.push_back(std::move(tensor));
+      for (at::Tensor& tensor : (*take)()) idle.push_back(std::move(tensor));
   }
   int64_t bytes = 0;
   for (const at::Tensor& tensor : idle) bytes += static_cast<int64_t>(tensor.storage().nbytes());

@@ -171,8 +171,8 @@ class DeviceBackend {
   virtual void lock_pages(void* address, int64_t bytes) = 0;
   virtual void unlock_pages(void* address) = 0;
   virtual void reset_peak_memory(int index) = 0;
-  /// Takes some memory from the driver that nothing needs yet ([Note: room for gaps]), if the device has much left.
-  virtual void leave_room(int /*index*/) {}
+  /// Whether memory that is freed stays with the allocator, so that the next request costs nothing.
+  virtual bool caches_memory() const { return true; }
   /// Calls `seen` whenever a request fails, on its thread, before the error is thrown. Empty: no more.
   virtual void watch_out_of_memory(std::function<void(const OutOfMemory&)> seen) = 0;
   /// From now on the allocator records its events, with call stacks, and keeps the last `max_events`.
@@ -182,12 +182,12 @@ class DeviceBackend {
 };
 
 /// Memory that its owner keeps for reuse, and can do without. The CUDA plugin asks for it when LibTorch's
-/// allocator has no block for a request, before more is taken from the driver.
+/// allocator has no block for a request, and the driver little memory left.
 class IdleMemory {
  public:
-  /// Returns tensors to be freed, which no stream but their own uses any more; with `wait`, waits for streams. Called on any
+  /// Returns tensors to be freed, which no stream but their own uses any more; may wait for streams. Called on any
   /// thread, under the allocator's lock: it allocates and frees no device memory itself.
-  using Take = std::function<std::vector<at::Tensor>(bool wait)>;
+  using Take = std::function<std::vector<at::Tensor>()>;
 
   explicit IdleMemory(Take take);
   /// Waits for a call of `take` in progress.
@@ -196,7 +196,7 @@ class IdleMemory {
   IdleMemory& operator=(const IdleMemory&) = delete;
 
   /// Frees all owners' idle memory; returns the number of bytes.
-  static int64_t give_back(bool wait);
+  static int64_t give_back();
 
  private:
   Take take_;
@@ -213,12 +213,6 @@ std::filesystem::path cuda_plugin_path();
 
 /// The backend if open_cuda_plugin() has opened it, else null. Doesn't open it.
 DeviceBackend* device_backend();
-
-/// [Note: room for gaps]
-/// Training steps request the same memory in the same order, but the first ones leave other gaps between living tensors than
-/// later ones, so a later step might need a little more from the driver. With some room from the third step on it doesn't.
-/// Call it once, before the third step, with that step's stream as the current one. Does nothing on a CPU.
-void leave_room_for_gaps(at::Device device);
 
 /// Whether the driver shows a GPU and CUDA_VISIBLE_DEVICES doesn't hide it. Touches no CUDA library.
 bool gpu_visible();

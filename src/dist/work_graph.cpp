@@ -60,7 +60,7 @@ WorkGraph::~WorkGraph() {
 
 void WorkGraph::record(const std::function<void()>& queue) {
   // Its owners would hand it to the recording, and free it later.
-  IdleMemory::give_back(/*wait=*/true);
+  IdleMemory::give_back();
   const RecordingScope scope(impl_->launched);
   impl_->graph->begin();
   std::exception_ptr error;

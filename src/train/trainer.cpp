@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "core/units.h"
-#include "dist/device_backend.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "train/checkpoints/run_checkpoints.h"
@@ -68,9 +67,6 @@ void Trainer::run_steps() {
     ++progress_.step;
     const PhaseScope step = phase(Phase::Step);
     const bool is_first = progress_.step == first;
-    if (progress_.step == first + 2 && !graphs_ &&
-        !std::exchange(has_room_, true))  // graphs have memory of their own
-      dist::leave_room_for_gaps(parts_.device);
     if (!train_step()) {
       --progress_.step;
       break;

@@ -86,8 +86,8 @@ TEST_F(DeviceMemoryTest, AnAllocationThatWouldFailTakesIdleBuffersFromThePool) {
     }
   };
   fsdp::BufferPool pool(device());
-  const dist::Stream current = dist::Stream::current(device());
-  at::Tensor buffer = pool.acquire(kBytes, at::kByte, current);
+  const dist::Stream other = dist::Stream::create(device());
+  at::Tensor buffer = pool.acquire(kBytes, at::kByte, other);
   std::vector<at::Tensor> rest;
   for (int64_t size = memory().total_bytes; size > 0;)
     if (at::Tensor tensor = try_empty(size); tensor.defined())
@@ -95,8 +95,11 @@ TEST_F(DeviceMemoryTest, AnAllocationThatWouldFailTakesIdleBuffersFromThePool) {
     else
       size = size == kBytes ? 0 : std::max(size - 1024 * kMiB, kBytes);
   ASSERT_FALSE(try_empty(kBytes).defined()) << "the device isn't full";
-  buffer.fill_(1);
-  pool.release(std::move(buffer), current);
+  {
+    const dist::StreamGuard on_other(other);
+    buffer.fill_(1);
+  }
+  pool.release(std::move(buffer), other);
   EXPECT_TRUE(try_empty(kBytes).defined());
   EXPECT_EQ(pool.num_allocations(), 1);
 }
@@ -115,41 +118,6 @@ TEST_F(DeviceMemoryTest, SegmentsExpandUnlessTheUserSaysOtherwise) {
   }
 }
 
-// A request that can't be met frees what the allocator keeps.
-void free_unused_memory() {
-  EXPECT_THROW(at::empty({2 * memory().total_bytes}, options_of(at::kByte)), c10::OutOfMemoryError);
-}
-
-TEST_F(DeviceMemoryTest, RoomForGapsIsMoreThanTheAllocatorHad) {
-  free_unused_memory();
-  const dist::DeviceMemory earlier = memory();
-  at::empty({1024 * kMiB}, options_of(at::kByte));
-  dist::device_backend()->reset_peak_memory(device().index());
-  at::empty({512 * kMiB}, options_of(at::kByte));
-  const dist::DeviceMemory peaks = memory();
-  const int64_t before = peaks.reserved_bytes, room = std::min(64 * kMiB, before / 128);
-  dist::leave_room_for_gaps(device());
-  EXPECT_EQ(memory().peak_allocated_bytes, peaks.peak_allocated_bytes)
-      << "not a peak of what used the memory";
-  EXPECT_EQ(memory().peak_active_bytes, peaks.peak_active_bytes);
-  dist::device_backend()->reset_peak_memory(device().index());
-  EXPECT_EQ(memory().peak_allocated_bytes, earlier.allocated_bytes);
-  const int64_t more = memory().reserved_bytes - before;
-  EXPECT_GE(more, room);
-  EXPECT_LE(more, room + 40 * kMiB) << "it comes in segments";
-  EXPECT_EQ(memory().allocated_bytes, earlier.allocated_bytes);
-}
-
-TEST_F(DeviceMemoryTest, ThereIsNoRoomForGapsOnADeviceThatIsAlmostFull) {
-  free_unused_memory();
-  const int64_t left = memory().total_bytes - memory().reserved_bytes;
-  const at::Tensor most = at::empty({left - memory().total_bytes / 40}, options_of(at::kByte));
-  const dist::DeviceMemory before = memory();
-  dist::leave_room_for_gaps(device());
-  EXPECT_EQ(memory().reserved_bytes, before.reserved_bytes);
-  EXPECT_EQ(memory().allocation_retries, before.allocation_retries);
-}
-
 TEST_F(DeviceMemoryTest, AFailedRequestShowsTheBlocksInUse) {
   const at::Tensor tensor = at::ones({4 * kMiB}, options_of(at::kByte));
   const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
@@ -166,20 +134,20 @@ TEST_F(DeviceMemoryTest, AFailedRequestShowsTheBlocksInUse) {
   EXPECT_EQ(found, 1);
 }
 
-TEST_F(DeviceMemoryTest, ThePoolGivesBackWhatNoForwardUses) {
+TEST_F(DeviceMemoryTest, ThePoolKeepsABufferUntilItsStreamHasWaitedForTheLastUser) {
   fsdp::BufferPool pool(device());
-  const dist::Stream current = dist::Stream::current(device());
+  const dist::Stream home = dist::Stream::current(device()), other = dist::Stream::create(device());
   const int64_t before = memory().allocated_bytes;
-  pool.release(pool.acquire(4 * kMiB, at::kByte, current), current);
-  at::Tensor used = pool.acquire(kMiB, at::kByte, current);
-  current.synchronize();
-  for (int i = 0; i < 200; ++i) {
-    pool.begin_forward();
-    pool.release(std::move(used), current);
-    used = pool.acquire(kMiB, at::kByte, current);
+  pool.release(pool.acquire(4 * kMiB, at::kByte, home), home);
+  EXPECT_EQ(memory().allocated_bytes, before);
+  for (int use = 0; use < 2; ++use) {
+    pool.release(pool.acquire(4 * kMiB, at::kByte, other), other);
+    EXPECT_EQ(memory().allocated_bytes - before, 4 * kMiB);
   }
-  EXPECT_EQ(memory().allocated_bytes - before, kMiB);
   EXPECT_EQ(pool.num_allocations(), 2);
+  home.wait(other);
+  pool.hand_over();
+  EXPECT_EQ(memory().allocated_bytes, before);
 }
 
 /// A group of one parameter whose forward was on another stream, which still has much to do.

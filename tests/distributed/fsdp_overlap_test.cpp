@@ -223,7 +223,7 @@ bool has_memory(const WatchedBlock& block) {
 
 // Checks the modules' storages, and tensors that stay between steps. One block's buffer has gathered
 // parameters, one a running gather, two have gradients (collected, and being reduced), and two parts have
-// sums to be added to the gradients of earlier steps.
+// sums to be added to the gradients of earlier steps. On a GPU buffers go back to the allocator in each step.
 TEST_F(FsdpOverlap, OneBlockIsGatheredAndBuffersAreFourBlocks) {
   for (const int64_t num_blocks : {4, 9}) {
     WatchedNet net(num_blocks, "block");
@@ -241,9 +241,10 @@ TEST_F(FsdpOverlap, OneBlockIsGatheredAndBuffersAreFourBlocks) {
     EXPECT_EQ(std::count_if(net->blocks.begin(), net->blocks.end(), has_memory), 0);
     EXPECT_EQ(net->scale.storage().nbytes(), 0u) << "the tail";
     const int64_t gradients = fsdp_stats(net).sharded_bytes;
-    EXPECT_GE(meter.bytes(), gradients + 3 * kBlockBytes);
-    EXPECT_LE(meter.bytes(), gradients + 4 * kBlockBytes + 2 * kBlockBytes / size + kBlockBytes / 8)
-        << num_blocks << " blocks";
+    const int64_t num_kept = device().is_cpu() ? 3 : 0;
+    EXPECT_GE(meter.bytes(), gradients + num_kept * kBlockBytes);
+    const int64_t most = device().is_cpu() ? 4 * kBlockBytes + 2 * kBlockBytes / size : 0;
+    EXPECT_LE(meter.bytes(), gradients + most + kBlockBytes / 8) << num_blocks << " blocks";
   }
 }
 

@@ -121,21 +121,6 @@ TEST_P(NonFinite, AFailingReplayDoesNotHideTheProblem) {
 INSTANTIATE_TEST_SUITE_P(Trainer, NonFinite, ::testing::Bool(),
                          [](const auto& info) { return info.param ? "ReadLate" : "ReadAtOnce"; });
 
-// The steps themselves fit into what the allocator has.
-TEST(Trainer, ThirdStepBeginsWithRoomForGaps) {
-  if (!device().is_cuda()) GTEST_SKIP() << "needs a GPU";
-  const auto reserved = [] { return dist::device_backend()->memory(device().index()).reserved_bytes; };
-  const auto taken_by = [&](int64_t steps) {
-    at::empty({int64_t{1} << 30}, at::TensorOptions(device()).dtype(at::kByte));
-    const int64_t before = reserved();
-    Started job = start({.options = {.steps = steps}});
-    job.trainer.train();
-    return reserved() - before;
-  };
-  const int64_t by_two = taken_by(2);
-  EXPECT_GE(taken_by(3), by_two + (int64_t{8} << 20));
-}
-
 TEST(Trainer, LateReadsChangeNoWeight) {
   std::vector<at::Tensor> weights;
   for (bool late : {false, true}) {

@@ -107,7 +107,6 @@ StepCounts count_step(const dist::World& world, int64_t num_layers, int64_t toke
   Rehearsal training(config, world);
   const nn::TraceLabels labels(training.built().models[0]->root());
   for (int step = 1; step <= 6; ++step) {
-    if (step == 3) dist::leave_room_for_gaps(world.device());  // as a trainer does
     function_of<void()>("virtual_gpu_start_counting")();
     training.step();
     if (step > 2)
@@ -267,6 +266,8 @@ INSTANTIATE_TEST_SUITE_P(
     All, BlockOf,
     ::testing::Values(
         Layout{"Fsdp", 2, {"--activation_checkpoint.mode=none"}, {41, 38, 6'000'000'000}, 58},
+        // Lists of smaller parts of a block take fewer kernels.
+        Layout{"FsdpOverEightRanks", 8, {"--activation_checkpoint.mode=none"}, {41, 38, 4'600'000'000}, 42},
         Layout{"FsdpWithRecompute",
                2,
                {"--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"},
@@ -482,6 +483,11 @@ dist::DeviceMemory run_as_planned(const JobConfig& config, const std::string& pr
     expect_as_planned(plan, rank, memory, collectives_since(world, first_call), allocations,
                       /*host_clips=*/config.optimizer.implementation != "fused");
     EXPECT_EQ(memory.allocation_retries, 0);
+    for (int step = 0; step < 3; ++step) training.step();
+    constexpr int64_t small_segment =
+        2 << 20;  // for blocks of up to 1 MiB; 8B in Float8 with delayed scales takes one more
+    EXPECT_LE(gpu.memory(0).reserved_bytes, memory.reserved_bytes + small_segment)
+        << "later steps find the same memory free";
     most.peak_allocated_bytes = std::max(most.peak_allocated_bytes, memory.peak_allocated_bytes);
     most.peak_reserved_bytes = std::max(most.peak_reserved_bytes, memory.peak_reserved_bytes);
   }
@@ -503,13 +509,13 @@ TEST_P(Recipes, FitTheirGpu) {
 
 INSTANTIATE_TEST_SUITE_P(
     All, Recipes,
-    ::testing::Values(Recipe{"llama3_8b", 8, 33.95, 34.84}, Recipe{"llama3_8b_2d", 8, 34.02, 34.39},
-                      Recipe{"llama3_8b_3d", 8, 21.42, 21.80}, Recipe{"llama3_8b_long", 8, 25.60, 26.57},
-                      Recipe{"llama3_70b", 256, 21.66, 23.35}, Recipe{"llama3_70b_2d", 256, 21.66, 23.35},
-                      Recipe{"llama3_70b_3d", 256, 34.09, 34.95}, Recipe{"llama3_405b", 512, 28.10, 28.58},
-                      Recipe{"llama3_405b_2d", 512, 28.10, 28.58},
+    ::testing::Values(Recipe{"llama3_8b", 8, 33.95, 34.59}, Recipe{"llama3_8b_2d", 8, 34.02, 34.49},
+                      Recipe{"llama3_8b_3d", 8, 21.42, 21.76}, Recipe{"llama3_8b_long", 8, 25.59, 26.22},
+                      Recipe{"llama3_70b", 256, 21.62, 22.25}, Recipe{"llama3_70b_2d", 256, 21.62, 22.25},
+                      Recipe{"llama3_70b_3d", 256, 34.00, 34.81}, Recipe{"llama3_405b", 512, 28.10, 28.84},
+                      Recipe{"llama3_405b_2d", 512, 28.10, 28.84},
                       Recipe{"llama3_405b_3d", 512, 22.76, 23.15},
-                      Recipe{"llama3_405b_pp", 512, 35.28, 35.84},
+                      Recipe{"llama3_405b_pp", 512, 35.28, 36.72},
                       Recipe{"llama3_405b_pp_interleaved", 512, 37.16, 37.40}),
     [](const auto& info) { return std::string(info.param.name); });
 
@@ -525,32 +531,32 @@ const std::string kSettings = "--quantize.linear.float8.";
 INSTANTIATE_TEST_SUITE_P(
     Variants, Recipes,
     ::testing::Values(
-        with("_float8", {kFloat8}, {"llama3_8b", 8, 34.09, 35.08}),
+        with("_float8", {kFloat8}, {"llama3_8b", 8, 34.09, 34.88}),
         with("_float8_gathered", {kFloat8, kSettings + "enable_fsdp_float8_all_gather"},
-             {"llama3_8b", 8, 33.69, 34.63}),
-        with("_float8_rowwise", {kFloat8, kSettings + "recipe_name=rowwise"}, {"llama3_8b", 8, 34.11, 35.10}),
+             {"llama3_8b", 8, 33.69, 34.38}),
+        with("_float8_rowwise", {kFloat8, kSettings + "recipe_name=rowwise"}, {"llama3_8b", 8, 34.11, 34.90}),
         with("_float8_delayed",
              {kFloat8, kSettings + "scaling_type_input=delayed", kSettings + "scaling_type_weight=delayed",
               kSettings + "scaling_type_grad_output=delayed"},
-             {"llama3_8b", 8, 34.15, 35.04}),
-        with("_float8", {kFloat8}, {"llama3_8b_2d", 8, 34.04, 35.04}),
+             {"llama3_8b", 8, 34.15, 34.84}),
+        with("_float8", {kFloat8}, {"llama3_8b_2d", 8, 34.04, 34.74}),
         with("_float8_reduced_once",
              {kFloat8, "--training.global_batch_size=16",
               "--parallelism.fsdp_reduce_every_micro_batch=false"},
-             {"llama3_8b", 8, 63.39, 63.75}),
-        with("_float8", {kFloat8}, {"llama3_405b_pp", 512, 32.45, 32.57}),
-        with("_graphs", {"--compile.enable"}, {"llama3_8b", 8, 34.70, 34.88}),
-        with("_graphs", {"--compile.enable"}, {"llama3_8b_3d", 8, 21.65, 21.88}),
-        with("_graphs", {"--compile.enable"}, {"llama3_405b_pp", 512, 35.28, 35.84}),
-        with("_float8_graphs", {kFloat8, "--compile.enable"}, {"llama3_8b", 8, 34.85, 35.22}),
-        with("_bfloat16_states", {"--optimizer.state_dtype=bfloat16"}, {"llama3_8b", 8, 30.21, 31.14}),
+             {"llama3_8b", 8, 62.60, 63.59}),
+        with("_float8", {kFloat8}, {"llama3_405b_pp", 512, 32.45, 32.88}),
+        with("_graphs", {"--compile.enable"}, {"llama3_8b", 8, 33.95, 34.82}),
+        with("_graphs", {"--compile.enable"}, {"llama3_8b_3d", 8, 21.42, 21.78}),
+        with("_graphs", {"--compile.enable"}, {"llama3_405b_pp", 512, 35.28, 36.72}),
+        with("_float8_graphs", {kFloat8, "--compile.enable"}, {"llama3_8b", 8, 34.09, 34.99}),
+        with("_bfloat16_states", {"--optimizer.state_dtype=bfloat16"}, {"llama3_8b", 8, 30.21, 30.86}),
         with("_bfloat16", {"--training.dtype=bfloat16", "--optimizer.stochastic_rounding"},
-             {"llama3_8b", 8, 26.82, 27.48}),
-        with("_hsdp", {"--parallelism.data_parallel_replicate_degree=2"}, {"llama3_8b", 16, 34.30, 34.90}),
+             {"llama3_8b", 8, 26.82, 27.45}),
+        with("_hsdp", {"--parallelism.data_parallel_replicate_degree=2"}, {"llama3_8b", 16, 34.30, 34.92}),
         with("_ddp",
              {"--parallelism.data_parallel_replicate_degree=8", "--parallelism.data_parallel_shard_degree=1",
               "--model.args.n_layers=8"},
-             {"llama3_8b", 8, 47.66, 48.02})),
+             {"llama3_8b", 8, 47.45, 48.02})),
     [](const auto& info) { return str(info.param.name, info.param.variant); });
 
 // ---- layouts drawn at random

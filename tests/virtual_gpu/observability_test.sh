@@ -94,7 +94,7 @@ train_near_limit() {
     --model.args.n_layers=1 --training.local_batch_size=64 --training.seq_len=2048 --metrics.log_freq=1 >"$folder/$1.log" 2>&1 ||
     failed "the run '$1' fails:" "$folder/$1.log"
 }
-train_near_limit roomy 2  # before the third step a run takes some room
+train_near_limit roomy 2
 limit=$(python3 - "$folder/roomy/metrics.jsonl" <<'PYTHON'
 import json, sys
 rows = [json.loads(line) for line in open(sys.argv[1])]

@@ -84,7 +84,9 @@ struct FsdpStats {
   int64_t groups = 0;
   int64_t gathered_groups = 0;      ///< groups whose parameters are gathered, or being gathered, right now
   int64_t max_gathered_groups = 0;  ///< high-water mark since the last call
-  int64_t communication_buffer_allocations = 0;  ///< since construction; constant from the third step on
+  /// Since construction. Constant from the third step on, except on a GPU whose buffers aren't registered: there they go back
+  /// to LibTorch's allocator in each step.
+  int64_t communication_buffer_allocations = 0;
   int64_t sharded_bytes = 0;
   int64_t kept_gradient_bytes = 0;  ///< whole gradients kept between micro-batches; 0 if each is reduced
 };

@@ -174,7 +174,6 @@ class Trainer {
   int64_t last_step_ = 0;
   bool stopping_ = false;
   bool is_loaded_ = false;
-  bool has_room_ = false;      // room for gaps of the device's memory
   int64_t started_at_ = 0;     // the step whose state was loaded; -1: it was in memory only, not on disk
   bool save_is_late_ = false;  // a save was postponed to the next finite step
   std::vector<std::unique_ptr<checkpoint::Stateful>> saved_;  // refer to the members above

@@ -22,17 +22,14 @@ namespace {
 // The smallest part of a buffer that a request may use, so that a norm doesn't take a block's buffer.
 constexpr double kSmallestUse = 0.8;
 
-// Smaller buffers stay: taken anew in each step, they would leave the allocator with other gaps each time, until one is
-// too small for a large buffer.
-constexpr int64_t kLeastGivenBack = int64_t{32} << 20;
-
 // More than the micro-batches of a step, of which only the last one may need some buffers.
 constexpr int64_t kMostIdleForwards = 100;
 
 }  // namespace
 
 BufferPool::BufferPool(at::Device device) : device_(device), home_(dist::Stream::current(device)) {
-  if (device.is_cuda()) idle_.emplace([this](bool wait) { return take_idle(wait); });
+  if (device.is_cuda() && dist::device_backend()->caches_memory())
+    idle_.emplace([this] { return take_idle(); });
 }
 
 BufferPool::~BufferPool() {
@@ -107,13 +104,14 @@ at::Tensor BufferPool::acquire(int64_t numel, at::ScalarType dtype, const dist::
 }
 
 void BufferPool::release(at::Tensor buffer, const dist::Stream& last_user) {
+  if (idle_ && last_user == home_) return;  // to the allocator
   const auto bytes = static_cast<int64_t>(buffer.storage().nbytes());
   at::Tensor whole = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(buffer.storage()), buffer.key_set(), c10::scalarTypeToTypeMeta(at::kByte));
   whole.unsafeGetTensorImpl()->set_sizes_contiguous({bytes});
   dist::Event used = last_user.record();
   const std::lock_guard lock(mutex_);
-  free_.push_back({std::move(whole), std::move(used), num_forwards_, last_user == home_});
+  free_.push_back({std::move(whole), std::move(used), num_forwards_});
 }
 
 std::vector<at::Tensor> BufferPool::take_if(const std::function<bool(const Free&)>& wanted) {
@@ -136,15 +134,19 @@ void BufferPool::begin_forward() {
 
 void BufferPool::hand_over() {
   home_.wait(dist::Stream::current(device_));
-  const std::lock_guard lock(mutex_);
-  for (Free& free : free_) free.is_home = true;
+  if (!idle_) return;
+  take_if([this](const Free& free) {
+    if (free.used.is_recorded()) return false;
+    home_.wait(free.used);
+    return true;
+  });
 }
 
-std::vector<at::Tensor> BufferPool::take_idle(bool wait) {
-  return take_if([wait](const Free& free) {
+std::vector<at::Tensor> BufferPool::take_idle() {
+  return take_if([](const Free& free) {
     if (free.used.is_recorded()) return false;
-    if (!free.is_home && wait) free.used.synchronize();
-    return wait || (free.is_home && free.bytes.numel() >= kLeastGivenBack);
+    free.used.synchronize();
+    return true;
   });
 }
 

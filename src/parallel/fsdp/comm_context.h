@@ -1,8 +1,8 @@
 #pragma once
 
 // State shared by the sharded groups of one model. CommContext keeps the order of their collectives,
-// prefetches and overlaps them; BufferPool reuses their communication buffers, so nothing is allocated from
-// the third step on.
+// prefetches and overlaps them; BufferPool reuses their communication buffers, so that from the third step on none takes
+// memory from the device.
 
 #include <cstdint>
 #include <deque>
@@ -27,16 +27,18 @@ class DelayedGradients;
 namespace titan::fsdp {
 
 /// Gives out one-dimensional tensors of bytes on one device. Forward and backward of a model take turns; on a
-/// GPU, the allocator takes idle buffers from any thread when it finds no memory.
+/// GPU, the allocator takes idle buffers from any thread when the device has little memory left.
 ///
 /// [Note: home of buffers]
 /// LibTorch's allocator keeps free memory for each stream, and doesn't use one stream's for another. So all buffers come
 /// from the stream that is current when the pool is made, the one that computes: whoever needs one next, and every
 /// activation, can have the memory of one that was given back. A recording begins on the same stream.
 ///
-/// Buffers that this stream used last, or whose last user it has waited for since, are given back whether or not the
-/// device has come that far. So steps repeat: from the third one on, none takes memory from a device that keeps up with its
-/// host.
+/// A buffer that this stream used last is given back to the allocator at once, whether or not the device has come that far.
+/// Buffers that other streams used last, those of reductions, stay until this stream has waited for the last reduction of a
+/// backward. So each step begins with the same blocks in use, makes the same requests and gets the same addresses: from the
+/// third one on, none takes memory from a device that keeps up with its host. (When buffers stayed until the allocator needed
+/// them, they came to lie elsewhere in each step, until one step found no gap that was large enough.)
 class BufferPool {
  public:
   explicit BufferPool(at::Device device);
@@ -53,11 +55,11 @@ class BufferPool {
   /// Gives back buffers that haven't been used for many forwards: those of the first steps, or of a
   /// validation.
   void begin_forward();
-  /// The stream on which buffers are allocated has waited for all work so far.
+  /// The stream on which buffers are allocated waits for the current one. On a GPU, unless they are registered, it waits for the
+  /// last users of idle buffers, too, and gives these back.
   void hand_over();
-  /// Takes out the idle buffers whose memory the stream on which they were allocated may use; with `wait`, waits for
-  /// the others. Buffers of a recording in progress stay.
-  std::vector<at::Tensor> take_idle(bool wait);
+  /// Waits for the users of idle buffers and takes these out. Buffers of a recording in progress stay.
+  std::vector<at::Tensor> take_idle();
 
   /// From now on, buffers are registered with the groups that are added to this memory ([Note: registered memory]), and
   /// stay until the pool ends. Throws Error if the device's backend has no such memory.
@@ -73,7 +75,6 @@ class BufferPool {
     at::Tensor bytes;
     dist::Event used;
     int64_t forward;  // in which it was released
-    bool is_home;     // later work of the home stream may write to it
   };
   at::Tensor take_fitting(int64_t bytes, const dist::Stream& user);
   at::Tensor new_buffer(int64_t bytes, const dist::Stream& user);
@@ -86,7 +87,7 @@ class BufferPool {
   std::vector<Free> free_;
   int64_t num_forwards_ = 0;
   int64_t num_allocations_ = 0;
-  std::optional<dist::IdleMemory> idle_;  // on a GPU
+  std::optional<dist::IdleMemory> idle_;  // if the allocator keeps free memory, and buffers aren't registered
 };
 
 /// Gives up buffers that `work`, a call on `stream`, and the current stream may still use: their memory is

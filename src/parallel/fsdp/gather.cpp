@@ -179,7 +179,7 @@ void ParamGroup::start_unshard() {
   reshard();
   // A part kept for a backward that didn't use it (embeddings don't read their weight) may be outdated.
   if (kept_part_.defined() && stale())
-    context_->pool.release(std::exchange(kept_part_, {}), compute_stream());
+    context_->pool.release(std::exchange(kept_part_, {}), context_->gather_stream);  // a gather may read it
   gathered_version_ = flat_shard_._version();
   if (!holds_whole_parameters()) {
     start_gather();

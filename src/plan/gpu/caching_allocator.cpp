@@ -87,10 +87,6 @@ uintptr_t CachingAllocator::allocate(int64_t bytes, int64_t stream) {
   const int64_t size = block_size_for(bytes);
   Pool& pool = pool_of(size, stream);
   Block* block = take_free(pool, size, stream);
-  if (!block && options_.give_back) {
-    options_.give_back();
-    block = take_free(pool, size, stream);
-  }
   if (!block) block = expanded(pool, size, stream);
   if (!block && !is_recorded_) {
     // The real one gives back all that is free and asks again.

@@ -29,8 +29,6 @@ class CachingAllocator {
     int64_t device_bytes = 0;  ///< the most that can be reserved
     uintptr_t first_address = uintptr_t{1}
                               << 56;  ///< far from the host's, so that one that is read by mistake is a fault
-    /// Frees blocks for a request that found none, before more memory is taken from the device.
-    std::function<void()> give_back = {};
   };
   explicit CachingAllocator(Options options);
   ~CachingAllocator();

@@ -221,6 +221,7 @@ class Devices final : public dist::PlannedDevices {
   void lock_pages(void* /*address*/, int64_t /*bytes*/) override {}
   void unlock_pages(void* /*address*/) override {}
   void reset_peak_memory(int /*index*/) override { PlannedGpu::get().reset_peaks(); }
+  bool caches_memory() const override { return !PlannedGpu::get().device().is_cpu; }
   void watch_out_of_memory(std::function<void(const dist::OutOfMemory&)> /*seen*/) override {}
   void record_memory_history(int64_t /*max_events*/) override {}
   std::string memory_snapshot() override { throw Error("a planned GPU has no memory snapshot"); }
@@ -278,9 +279,8 @@ void PlannedGpu::reset() {
   trace_ = std::make_shared<Trace>();
   // A request that doesn't fit is counted all the same: how much is missing is part of the plan.
   constexpr int64_t no_limit = int64_t{1} << 50;
-  CachingAllocator::Options options{.device_bytes = no_limit, .first_address = next_address_};
-  if (!device_.is_cpu) options.give_back = [] { dist::IdleMemory::give_back(false); };
-  allocator_ = std::make_unique<CachingAllocator>(std::move(options));
+  allocator_ = std::make_unique<CachingAllocator>(
+      CachingAllocator::Options{.device_bytes = no_limit, .first_address = next_address_});
 }
 
 dist::DeviceMemory PlannedGpu::memory() const {

@@ -97,8 +97,7 @@ class PlannedGpu {
   explicit PlannedGpu(const DeviceSpec& device);
 
   DeviceSpec device_;
-  mutable std::recursive_mutex
-      mutex_;  // recursive, because a request that finds no memory frees idle buffers
+  mutable std::recursive_mutex mutex_;  // recursive, because workspaces are allocated under it
   uintptr_t next_address_ = CachingAllocator::Options().first_address;
   std::unique_ptr<CachingAllocator> allocator_;
   std::shared_ptr<Trace> trace_;

@@ -5,6 +5,7 @@
 
 #include <ATen/ATen.h>
 
+#include "parallel/fsdp/comm_context.h"
 #include "parallel/pipeline_runtime.h"
 #include "titan/core/crash.h"
 #include "titan/core/error.h"
@@ -16,6 +17,22 @@
 
 namespace titan {
 namespace {
+
+TEST(BufferPool, OnACpuKeepsABufferForTheNextForwards) {
+  fsdp::BufferPool pool(at::kCPU);
+  const dist::Stream current = dist::Stream::current(at::kCPU);
+  const auto use = [&](int64_t bytes) { pool.release(pool.acquire(bytes, at::kByte, current), current); };
+  constexpr int64_t small = 1 << 10, large = 1 << 20;
+  use(large);
+  for (int i = 0; i < 200; ++i) {
+    pool.begin_forward();
+    pool.hand_over();
+    use(small);
+  }
+  EXPECT_EQ(pool.num_allocations(), 2);
+  use(large);
+  EXPECT_EQ(pool.num_allocations(), 3) << "one that no forward used for so long is freed";
+}
 
 // Like a user's own training loop, without titan's main().
 nn::Linear used_layer() {

@@ -1,7 +1,5 @@
 #include "plan/gpu/caching_allocator.h"
 
-#include <utility>
-
 #include <gtest/gtest.h>
 
 namespace titan::plan {
@@ -49,18 +47,6 @@ TEST(CachingAllocator, KeepsBlocksThatOtherStreamsUseUntilTheNextRequest) {
   EXPECT_EQ(allocator.active().now, kMiB);
   allocator.allocate(512, 0);
   EXPECT_EQ(allocator.active().now, 512);
-}
-
-TEST(CachingAllocator, AsksForIdleMemoryBeforeItTakesMore) {
-  CachingAllocator* asked = nullptr;
-  uintptr_t idle = 0;
-  CachingAllocator allocator({.device_bytes = 1024 * kMiB, .give_back = [&] {
-                                if (idle) asked->free(std::exchange(idle, 0));
-                              }});
-  asked = &allocator;
-  idle = allocator.allocate(20 * kMiB, 0);
-  allocator.allocate(20 * kMiB, 0);
-  EXPECT_EQ(allocator.reserved().peak, 20 * kMiB);
 }
 
 TEST(CachingAllocator, GivesGraphsMemoryOfTheirOwn) {
