@@ -155,7 +155,7 @@ TEST(PlanCommand, CombinesRecomputationWithAnotherChange) {
   const json& changes = found.at("changes_that_fit");
   ASSERT_EQ(changes.size(), 2U);
   EXPECT_EQ(changes[1].at("settings"),
-            json({"--activation_checkpoint.mode=full", "--training.local_batch_size=1",
+            json({"--activation_checkpoint.mode=full", "--training.local_batch_size=3",
                   "--training.global_batch_size=9"}));
 }
 
