@@ -28,7 +28,9 @@ constexpr int64_t kMostIdleForwards = 100;
 }  // namespace
 
 BufferPool::BufferPool(at::Device device) : device_(device), home_(dist::Stream::current(device)) {
-  if (device.is_cuda() && dist::device_backend()->caches_memory())
+  // Without the plugin, a GPU has LibTorch's allocator all the same.
+  const dist::DeviceBackend* backend = dist::device_backend();
+  if (device.is_cuda() && (!backend || backend->caches_memory()))
     idle_.emplace([this] { return take_idle(); });
 }
 
