@@ -56,6 +56,8 @@ c10::DeviceAllocator& allocator() {
 class GiveBackIdleMemory final : public c10::FreeMemoryCallback {
  public:
   bool Execute() override {
+    // A recording's memory is its own: what is given back would be of no use to it, and waiting would end it.
+    if (at::cuda::currentStreamCaptureStatusMayInitCtx() != at::cuda::CaptureStatus::None) return false;
     size_t free = 0, total = 0;
     const bool is_short = cudaMemGetInfo(&free, &total) == cudaSuccess && free < total / 8;
     return is_short && IdleMemory::give_back() > 0;
@@ -225,9 +227,30 @@ class CudaBackend final : public DeviceBackend {
 
   int num_devices() const override { return c10::cuda::device_count(); }
 
+  std::string failure() const override {
+    int count = 0, driver = 0;
+    const cudaError_t error = cudaGetDeviceCount(&count);
+    if (error == cudaSuccess) return "";
+    static_cast<void>(cudaGetLastError());  // else the next call reports it
+    // Without a driver's library CUDA says that the driver is too old. Its version is 0 then.
+    const bool has_driver = cudaDriverGetVersion(&driver) == cudaSuccess && driver > 0;
+    if (error == cudaErrorNoDevice || !has_driver) return "";
+    return str(cudaGetErrorString(error), " (driver for CUDA ", cuda_version(driver), ", LibTitan built for ",
+               cuda_version(CUDART_VERSION), ")");
+  }
+
   bool launches_block() const override {
     const char* blocks = std::getenv("CUDA_LAUNCH_BLOCKING");
     return blocks && std::string_view(blocks) != "0";
+  }
+
+  int num_queues() const override {
+    const int queues = std::atoi(setting_of("CUDA_DEVICE_MAX_CONNECTIONS").c_str());
+    return queues > 0 ? std::min(queues, kQueues) : kQueues;
+  }
+
+  void use_device_of_process() override {
+    if (const int device = device_; device >= 0) c10::cuda::set_device(static_cast<c10::DeviceIndex>(device));
   }
 
   void set_device(int index) override {
@@ -252,6 +275,9 @@ class CudaBackend final : public DeviceBackend {
                ", NCCL on streams of high priority, messages of rings and pipelines on at most ",
                kMostCtasOfLongReceives,
                " multiprocessors unless NCCL_MAX_CTAS is set; environment: ", variables_of_gpus());
+  }
+  int num_multiprocessors(int index) const override {
+    return at::cuda::getDeviceProperties(index)->multiProcessorCount;
   }
   int compute_capability(int index) const override {
     const auto* properties = at::cuda::getDeviceProperties(index);
@@ -390,7 +416,11 @@ REGISTER_FREE_MEMORY_CALLBACK(titan_idle_memory, titan::dist::GiveBackIdleMemory
 extern "C" __attribute__((visibility("default"))) titan::dist::DeviceBackend* titan_cuda_plugin() {
   // Streams that share one of the device's queues wait for each other without need, and a job has more than the eight queues that there are otherwise.
   // CUDA reads it when the process first uses a device.
-  ::setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", /*overwrite=*/0);
+  ::setenv("CUDA_DEVICE_MAX_CONNECTIONS", std::to_string(titan::dist::DeviceBackend::kQueues).c_str(),
+           /*overwrite=*/0);
+  // LibTorch would make NVLink's multicast objects for symmetric memory, which LibTitan doesn't use. On some hosts that fails or hangs
+  // (pytorch issues 162429, 167537 and 195596).
+  ::setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1", /*overwrite=*/0);
   static titan::dist::CudaBackend backend;
   return &backend;
 }

@@ -148,10 +148,8 @@ class CudaRegisteredMemory final : public RegisteredMemory {
     TITAN_CHECK(status == cudaStreamCaptureStatusNone,
                 "registered communication buffers can't be allocated while work is recorded");
     // The allocator frees nothing for a pool.
-    constexpr size_t largest_rounding = 20 << 20;
-    size_t free = 0, total = 0;
-    if (cudaMemGetInfo(&free, &total) == cudaSuccess && free < static_cast<size_t>(bytes) + largest_rounding)
-      c10::cuda::CUDACachingAllocator::emptyCache();
+    constexpr int64_t largest_rounding = 20 << 20;
+    leave_to_driver(bytes + largest_rounding);
     std::optional<InPool> in_pool;
     if (pool_) in_pool.emplace(pool_->device(), pool_->id());
     return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(c10::kCUDA));
@@ -220,6 +218,12 @@ void meet(const GroupSpec& spec) {
 
 }  // namespace
 
+void leave_to_driver(int64_t bytes) {
+  size_t free = 0, total = 0;
+  if (cudaMemGetInfo(&free, &total) == cudaSuccess && free < static_cast<size_t>(bytes))
+    c10::cuda::CUDACachingAllocator::emptyCache();
+}
+
 c10::intrusive_ptr<c10d::Backend> make_nccl_group(const GroupSpec& spec) {
   auto options = c10d::ProcessGroupNCCL::Options::create(/*is_high_priority_stream=*/true);
   options->timeout = spec.timeout;
@@ -228,6 +232,8 @@ c10::intrusive_ptr<c10d::Backend> make_nccl_group(const GroupSpec& spec) {
   auto group = c10::make_intrusive<NcclGroup>(spec, options);
   meet(spec);
   group->enableCollectivesTiming();
+  constexpr int64_t more_than_its_buffers = 1 << 30;
+  leave_to_driver(more_than_its_buffers);
   group->connect();
   return group;
 }

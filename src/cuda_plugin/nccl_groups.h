@@ -13,6 +13,9 @@ namespace titan::dist {
 // 400 Gb/s, and a message of 50 MB within a host takes tenths of a millisecond. A pipeline's schedule hides that, and a ring's blocks of attention hide longer ones.
 constexpr int kMostCtasOfLongReceives = 4;
 
+/// Makes LibTorch's allocator give its unused memory back if the driver has less than `bytes` left, because what others
+/// request from the driver doesn't reach the allocator.
+void leave_to_driver(int64_t bytes);
 /// Connects. All members have to come within the group's time limit.
 c10::intrusive_ptr<c10d::Backend> make_nccl_group(const GroupSpec& spec);
 /// DeviceBackend::abort_groups().

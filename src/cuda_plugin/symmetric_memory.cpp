@@ -17,6 +17,7 @@
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
 #include "core/process.h"
+#include "cuda_plugin/nccl_groups.h"
 #include "cuda_plugin/own_stream.h"
 #include "dist/stream.h"
 #include "dist/stream_clock.h"
@@ -179,6 +180,8 @@ class CudaSymmetricMemory final : public SymmetricMemory {
   void grow(int64_t bytes) {
     const Stream& queue = queue_after_computation();  // a graph's exchanges are the computation's
     if (piece_.defined()) note_replaced_memory();
+    constexpr int64_t largest_rounding = 20 << 20;
+    leave_to_driver(bytes + largest_rounding);
     // LibTorch takes memory on the current stream and fills it by copies of the default one, which waits for no
     // other.
     const c10::cuda::CUDAStreamGuard on_default_stream(c10::cuda::getDefaultCUDAStream(device_.index()));

@@ -19,7 +19,8 @@ namespace titan::dist {
 namespace {
 
 DeviceBackend* opened_backend =
-    nullptr;  // set once, by open_cuda_plugin or use_planned_devices, and never closed
+    nullptr;                  // set once, by open_cuda_plugin or use_planned_devices, and never closed
+std::string failure_of_cuda;  // set by open_cuda_plugin
 
 // LibTorch's allocator belongs to the process, and so do those who keep its memory.
 struct IdleOwners {
@@ -84,9 +85,14 @@ DeviceBackend* open_cuda_plugin() {
   DeviceBackend* backend = load(path);
   // The driver may show a device that CUDA can't use (a restricted container): then this counts as a machine
   // without a GPU.
-  if (backend->num_devices() > 0) opened_backend = backend;
+  if (backend->num_devices() > 0)
+    opened_backend = backend;
+  else
+    failure_of_cuda = backend->failure();
   return opened_backend;
 }
+
+std::string cuda_failure() { return failure_of_cuda; }
 
 DeviceBackend* device_backend() { return opened_backend; }
 
@@ -123,9 +129,11 @@ int64_t IdleMemory::give_back() {
   return bytes;
 }
 
-std::string missing_plugin_warning(const std::string& wanted, bool gpu_visible,
-                                   const std::filesystem::path& plugin) {
+std::string unused_gpu_warning(const std::string& wanted, bool gpu_visible,
+                               const std::filesystem::path& plugin, const std::string& failure) {
   if (wanted == "cpu" || !gpu_visible) return "";
+  if (!failure.empty())
+    return str("a GPU is visible, but this job runs on the CPU, because CUDA can't use it: ", failure);
   std::error_code ignored;
   if (std::filesystem::exists(plugin, ignored)) return "";
   return str("a GPU is visible, but this job runs on the CPU: ", plugin.string(),

@@ -130,13 +130,23 @@ struct GroupSpec {
 
 class DeviceBackend {
  public:
+  /// The most that CUDA has. Streams that share a queue wait for each other without need.
+  static constexpr int kQueues = 32;
+
   virtual ~DeviceBackend() = default;
   virtual c10::DeviceType device_type() const = 0;
   virtual int num_devices() const = 0;
+  /// Why the driver's devices can't be used, as a text of CUDA's; empty if they can, or if there are none.
+  virtual std::string failure() const { return ""; }
   /// Whether each launch blocks the host until it is done, for debugging (CUDA_LAUNCH_BLOCKING).
   virtual bool launches_block() const { return false; }
-  /// Makes device `index` this thread's current one.
+  /// How many of the device's queues its streams share.
+  virtual int num_queues() const { return kQueues; }
+  /// Makes device `index` this thread's current one, and the process's.
   virtual void set_device(int index) = 0;
+  /// Makes the process's device this thread's current one. A new thread has device 0, where calls for another device's
+  /// events would make a second context of half a GiB.
+  virtual void use_device_of_process() {}
   /// "NVIDIA H100 80GB HBM3"; tables of peak FLOPS are keyed by it.
   virtual std::string device_name(int index) const = 0;
   /// Versions, what was set for this process, and variables of the environment that change how it runs: one line for the
@@ -144,6 +154,7 @@ class DeviceBackend {
   virtual std::string settings() const { return ""; }
   /// 90 for compute capability 9.0.
   virtual int compute_capability(int index) const = 0;
+  virtual int num_multiprocessors(int index) const = 0;
   /// A communicator (NCCL) of the current device.
   virtual c10::intrusive_ptr<c10d::Backend> make_group(const GroupSpec& spec) = 0;
   /// A function that asks, without waiting and from any thread, whether the device is done with a call of a
@@ -222,9 +233,12 @@ struct InitOptions;
 /// the backend in `options`.
 void check_devices(const InitOptions& options, int local_size);
 
-/// A warning that the job runs on the CPU although a GPU is visible, because the plugin wasn't built; empty
-/// otherwise. `wanted`: InitOptions::device. `plugin`: its file, which may not exist.
-std::string missing_plugin_warning(const std::string& wanted, bool gpu_visible,
-                                   const std::filesystem::path& plugin);
+/// Why open_cuda_plugin() found no device although the driver has some, as a text of CUDA's; empty otherwise.
+std::string cuda_failure();
+
+/// A warning that the job runs on the CPU although a GPU is visible, because the plugin wasn't built or because of
+/// `failure` (cuda_failure()); empty otherwise. `wanted`: InitOptions::device. `plugin`: its file, which may not exist.
+std::string unused_gpu_warning(const std::string& wanted, bool gpu_visible,
+                               const std::filesystem::path& plugin, const std::string& failure);
 
 }  // namespace titan::dist

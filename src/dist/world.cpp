@@ -197,8 +197,11 @@ DeviceBackend* choose_devices(const InitOptions& options, int rank) {
     throw ConfigError(str("device '", options.device, "' isn't one of auto, cpu, cuda"));
   DeviceBackend* devices = options.device == "cpu" ? nullptr : open_cuda_plugin();
   if (options.device == "cuda" && !devices)
-    throw ConfigError("device 'cuda': no GPU is visible to this process, or libtitan_cuda wasn't built");
-  const std::string warning = missing_plugin_warning(options.device, gpu_visible(), cuda_plugin_path());
+    throw ConfigError(cuda_failure().empty()
+                          ? "device 'cuda': no GPU is visible to this process, or libtitan_cuda wasn't built"
+                          : str("device 'cuda': CUDA can't use the GPU that is visible: ", cuda_failure()));
+  const std::string warning =
+      unused_gpu_warning(options.device, gpu_visible(), cuda_plugin_path(), devices ? "" : cuda_failure());
   if (!warning.empty() && rank == 0) log::warning(warning);
   return devices;
 }
@@ -218,13 +221,27 @@ void check_num_devices(const std::string& backend, int local_size, int num_devic
                           " visible GPUs: NCCL needs one GPU per rank (gloo lets ranks share one)"));
 }
 
+// Each rank of this host may see its own GPU only, as with SLURM's --gpus-per-task.
+void check_devices_differ(const World::Impl& world) {
+  const std::string mine = world.devices->device_address();
+  const auto key = [](int rank) { return str("titan/device/", rank); };
+  world.store->set(key(world.launch.rank), mine);
+  for (int rank = 0; rank < world.launch.size; ++rank) {
+    if (rank == world.launch.rank ||
+        world.hosts[static_cast<size_t>(rank)] != world.hosts[static_cast<size_t>(world.launch.rank)])
+      continue;
+    if (world.store->get_to_str(key(rank)) == mine)
+      check_num_devices(world.backend, world.launch.local_size, world.devices->num_devices());
+  }
+}
+
 void choose_device(World::Impl& world) {
   if (!world.devices) return;
   const int num_devices = world.devices->num_devices();
-  check_num_devices(world.backend, world.launch.local_size, num_devices);
   const int index = world.launch.local_rank % num_devices;
   world.devices->set_device(index);
   world.device = c10::Device(world.devices->device_type(), static_cast<c10::DeviceIndex>(index));
+  if (world.backend == "nccl" && world.launch.local_size > num_devices) check_devices_differ(world);
 }
 
 World make_fake_world(const InitOptions& options) {
@@ -294,7 +311,12 @@ World init(const InitOptions& options) {
   choose_device(*impl);
   if (!impl->device.is_cpu())
     impl->sweep = std::make_unique<SideThread>(
-        "titan-sweep", [recorder = impl->recorder] { recorder->sweep(); }, std::chrono::milliseconds(500));
+        "titan-sweep",
+        [recorder = impl->recorder, devices = impl->devices] {
+          devices->use_device_of_process();
+          recorder->sweep();
+        },
+        std::chrono::milliseconds(500));
   World world(std::move(impl));
   world.everyone();
   return world;

@@ -297,8 +297,8 @@ dist::World build_world(const JobConfig& config, int fake_ranks) {
   const bool may_be_on_gpu = fake_ranks > 0 && config.training.device == "auto";
   const bool is_on_gpu = may_be_on_gpu && dist::open_cuda_plugin();
   if (may_be_on_gpu && !is_on_gpu)
-    if (const std::string warning =
-            dist::missing_plugin_warning("auto", dist::gpu_visible(), dist::cuda_plugin_path());
+    if (const std::string warning = dist::unused_gpu_warning("auto", dist::gpu_visible(),
+                                                             dist::cuda_plugin_path(), dist::cuda_failure());
         !warning.empty())
       log::warning(warning);
   return dist::init({.backend = fake_ranks > 0 ? "fake" : config.comm.backend,

@@ -34,6 +34,12 @@ void check_launches(const dist::World& world) {
     throw ConfigError(
         "CUDA_LAUNCH_BLOCKING is set: a pipeline over NCCL would hang, because each receive would block its "
         "host until the message comes. Unset it, or set comm.backend = \"gloo\"");
+  if (world.backend() == "nccl" && devices && devices->num_queues() < dist::DeviceBackend::kQueues)
+    throw ConfigError(str("CUDA_DEVICE_MAX_CONNECTIONS is ", devices->num_queues(),
+                          ": a pipeline over NCCL could hang, because a stream's receive also holds up the "
+                          "streams that share its queue "
+                          "of the device. Unset it, because LibTitan sets ",
+                          dist::DeviceBackend::kQueues, ", or set comm.backend = \"gloo\""));
 }
 
 // NCCL connects two ranks when they first exchange a message, and blocks both hosts until both have come. So

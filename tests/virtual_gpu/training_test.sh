@@ -41,7 +41,29 @@ if [ $status != 2 ] || ! grep -q "NCCL needs one GPU per rank" "$folder.check"; 
   cat "$folder.check"
   failed=1
 fi
-# So are deterministic runs with a setting of cuBLAS that LibTorch would refuse at the first product.
+# A job may show each rank its own GPU only, as SLURM's --gpus-per-task does.
+for devices in '$LOCAL_RANK' 1; do
+  status=0
+  "$source_folder/scripts/virtual_gpus.sh" 2 -- "$titan" launch -n 2 -- sh -c "CUDA_VISIBLE_DEVICES=$devices exec '$titan' train '$source_folder/configs/llama3_debug.toml' \
+    --job.dump_folder='$folder/run' --training.steps=1 --training.seq_len=64" >"$folder.own" 2>&1 || status=$?
+  if [ $devices = 1 ]; then
+    [ $status != 0 ] && grep -q "2 ranks on a host with 1 visible GPUs: NCCL needs one GPU per rank" "$folder.own"
+  else
+    [ $status = 0 ] && grep -q "step: *1 " "$folder.own"
+  fi || { echo "two ranks with CUDA_VISIBLE_DEVICES=$devices:"; tail -30 "$folder.own"; failed=1; }
+done
+# If CUDA can't use the GPU, the log says why.
+check=(env VIRTUAL_GPU_ERROR=802 "$source_folder/scripts/virtual_gpus.sh" 1 -- "$titan" train "$source_folder/configs/llama3_debug.toml" --check)
+"${check[@]}" >"$folder.check" 2>&1
+grep -q "this job runs on the CPU, because CUDA can't use it: system not yet initialized" "$folder.check" || { echo "a CPU in place of a GPU, without a warning:"; cat "$folder.check"; failed=1; }
+status=0
+"${check[@]}" --training.device=cuda >"$folder.check" 2>&1 || status=$?
+if [ $status != 2 ] || ! grep -q "device 'cuda': CUDA can't use the GPU that is visible: system not yet initialized" "$folder.check"; then
+  echo "a GPU that CUDA can't use passes the check before the start:"
+  cat "$folder.check"
+  failed=1
+fi
+# Deterministic runs are refused with a setting of cuBLAS that LibTorch would refuse at the first product.
 check=(env CUBLAS_WORKSPACE_CONFIG=:0:0 "$source_folder/scripts/virtual_gpus.sh" 1 -- "$titan" train "$source_folder/configs/llama3_debug.toml" --debug.deterministic)
 for how in --check --training.steps=1; do
   status=0

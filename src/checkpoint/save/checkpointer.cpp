@@ -18,6 +18,7 @@
 #include "checkpoint/save/checkpointer_impl.h"
 #include "core/threads.h"
 #include "core/units.h"
+#include "dist/device_backend.h"
 #include "dist/flight_record.h"
 #include "titan/checkpoint/storage.h"
 #include "titan/core/error.h"
@@ -181,6 +182,7 @@ void detail::Background::start(std::function<void()> job) {
   std::lock_guard lock(state_->mutex);  // until then the thread can't end
   thread_ = std::thread([state = state_, job = std::move(job)]() mutable {
     const dist::BackgroundCalls background;
+    if (dist::DeviceBackend* const devices = dist::device_backend()) devices->use_device_of_process();
     job();
     job = nullptr;  // releases what it holds before the job counts as done
     std::lock_guard lock(state->mutex);

@@ -229,6 +229,8 @@ void StagingBuffer::take(const StagingNeed& need) {
   data_ = static_cast<char*>(memory);
   num_bytes_ = num_bytes;
   if (!need.page_locked) return;
+  // Otherwise the driver makes the pages under its lock, and other threads' launches wait.
+  ::madvise(memory, static_cast<size_t>(num_bytes), MADV_POPULATE_WRITE);
   dist::device_backend()->lock_pages(data_, num_bytes_);
   is_locked_ = true;
 }

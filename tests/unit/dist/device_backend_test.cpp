@@ -70,13 +70,15 @@ TEST(CudaPlugin, LoadsAndCountsDevices) {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-TEST(DeviceChoice, WarnsAboutAGpuWithoutThePlugin) {
-  const std::string here = "/proc/self/exe", nowhere = "/nowhere/libtitan_cuda.so";
-  EXPECT_THAT(missing_plugin_warning("auto", true, nowhere),
+TEST(DeviceChoice, WarnsAboutAGpuThatStaysUnused) {
+  const std::string here = "/proc/self/exe", nowhere = "/nowhere/libtitan_cuda.so", failure = "old driver";
+  EXPECT_THAT(unused_gpu_warning("auto", true, nowhere, ""),
               AllOf(HasSubstr(nowhere), HasSubstr("nvcc"), HasSubstr("training.device = \"cpu\"")));
-  EXPECT_EQ(missing_plugin_warning("auto", true, here), "");
-  EXPECT_EQ(missing_plugin_warning("auto", false, nowhere), "");
-  EXPECT_EQ(missing_plugin_warning("cpu", true, nowhere), "");
+  EXPECT_EQ(unused_gpu_warning("auto", true, here, ""), "");
+  EXPECT_EQ(unused_gpu_warning("auto", false, nowhere, ""), "");
+  EXPECT_EQ(unused_gpu_warning("cpu", true, nowhere, ""), "");
+  EXPECT_THAT(unused_gpu_warning("auto", true, here, failure), HasSubstr(failure));
+  EXPECT_EQ(unused_gpu_warning("cpu", true, here, failure), "");
 }
 
 }  // namespace

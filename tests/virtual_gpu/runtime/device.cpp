@@ -131,6 +131,8 @@ using namespace virtual_gpu;
 extern "C" {
 
 cudaError_t cudaGetDeviceCount(int* count) {
+  if (const char* error = std::getenv("VIRTUAL_GPU_ERROR"))
+    return fail(static_cast<cudaError_t>(std::atoi(error)));
   *count = state().settings.num_devices;
   return *count > 0 ? cudaSuccess : fail(cudaErrorNoDevice);
 }
@@ -328,6 +330,8 @@ const char* cudaGetErrorString(cudaError_t error) {
       return "out of memory";
     case cudaErrorNoDevice:
       return "no CUDA-capable device is detected";
+    case cudaErrorSystemNotReady:
+      return "system not yet initialized";
     case cudaErrorStreamCaptureUnsupported:
       return "operation not permitted when stream is capturing";
     case cudaErrorStreamCaptureInvalidated:
