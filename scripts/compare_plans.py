@@ -387,6 +387,7 @@ def memory_table(runs, plans):
 
 MOST_DIFFERENCE = 0.002  # from the page
 MOST_MEDIAN, MOST_TIME, MOST_MEMORY = 0.06, 0.15, 0.015  # errors against published numbers; of memory, without TorchTitan's rows
+MOST_RESERVED = 0.25  # the same for TorchTitan's rows, which are of another program
 LARGER = {"r10": 0.17, "r43": 0.18, "r44": 0.18}  # errors of time; docs/plan.md explains them as far as it can
 SLOW = {"r21", "r22", "r23", "r24", "r62", "r63"}
 
@@ -417,9 +418,9 @@ def differences(name, table):
 def too_large(name, answered):
     """Errors above what docs/plan.md promises, as text."""
     if name == "memory":
-        of_memory = [(run["title"], (value + sum(items.values())) / GIB / entry["published_gib"] - 1) for run, plan in answered
-                     for entry, (value, items) in zip(run["memory"], plan["memory"]) if entry["number"] != "reserved" and items]
-        return [f"{title}: memory is {100 * error:+.1f} % off" for title, error in of_memory if abs(error) > MOST_MEMORY]
+        of_memory = [(run["title"], (value + sum(items.values())) / GIB / entry["published_gib"] - 1, entry["number"] == "reserved") for run, plan in answered
+                     for entry, (value, items) in zip(run["memory"], plan["memory"]) if entry["number"] == "reserved" or items]
+        return [f"{title}: memory is {100 * error:+.1f} % off" for title, error, is_reserved in of_memory if abs(error) > (MOST_RESERVED if is_reserved else MOST_MEMORY)]
     errors = {run["id"]: abs(plan["value"] / run["published"] - 1) for run, plan in answered if not run["fit"]}
     problems = [f"{name}: time is {100 * error:.1f} % off" for name, error in errors.items() if error > LARGER.get(name, MOST_TIME)]
     if not SLOW.issuperset(errors) and statistics.median(errors.values()) > MOST_MEDIAN:

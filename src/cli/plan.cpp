@@ -362,7 +362,7 @@ std::vector<Change> changes_that_fit(const Plan& plan, plan::PlannedGpu& gpu) {
 
 std::string changes_text(const std::vector<Change>& changes) {
   if (changes.empty())
-    return "no single change of a degree, the batch or recomputation makes it fit, nor one with more "
+    return "no doubled degree, smaller batch or other single change makes it fit, nor one with more "
            "recomputation; titan plan --search tries all combinations of them\n";
   TextTable table{{{"what makes it fit", "GiB", "tokens/s of a device"}}, {false, true, true}};
   for (const Change& change : changes)

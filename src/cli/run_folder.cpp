@@ -120,8 +120,11 @@ std::optional<LastingMemory> read_memory_file(const std::filesystem::path& run) 
 
 RunPlan read_plan(const std::string& text) try {
   const nlohmann::json plan = nlohmann::json::parse(text);
-  // Rank 0 is always planned, and is the first.
-  const nlohmann::json& memory = plan.at("memory").at("by_role").at(0);
+  // Rank 0 is always planned.
+  const nlohmann::json& roles = plan.at("memory").at("by_role");
+  const auto first = std::ranges::find_if(roles, [](const auto& role) { return role.at("rank") == 0; });
+  TITAN_CHECK(first != roles.end(), "a plan has rank 0");
+  const nlohmann::json& memory = *first;
   const nlohmann::json& time = plan.at("time_by_role").at(0);
   const auto lasting = [&](const char* category) {
     return memory.at("after_step").at(category).get<double>() / kGiB;
@@ -143,9 +146,10 @@ RunPlan read_plan(const std::string& text) try {
                             .gradients = memory.at("shard_gradient_bytes").get<double>() / kGiB,
                             .optimizer = lasting("optimizer")}};
   found.notes = plan.value("notes", found.notes);
-  for (const nlohmann::json& role : plan.at("memory").at("by_role"))
+  for (const nlohmann::json& role : roles)
     found.peaks.push_back(
         {role.at("role"), role.at("rank"), role.at("peak_reserved_bytes").get<double>() / kGiB});
+  std::ranges::sort(found.peaks, {}, &PlannedPeak::rank);
   for (const auto& [category, bytes] : memory.at("at_peak").at("categories").items()) {
     const double lasts = category == "parameters"  ? found.lasting.parameters
                          : category == "gradients" ? found.lasting.gradients

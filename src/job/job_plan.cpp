@@ -69,16 +69,14 @@ JobPlan plan_job(const JobConfig& config, int world_size, const plan::ClusterSpe
   }
   // The last rank is one of its own only if it does something else than the first of its pipeline rank.
   std::vector<PlannedRole>& roles = plan.roles;
-  if (roles.back().rank.role.is_last && are_alike(roles[roles.size() - 2], roles.back())) roles.pop_back();
+  const auto depth = static_cast<size_t>(config.parallelism.pipeline_parallel_degree);
+  if (roles.back().rank.role.is_last && are_alike(roles[depth - 1], roles.back())) roles.pop_back();
   if (roles.size() == 1) roles[0].rank.role.name = "every rank";
 
   std::vector<plan::SimulatedRank> ranks;
-  for (const PlannedRole& role : roles)
-    if (!role.rank.role.is_last || roles.size() == 1)
-      ranks.push_back({role.rank.trace.get(), role.rank.role.rank});
-  const int ranks_of_stage = world_size / static_cast<int>(config.parallelism.pipeline_parallel_degree);
-  plan.step =
-      plan::simulate(ranks, ranks_of_stage, plan::CostModel(cluster, options.kernels), options.with_spans);
+  for (size_t i = 0; i < depth; ++i) ranks.push_back({roles[i].rank.trace.get(), roles[i].rank.role.rank});
+  plan.step = plan::simulate(ranks, world_size / static_cast<int>(depth),
+                             plan::CostModel(cluster, options.kernels), options.with_spans);
   plan.tokens = roles[0].rank.tokens_of_step;
   plan.flops_per_token = config.spec().flops_per_token(config.args(), config.training.seq_len);
   if (!options.with_spans)

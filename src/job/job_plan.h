@@ -28,8 +28,9 @@ struct PlannedRole {
 struct JobPlan {
   plan::ClusterSpec cluster;
   int world_size = 0;
-  std::vector<PlannedRole> roles;
-  double share_rehearsed = 1;  ///< below 1, PlanOptions::stops_above has ended the plan after some roles: it has no time
+  std::vector<PlannedRole> roles;  ///< the first ones are those of step.ranks
+  /// Below 1, PlanOptions::stops_above has ended the plan after some roles: it has no time.
+  double share_rehearsed = 1;
 
   // ---- memory
 

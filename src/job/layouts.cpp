@@ -258,7 +258,7 @@ std::string Layout::text() const {
   if (pipeline > 1)
     add(str("PP ", pipeline, " (", schedule, stages_of_rank > 1 ? str(", ", stages_of_rank, " stages") : "",
             ")"));
-  if (replicate > 1) add(str("HSDP ", replicate));
+  if (replicate > 1) add(str("HSDP with ", replicate, " replicas"));
   add(str("micro-batch ", micro_batch));
   if (only_degrees) return text;
   add("recompute " + recompute);

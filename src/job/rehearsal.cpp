@@ -98,11 +98,19 @@ void Rehearsal::step() {
 }
 
 std::vector<Role> roles_of(const JobConfig& config, int world_size) {
-  const auto depth = static_cast<int>(config.parallelism.pipeline_parallel_degree);
+  const ParallelismSettings& parallelism = config.parallelism;
+  const auto depth = static_cast<int>(parallelism.pipeline_parallel_degree);
   std::vector<Role> roles;
-  for (int pp_rank = 0; pp_rank < depth; ++pp_rank)
-    roles.push_back({.name = depth == 1 ? "first rank" : str("pipeline rank ", pp_rank),
-                     .rank = pp_rank * (world_size / depth)});
+  const auto add_each = [&](const char* only, const char* suffix, int64_t offset) {
+    for (int pp_rank = 0; pp_rank < depth; ++pp_rank)
+      roles.push_back({.name = depth == 1 ? only : str("pipeline rank ", pp_rank, suffix),
+                       .rank = pp_rank * (world_size / depth) + static_cast<int>(offset)});
+  };
+  // Without a balancer the last context rank attends to most keys, and the others wait for it.
+  if (const auto& context = parallelism.context; context.degree > 1 && context.load_balancer == "None")
+    add_each("last context rank", ", last context rank",
+             (context.degree - 1) * parallelism.tensor_parallel_degree);
+  add_each("first rank", "", 0);
   if (world_size > depth) roles.push_back({.name = "last rank", .rank = world_size - 1, .is_last = true});
   return roles;
 }

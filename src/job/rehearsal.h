@@ -60,7 +60,8 @@ struct Role {
   bool is_last = false;  ///< the job's last rank, of the same pipeline rank as the role before
 };
 
-/// Ranks that may differ in what they hold: the first of each pipeline rank, and the job's last.
+/// Ranks that may differ in what they hold: the first of each pipeline rank, and the job's last. Those with most to do, one of
+/// each pipeline rank, come first.
 std::vector<Role> roles_of(const JobConfig& config, int world_size);
 
 /// One rank of a job, after its start and two steps, or three if the third is recorded.

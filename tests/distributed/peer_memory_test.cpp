@@ -35,6 +35,7 @@ class DevicesApart final : public dist::DeviceBackend {
   int num_devices() const override { return 1; }
   void set_device(int) override {}
   std::string device_name(int) const override { return ""; }
+  int num_multiprocessors(int /*index*/) const override { return 1; }
   int compute_capability(int) const override { return 0; }
   c10::intrusive_ptr<c10d::Backend> make_group(const dist::GroupSpec&) override { return {}; }
   std::unique_ptr<dist::DeviceGraph> make_graph() override { return nullptr; }

@@ -162,7 +162,7 @@ TEST(PlanCommand, CombinesRecomputationWithAnotherChange) {
 TEST(PlanCommand, SaysThatNoSingleChangeMakesAJobFit) {
   EXPECT_THAT(
       plan("llama3_405b", 8, {"--model.args.n_layers=32", "--parallelism.tensor_parallel_degree=8"}).out,
-      HasSubstr("no single change of a degree, the batch or recomputation makes it fit, nor one with more "
+      HasSubstr("no doubled degree, smaller batch or other single change makes it fit, nor one with more "
                 "recomputation; titan plan --search"));
 }
 
@@ -216,6 +216,18 @@ TEST(PlanCommand, TellsHowLongAStepTakes) {
   const double eager = plan_json("llama3_8b", 8, {"--kernels", "eager"}).at("step_s");
   EXPECT_LT(step, compiled);
   EXPECT_LT(compiled, eager);
+}
+
+TEST(PlanCommand, WaitsForTheContextRankWithMostToDo) {
+  const auto step_s = [](const char* balancer, const Words& more) -> double {
+    const Words words = {"--model.args.n_layers=4", "--training.seq_len=32768",
+                         "--parallelism.context_parallel_degree=4",
+                         str("--parallelism.context_parallel_load_balancer=", balancer)};
+    return plan_json("llama3_8b", 8, words + more).at("step_s");
+  };
+  const Words pipeline = {"--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=2"};
+  for (const Words& more : {Words{}, pipeline})
+    EXPECT_GT(step_s("None", more), 1.1 * step_s("headtail", more));
 }
 
 TEST(PlanCommand, TellsAPipelinesBubble) {

@@ -200,6 +200,9 @@ class Devices final : public dist::PlannedDevices {
   void set_device(int /*index*/) override {}
   std::string device_name(int /*index*/) const override { return PlannedGpu::get().device().name; }
   std::string settings() const override { return "planned GPU"; }
+  int num_multiprocessors(int /*index*/) const override {
+    return static_cast<int>(PlannedGpu::get().device().multiprocessors);
+  }
   int compute_capability(int /*index*/) const override {
     return static_cast<int>(PlannedGpu::get().device().compute_capability);
   }
