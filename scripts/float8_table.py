@@ -12,11 +12,11 @@ recipe takes both. "tensorwise:delayed" has delayed scales.
 A row is a model with a recipe: tokens/s in the median step, the model's TFLOP/s and MFU, peak memory, the time of amax, scales and casts as a share of the time of these and
 matrix products in a trace, tokens/s and memory for torchao, and LibTitan's tokens/s over those of torchao compiled, which compiles the blocks and
 the loss as TorchTitan does. Each number goes to the error output as soon as it is measured, with the longest kernels of a step. Rows are measured in the
-order given, traces after a model's rows; a run that is ended by a signal prints the table of what it has measured. The products include the loss head's, which stays in bf16, so the casts' share of
+order given, traces of bf16 and tensorwise right after their rows and others after a model's rows; a run that is ended by a signal prints the table of what it has measured. The products include the loss head's, which stays in bf16, so the casts' share of
 the Float8 layers alone is larger. Rescaling a product's result and laying out scales for it don't count as casts. 8b_8 is 8B's
 first eight layers; embedding and output are two matrices in all models. On one rank LibTitan's FSDP keeps the bf16 copy of the weights
-from step to step, while PyTorch's makes it anew; PyTorch's loss computes all logits at once, LibTitan's in chunks. MXFP8 recipes have no
-torchao columns. If a combination doesn't fit or doesn't run, its cell says so. Needs build/bin/titan and .venv. --name writes benchmarks/results/NAME.md.
+from step to step, while PyTorch's makes it anew; PyTorch's loss computes all logits at once, LibTitan's in chunks. PyTorch has FSDP on its one rank, too, which casts and copies parameters and
+gradients there. MXFP8 recipes have no torchao columns. If a combination doesn't fit or doesn't run, its cell says so. Needs build/bin/titan and .venv. --name writes benchmarks/results/NAME.md.
 """
 
 import argparse
@@ -34,7 +34,7 @@ import tempfile
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 TITAN = REPOSITORY / "build/bin/titan"
-PYTHON = REPOSITORY / ".venv/bin/python"
+PYTHON = os.environ.get("TITAN_PYTHON") or REPOSITORY / ".venv/bin/python"
 SPEC = {"vocab_size": 128256, "n_kv_heads": 8, "multiple_of": 1024}
 MODELS = {
     "1b": SPEC | {"dim": 2048, "n_layers": 16, "n_heads": 32, "ffn_dim_multiplier": 1.5},
@@ -51,6 +51,7 @@ CASTS = re.compile(r"titan::float8")
 ATTENTION = re.compile(r"fmha|flash|attention", re.IGNORECASE)
 PRODUCTS = re.compile(r"^aten::(mm|bmm|_scaled_mm|addmm)$|gemm|nvjet|cutlass|xmma", re.IGNORECASE)
 LAST = 3  # number of traced steps
+FIRST_TRACED = ("bf16", "tensorwise")
 LONGEST = 15  # kernels that are listed
 AIMS = "1.1 times torch.compile and 50 % MFU in bf16, for 1b (1.5B parameters) and 8b_8; 744 TFLOP/s of the model in Float8"
 COLUMNS = ("model", "recipe", "tokens/s", "ratio to bf16", "TFLOP/s", "MFU", "peak GiB", "casts, of casts and products", "torchao, eager: tokens/s", "GiB",
@@ -63,6 +64,14 @@ def run(command: list, **variables: str) -> str:
         lines = (process.stderr.strip() or process.stdout.strip() or "no output").splitlines()
         raise RuntimeError(next((line for line in reversed(lines) if "rror" in line), lines[-1]))
     return process.stdout
+
+
+def known(command: list) -> str:
+    """The first line of what the command prints; nothing that is measured depends on it."""
+    try:
+        return run(command).strip().splitlines()[0]
+    except (RuntimeError, OSError, IndexError):
+        return "unknown"
 
 
 def titan_words(model: dict, row: str, options: argparse.Namespace, folder: str) -> list:
@@ -148,8 +157,10 @@ def measure(options: argparse.Namespace, results: dict) -> None:
             if recipe in TORCHAO:
                 add(model, recipe, "compiled", torchao, True)
                 add(model, recipe, "eager", torchao, False)
+            if recipe in FIRST_TRACED and "problem" not in results[model, recipe, "titan"]:
+                add(model, recipe, "trace", traced)
         for recipe in options.recipes:
-            if "problem" not in results[model, recipe, "titan"]:
+            if recipe not in FIRST_TRACED and "problem" not in results[model, recipe, "titan"]:
                 add(model, recipe, "trace", traced)
 
 
@@ -187,7 +198,7 @@ def machine(device: str) -> str:
         return "a CPU, emulated"
     if "VIRTUAL_GPU_DEVICES" in os.environ:
         return "a virtual GPU, whose times mean nothing"
-    return run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]).strip().splitlines()[0]
+    return known(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"])
 
 
 def main() -> None:
@@ -209,9 +220,10 @@ def main() -> None:
         if unknown := [one for one in given if one not in known]:
             parser.error(f"unknown {what}: {', '.join(unknown)}; known are {', '.join(known)}")
     versions = run([PYTHON, "-c", "import torch, torchao; print(f'PyTorch {torch.__version__}, torchao {torchao.__version__}')"]).strip().splitlines()[-1]
-    commit = run(["git", "rev-parse", "--short=12", "HEAD"]).strip()
+    commit = known(["git", "rev-parse", "--short=12", "HEAD"])
     head = f"# Float8 compared with bf16 and torchao: {options.name or options.device}\n\n- commit {commit}, `scripts/float8_table.py {' '.join(sys.argv[1:])}`\n"
     head += f"- {machine(options.device)}; {versions}; batches of 1 × {options.seq_len} tokens; median of {options.steps} steps after {options.warmup} warm-up steps\n"
+    head += "- both have FSDP on their one rank: PyTorch's casts and copies parameters and gradients there, LibTitan's doesn't\n"
     head += f"- aims on one H200: {AIMS}\n\n"
     results = {}
 

@@ -10,11 +10,11 @@ scripts/build.sh all
 export OMP_WAIT_POLICY=passive
 # Three groups of ranks at a time on 2 cores: two groups used only 79 % of the processors.
 test=(ctest --test-dir build --output-on-failure -j "$((3 * $(nproc)))")
-if [ $# -gt 0 ]; then exec "${test[@]}" "$@"; fi
+[ $# -gt 0 ] || set -- -LE nightly
 results=$PWD/build/test_results.xml
 rm -f "$results"
 status=0
-"${test[@]}" -LE nightly --output-junit "$results" --test-output-size-passed 1000000 || status=$?
+"${test[@]}" "$@" --output-junit "$results" --test-output-size-passed 1000000 || status=$?
 # If there are no results, ctest has printed why it couldn't start.
 [ ! -e "$results" ] || scripts/skipped_tests.py "$results" || status=$((status ? status : 1))
 exit "$status"

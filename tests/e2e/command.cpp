@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <signal.h>
+#include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -90,6 +91,7 @@ Command::Command(const std::vector<std::string>& words, const Variables& variabl
   pid_ = fork();
   if (pid_ != 0) return;
   setpgid(0, 0);
+  prctl(PR_SET_PDEATHSIG, SIGKILL);  // a time limit may end this program only
   for (const auto& [name, value] : variables) {
     value.empty() ? unsetenv(name.c_str()) : setenv(name.c_str(), value.c_str(), 1);
   }

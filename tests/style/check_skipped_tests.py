@@ -44,6 +44,8 @@ def main() -> int:
             assert line in text, (line, text)
     status, text = run(script, ENOUGH + [("unit.dist.virtual", "run", "/src/device_test.cpp:31: Skipped\nno GPU is visible\n\n")], strict=False)
     assert status == 1 and "unit.dist.virtual: device_test.cpp:31" in text, (status, text)
+    status, text = run(script, ENOUGH + [("nightly.x.virtual", "run", "/src/x_test.cpp:3: Skipped\nneeds 4 ranks\n\n[rank 0] [  PASSED  ] 0 tests.\n")], strict=False)
+    assert status == 1 and "nightly.x.virtual: all cases are skipped" in text, (status, text)
     return 0
 
 
