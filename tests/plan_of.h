@@ -29,9 +29,9 @@ inline nlohmann::json plan_of(const std::string& preset, int world_size, const t
 /// The memory of this rank, or of the rank before it whose role it shares.
 inline const nlohmann::json& planned_memory(const nlohmann::json& plan, int rank) {
   const nlohmann::json& roles = plan.at("memory").at("by_role");
-  const nlohmann::json* found = &roles.front();
+  const nlohmann::json* found = nullptr;
   for (const nlohmann::json& role : roles)
-    if (role.at("rank") <= rank) found = &role;
+    if (role.at("rank") <= rank && (!found || role.at("rank") > found->at("rank"))) found = &role;
   return *found;
 }
 

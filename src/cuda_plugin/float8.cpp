@@ -426,6 +426,7 @@ void multiply_vectors_cuda(const at::Tensor& out, const at::Tensor& a, const at:
                              .options(inverse_a.options())
                              .target_device(out.device())
                              .make_tensor();
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
   at::_scaled_mm_out(sums, a, b.t(), one, one, /*bias=*/{}, /*scale_result=*/{}, sums.scalar_type(),
                      fast_accumulation);
   cuda::launch_scale_sums(result.mutable_data_ptr(), source_of(out), matrix_of(sums),

@@ -80,13 +80,11 @@ __global__ void column_blocks_kernel(CastBlocks out, const T* x, int64_t rows, i
     for (const T value : held) largest = max(largest, magnitude(value));
     const int exponent = exponent_of<format>(largest, round_up);
     const float factor = factor_of(exponent, round_up);
-    alignas(16) uint8_t bytes[kBlock];
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i) bytes[i] = to_float8<format>(widen(held[i]) * factor);
     const int64_t place = column * blocks + block;
     auto* to = reinterpret_cast<uint4*>(out.data + place * kBlock);
-    to[0] = reinterpret_cast<const uint4*>(bytes)[0];
-    to[1] = reinterpret_cast<const uint4*>(bytes)[1];
+#pragma unroll
+    for (int half = 0; half < kBlock / kChunk; ++half)
+      to[half] = cast_chunk<format>([&](int e) { return widen(held[half * kChunk + e]) * factor; });
     out.exponents[place_of_exponent(out, column, block, blocks)] = static_cast<uint8_t>(exponent);
   }
 }

@@ -71,10 +71,11 @@ __global__ void cast_by_rows_kernel(Batch<CastRows> batch) {
   }
 }
 
-// Measures and casts rows that stay in registers in between, and measures the columns of the thread block's rows.
-constexpr int kRowChunks = 2;  // in a thread
-static_assert(kMaxRowOfRegisters == kMaxRowThreads * kRowChunks * kChunk);
-template <Format format, class T>
+// Measures and casts rows that stay in registers in between, and measures the columns of the thread block's rows. A thread has kRowChunks, no more
+// than the longest row takes, so that more thread blocks fit.
+constexpr int kMaxRowChunks = 2;
+static_assert(kMaxRowOfRegisters == kMaxRowThreads * kMaxRowChunks * kChunk);
+template <Format format, class T, int kRowChunks>
 __global__ void __launch_bounds__(kMaxRowThreads)
     measured_rows_kernel(Batch<MeasuredRows> batch, ScaleOptions options) {
   const MeasuredRows out = batch.of[blockIdx.z];
@@ -159,33 +160,6 @@ __device__ void store_transposed(uint8_t* out, const uint4 (&tile)[kTile][kTileC
   __syncthreads();
 }
 
-// The scale of each column of a strip of tiles, in `scales`.
-template <class T>
-__device__ void find_scales_of_columns(float* scales, const ColumnScales& from, int64_t first,
-                                       int64_t columns) {
-  __shared__ unsigned of_halves[kThreads / kTile][kTile];
-  const int i = threadIdx.x % kTile, half = threadIdx.x / kTile;
-  const int64_t column = first + i;
-  unsigned best = 0;
-  if (!from.scale && column < columns)
-    for (int64_t part = half; part < from.count; part += kThreads / kTile)
-      best = max(best, magnitude(static_cast<const T*>(from.magnitudes)[part * columns + column]));
-  of_halves[half][i] = best;
-  __syncthreads();
-  if (half == 0) {
-    float scale = 0;
-    if (column < columns)
-      scale = from.scale ? from.scale[column]
-                         : scale_for(__uint_as_float(max(best, of_halves[1][i])), from.options);
-    scales[i] = scale;
-    if (blockIdx.x == 0 && column < columns && from.scale_out) {
-      from.scale_out[column] = scale;
-      from.inverse_out[column] = __fdiv_rn(1.0f, scale);
-    }
-  }
-  __syncthreads();
-}
-
 template <Format format, class T, class Scale>
 __global__ void __launch_bounds__(kThreads) cast_tiles_kernel(Batch<CastOf<Scale>> batch) {
   constexpr bool kByColumn = std::is_same_v<Scale, ColumnScales>;
@@ -207,7 +181,12 @@ __global__ void __launch_bounds__(kThreads) cast_tiles_kernel(Batch<CastOf<Scale
   const bool whole = takes_chunks(x, columns) && takes_chunks(out.rows, columns);
   const int inner = threadIdx.x % kTileChunks, outer = threadIdx.x / kTileChunks;
   for (int64_t strip = blockIdx.y; strip < strips; strip += gridDim.y) {
-    if constexpr (kByColumn) find_scales_of_columns<T>(scales, from, strip * kTile, columns);
+    if constexpr (kByColumn) {
+      const int64_t own = strip * kTile + threadIdx.x;
+      const float* all = from.scale ? from.scale : from.scale_out;
+      if (threadIdx.x < kTile) scales[threadIdx.x] = own < columns ? all[own] : 0;
+      __syncthreads();
+    }
     const int64_t column = strip * kTile + inner * kChunk;
     for (int64_t first_row = blockIdx.x * int64_t{kTile}; first_row < tiles * kTile;
          first_row += gridDim.x * int64_t{kTile}) {
@@ -296,7 +275,7 @@ __global__ void scale_sums_kernel(To* out, const From* sums, SumScales scales, i
   struct alignas(kSize * sizeof(To)) Results {
     To values[kSize];
   };
-  const auto scaled = [&](From sum, int64_t row, int64_t column) {
+  const auto scaled = [&](const From& sum, int64_t row, int64_t column) {
     return narrow<To>(widen(sum) * scales.of_rows[scales.rows > 1 ? row : 0] *
                       scales.of_columns[scales.columns > 1 ? column : 0]);
   };
@@ -387,6 +366,7 @@ void launch_transpose(std::span<const Transpose> all, cudaStream_t stream) {
 }
 
 void launch_cast_columns(std::span<const CastOf<ColumnScales>> all, Format format, cudaStream_t stream) {
+  if (!all.empty() && !all[0].scale.scale) launch_scales_of_columns(all, stream);
   launch_cast_of_tiles(all, format, stream);
 }
 
@@ -417,8 +397,13 @@ void launch_measured_rows(std::span<const MeasuredRows> all, Format format, cons
       return work.magnitudes ? parts_of_measured_rows(work.x) : std::min<int64_t>(work.x.rows, kMaxBlocks);
     };
     const dim3 grid(most(works, blocks), 1, static_cast<unsigned>(works.size()));
+    const auto columns = most(works, [](const MeasuredRows& work) { return work.x.columns; });
     with_types(format, works[0].x.source, [&]<Format to, class T>(T) {
-      launch_kernel(measured_rows_kernel<to, T>, grid, dim3(most(works, threads)), stream, batch, options);
+      const dim3 block(most(works, threads));
+      if (columns <= kMaxRowThreads * kChunk)
+        launch_kernel(measured_rows_kernel<to, T, 1>, grid, block, stream, batch, options);
+      else
+        launch_kernel(measured_rows_kernel<to, T, kMaxRowChunks>, grid, block, stream, batch, options);
     });
   });
 }
@@ -436,7 +421,7 @@ void launch_scale_sums(void* out, Source to, const Matrix& sums, const SumScales
 
 const float* one_on_device() {
   void* address = nullptr;
-  cudaGetSymbolAddress(&address, static_cast<const void*>(&one));
+  cudaGetSymbolAddress(&address, static_cast<const void*>(&one));  // callers ask for the last error
   return static_cast<const float*>(address);
 }
 

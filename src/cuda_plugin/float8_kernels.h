@@ -111,15 +111,16 @@ struct CastRows {
 };
 void launch_cast_by_rows(std::span<const CastRows> all, Format format, cudaStream_t stream);
 
-/// The columns' scales, or what they are made from: the magnitudes [count, columns] of their parts, in the matrix's dtype.
+/// The columns' scales, or what a launch before the cast makes them from: the magnitudes [count, columns] of their parts, in the matrix's
+/// dtype. All matrices have one or all have the other.
 struct ColumnScales {
   const float* scale = nullptr;
   const void* magnitudes = nullptr;
   int64_t count = 0;
   ScaleOptions options = {};
-  float* scale_out = nullptr;  ///< null: neither is written
-  float* inverse_out = nullptr;
+  float *scale_out = nullptr, *inverse_out = nullptr;
 };
+void launch_scales_of_columns(std::span<const CastOf<ColumnScales>> all, cudaStream_t stream);
 void launch_cast_columns(std::span<const CastOf<ColumnScales>> all, Format format, cudaStream_t stream);
 
 /// Rows that are measured and cast in one pass, and the magnitudes of parts of the columns, [parts, columns] in the matrix's dtype, if
@@ -151,7 +152,7 @@ struct SumScales {
 };
 void launch_scale_sums(void* out, Source to, const Matrix& sums, const SumScales& scales,
                        cudaStream_t stream);
-/// A 1 in the current device's memory: the scale of sums that launch_scale_sums() scales.
+/// A 1 in the current device's memory: the scale of sums that launch_scale_sums() scales. An error is CUDA's last one, as a launch's.
 const float* one_on_device();
 
 /// out [rows, columns] = a [rows, length] b^T [columns, length], all contiguous, or out += that.

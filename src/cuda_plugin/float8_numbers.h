@@ -21,7 +21,7 @@ constexpr int kMaxRowThreads = 512;
 
 // See [Note: magnitudes as integers] in src/float8/cpu/scales.cpp: a NaN is the largest.
 template <class T>
-__device__ unsigned magnitude(T x) {
+__device__ unsigned magnitude(const T& x) {
   return __float_as_uint(widen(x)) & 0x7fffffffu;
 }
 
@@ -90,11 +90,20 @@ __device__ inline float scale_for(float amax, ScaleOptions options) {
   return scale;
 }
 
-// The instruction turns every NaN into the same one, but LibTorch's conversion keeps its sign.
+// Two numbers, the first one in the lower byte. CUDA's conversion turns every NaN into 0x7f, but LibTorch's keeps its sign. A device needs no
+// branch for that: all callers pass products, and there a product that isn't a number is always the same one, with the sign 0.
 template <Format format>
-__device__ uint8_t to_float8(float x) {
-  if (isnan(x)) return 0x7f | (__float_as_uint(x) >> 31 << 7);
-  return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, format == Format::E4m3 ? __NV_E4M3 : __NV_E5M2);
+__device__ uint16_t to_float8(float first, float second) {
+  constexpr __nv_fp8_interpretation_t kind = format == Format::E4m3 ? __NV_E4M3 : __NV_E5M2;
+#ifdef __CUDA_ARCH__
+  return __nv_cvt_float2_to_fp8x2(make_float2(first, second), __NV_SATFINITE, kind);
+#else
+  const auto of = [](float x) -> unsigned {
+    if (isnan(x)) return 0x7fu | __float_as_uint(x) >> 31 << 7;
+    return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, kind);
+  };
+  return static_cast<uint16_t>(of(first) | of(second) << 8);
+#endif
 }
 
 // A thread reads a chunk at a time, and writes it as 16 bytes.
@@ -149,12 +158,13 @@ __device__ void load_chunks(Chunk<T> (&chunks)[kCount], const From& from, const 
     for (int e = 0; e < kChunk; ++e) chunks[k].values[e] = packs[k][e / kSize].values[e % kSize];
 }
 
-// Calls value(e) for each of 16 elements.
+// Calls value(e) for each of 16 elements, which returns a product.
 template <Format format, class Value>
 __device__ uint4 cast_chunk(Value value) {
   unsigned words[kChunk / 4] = {};
 #pragma unroll
-  for (int e = 0; e < kChunk; ++e) words[e / 4] |= unsigned{to_float8<format>(value(e))} << (e % 4 * 8);
+  for (int e = 0; e < kChunk; e += 2)
+    words[e / 4] |= unsigned{to_float8<format>(value(e), value(e + 1))} << (e % 4 * 8);
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 

@@ -38,28 +38,22 @@ __global__ void amax_of_rows_kernel(float* out, const T* x, int64_t rows, int64_
   }
 }
 
-// A lane has a pack of columns, and each warp every eighth row of the part.
-template <class T>
-__global__ void magnitudes_of_columns_kernel(Batch<Measurement> batch) {
-  constexpr int kSize = Pack<T>::kSize, kWarps = kThreads / kWarp;
-  __shared__ unsigned of_warps[kWarps][kWarp * kSize];
-  const Measurement work = batch.of[blockIdx.z];
-  const auto* x = static_cast<const T*>(work.x.data);
-  auto* out = static_cast<T*>(work.out);
-  const int64_t rows = work.x.rows, columns = work.x.columns, part_rows = rows_per_part(rows);
-  if (int64_t{blockIdx.x} * kWarp * kSize >= columns || blockIdx.y * part_rows >= rows) return;
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const int64_t column = (int64_t{blockIdx.x} * kWarp + lane) * kSize;
-  const bool packed = reinterpret_cast<uintptr_t>(x) % sizeof(Pack<T>) == 0 && columns % kSize == 0;
-  const int64_t end = min(rows, (blockIdx.y + int64_t{1}) * part_rows);
-  unsigned best[kSize] = {};
-  const int64_t first = blockIdx.y * part_rows + warp;
-  if (packed && column < columns) {
-    for (int64_t row = first; row < end; row += 2 * kWarps) {
-      PackBits bits[2] = {};  // both are read before the first is used
-      bits[0] = *reinterpret_cast<const PackBits*>(x + row * columns + column);
-      if (row + kWarps < end)
-        bits[1] = *reinterpret_cast<const PackBits*>(x + (row + kWarps) * columns + column);
+// The largest magnitudes of a pack of columns in every kStep-th row from `first` to `end`. Reads kAtOnce rows before it uses the first.
+template <int kAtOnce, int kStep, class T>
+__device__ void measure_columns(unsigned (&best)[Pack<T>::kSize], const Matrix& x, int64_t column,
+                                int64_t first, int64_t end) {
+  constexpr int kSize = Pack<T>::kSize;
+  const auto* from = static_cast<const T*>(x.data) + column;
+  const bool packed = reinterpret_cast<uintptr_t>(x.data) % sizeof(Pack<T>) == 0 && x.columns % kSize == 0;
+  if (packed && column < x.columns) {
+    for (int64_t row = first; row < end; row += kAtOnce * kStep) {
+      PackBits bits[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        // After the end the first one again, because nvcc makes a branch of a condition, with the use of what it reads.
+        const int64_t each = row + k * kStep < end ? row + k * kStep : row;
+        bits[k] = *reinterpret_cast<const PackBits*>(from + each * x.columns);
+      }
 #pragma unroll
       for (const PackBits& some : bits) {
         const Pack<T> pack = unpacked<T>(some);
@@ -68,11 +62,27 @@ __global__ void magnitudes_of_columns_kernel(Batch<Measurement> batch) {
       }
     }
   } else {
-    for (int64_t row = first; row < end; row += kWarps)
+    for (int64_t row = first; row < end; row += kStep)
 #pragma unroll
       for (int e = 0; e < kSize; ++e)
-        if (column + e < columns) best[e] = max(best[e], magnitude(x[row * columns + column + e]));
+        if (column + e < x.columns) best[e] = max(best[e], magnitude(from[row * x.columns + e]));
   }
+}
+
+// A lane has a pack of columns, and each warp every eighth row of the part.
+template <class T>
+__global__ void magnitudes_of_columns_kernel(Batch<Measurement> batch) {
+  constexpr int kSize = Pack<T>::kSize, kWarps = kThreads / kWarp;
+  __shared__ unsigned of_warps[kWarps][kWarp * kSize];
+  const Measurement work = batch.of[blockIdx.z];
+  auto* out = static_cast<T*>(work.out);
+  const int64_t rows = work.x.rows, columns = work.x.columns, part_rows = rows_per_part(rows);
+  if (int64_t{blockIdx.x} * kWarp * kSize >= columns || blockIdx.y * part_rows >= rows) return;
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  unsigned best[kSize] = {};
+  measure_columns<2, kWarps, T>(best, work.x, (int64_t{blockIdx.x} * kWarp + lane) * kSize,
+                                blockIdx.y * part_rows + warp,
+                                min(rows, (blockIdx.y + int64_t{1}) * part_rows));
 #pragma unroll
   for (int e = 0; e < kSize; ++e) of_warps[warp][e * kWarp + lane] = best[e];
   __syncthreads();
@@ -82,6 +92,39 @@ __global__ void magnitudes_of_columns_kernel(Batch<Measurement> batch) {
     const int64_t place = int64_t{blockIdx.x} * kWarp * kSize + i;
     if (place < columns) out[blockIdx.y * columns + place] = narrow<T>(__uint_as_float(largest));
   }
+}
+
+// The scales of columns, from the magnitudes of their parts. Four lanes have a pack of columns each, so that there are thread blocks and reads
+// at once for a GPU, and the threads of a block share the parts.
+constexpr int kColumnLanes = 4;
+template <class T>
+__global__ void scales_of_columns_kernel(Batch<CastOf<ColumnScales>> batch) {
+  constexpr int kSize = Pack<T>::kSize, kColumns = kColumnLanes * kSize, kWarps = kThreads / kWarp;
+  __shared__ unsigned of_warps[kWarps][kColumns];
+  const CastOf<ColumnScales>& work = batch.of[blockIdx.z];
+  const ColumnScales& scales = work.scale;
+  const int64_t columns = work.x.columns, first = int64_t{blockIdx.x} * kColumns;
+  if (first >= columns) return;
+  const int lane = threadIdx.x % kColumnLanes;
+  const Matrix parts{scales.magnitudes, work.x.source, scales.count, columns};
+  unsigned best[kSize] = {};
+  measure_columns<4, kThreads / kColumnLanes, T>(best, parts, first + lane * kSize,
+                                                 threadIdx.x / kColumnLanes, parts.rows);
+#pragma unroll
+  for (int e = 0; e < kSize; ++e) {
+#pragma unroll
+    for (int lanes = kWarp / 2; lanes >= kColumnLanes; lanes /= 2)
+      best[e] = max(best[e], __shfl_xor_sync(kAllLanes, best[e], lanes));
+    if (threadIdx.x % kWarp < kColumnLanes) of_warps[threadIdx.x / kWarp][lane * kSize + e] = best[e];
+  }
+  __syncthreads();
+  const int64_t column = first + threadIdx.x;
+  if (threadIdx.x >= kColumns || column >= columns) return;
+  unsigned largest = 0;
+  for (int warp = 0; warp < kWarps; ++warp) largest = max(largest, of_warps[warp][threadIdx.x]);
+  const float scale = scale_for(__uint_as_float(largest), scales.options);
+  scales.scale_out[column] = scale;
+  scales.inverse_out[column] = __fdiv_rn(1.0f, scale);
 }
 
 __global__ void scale_kernel(float* out, float* inverse, const float* amax, int64_t count,
@@ -171,6 +214,19 @@ void launch_magnitudes_of_columns(std::span<const Measurement> all, cudaStream_t
           most(works, [](const Measurement& work) { return parts_of_columns(work.x); }),
           static_cast<unsigned>(works.size()));
       launch_kernel(magnitudes_of_columns_kernel<T>, grid, dim3(kThreads), stream, batch);
+    });
+  });
+}
+
+void launch_scales_of_columns(std::span<const CastOf<ColumnScales>> all, cudaStream_t stream) {
+  in_batches(all, [&](const Batch<CastOf<ColumnScales>>& batch, std::span<const CastOf<ColumnScales>> works) {
+    with_source(works[0].x.source, [&]<class T>(T) {
+      const dim3 grid(most(works,
+                           [](const CastOf<ColumnScales>& work) {
+                             return parts_of(work.x.columns, kColumnLanes * Pack<T>::kSize);
+                           }),
+                      1, static_cast<unsigned>(works.size()));
+      launch_kernel(scales_of_columns_kernel<T>, grid, dim3(kThreads), stream, batch);
     });
   });
 }

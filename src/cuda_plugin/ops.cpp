@@ -98,15 +98,15 @@ std::tuple<Tensor, Tensor, Tensor> add_rms_norm_cuda(const Tensor& x, const Tens
   return {y, rstd, sum};
 }
 
-// Each thread block sums the weight's gradient over some of the rows. Three blocks per multiprocessor write few sums beside
-// some thousands of rows, and have enough reads on their way for a B200 (docs/gpu_performance.md). `added`: undefined, or what is added to x's gradient.
+// Each thread block sums the weight's gradient over some of the rows. `added`: undefined, or what is added to x's gradient.
 std::tuple<Tensor, Tensor> norm_gradients(const Tensor& grad, const Tensor& added, const Tensor& x,
                                           const Tensor& weight, const Tensor& rstd) {
   const c10::cuda::CUDAGuard guard(x.device());
   const Tensor g = packed(grad), other = added.defined() ? packed(added) : added, from = packed(x),
                scales = packed(weight), r = rstd.contiguous();
   const cuda::NormRows rows = norm_rows(from, scales);
-  const int64_t parts = std::min<int64_t>(rows.rows, 3 * properties_of(x).multiProcessorCount);
+  const int64_t parts = std::min<int64_t>(
+      rows.rows, cuda::norm_backward_blocks(row_bytes(x)) * properties_of(x).multiProcessorCount);
   Tensor grad_x = at::empty(x.sizes(), x.options()), grad_weight = fp32_like(x, weight.sizes());
   const Tensor sums = fp32_like(x, {parts, rows.size});
   cuda::launch_rms_norm_backward({.grad_x = grad_x.mutable_data_ptr(),
@@ -296,7 +296,7 @@ Tensor cross_entropy_cuda(Tensor& logits, const Tensor& labels, bool with_grad) 
   const Tensor targets = labels.contiguous();
   Tensor losses = at::empty({logits.size(0)}, logits.options().dtype(at::kDouble));
   cuda::launch_cross_entropy(losses.mutable_data_ptr<double>(), logit_rows(logits, targets, 0), with_grad,
-                             properties_of(logits).multiProcessorCount, c10::cuda::getCurrentCUDAStream());
+                             c10::cuda::getCurrentCUDAStream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return losses.sum();
 }

@@ -36,6 +36,13 @@ struct NormGradients {
   float *grad_weight = nullptr, *parts = nullptr;
   int64_t num_parts = 0;  ///< thread blocks that sum the weight's gradient over their rows
 };
+/// How many thread blocks to launch for each multiprocessor, for rows of so many bytes: as many as it has registers for, which is one for the
+/// longest rows, and at most three, which write few sums beside some thousands of rows and have enough reads on their way for a B200
+/// (docs/gpu_performance.md).
+constexpr int64_t norm_backward_blocks(int64_t row_bytes) {
+  const int64_t fit = kMaxNormBytes / row_bytes;
+  return fit < 3 ? fit : 3;
+}
 /// added: null, or [rows, size], in x's dtype, which is added to grad_x.
 void launch_rms_norm_backward(const NormGradients& out, const void* grad, const void* added,
                               const NormRows& in, const float* rstd, cudaStream_t stream);
@@ -112,10 +119,9 @@ struct LogitRows {
   int64_t ignored_label = 0;
 };
 /// losses: [rows]. If with_grad, replaces the logits by their gradient. The columns are the whole vocabulary; a label
-/// outside it ends the kernel with an assertion. Each of at most max_blocks thread blocks reads a row twice, so as many
-/// rows should fit into the L2 cache.
-void launch_cross_entropy(double* losses, const LogitRows& in, bool with_grad, int64_t max_blocks,
-                          cudaStream_t stream);
+/// outside it ends the kernel with an assertion. A thread block reads its row twice, the second time from the L2 cache: a multiprocessor has
+/// registers for one block of a long row, so that no more rows than multiprocessors are in progress.
+void launch_cross_entropy(double* losses, const LogitRows& in, bool with_grad, cudaStream_t stream);
 
 /// log_sums: log(sum(exp(logit))) of each row; targets: the label's logit, 0 if it isn't in these columns.
 void launch_vocabulary_stats(double* log_sums, double* targets, const LogitRows& in, cudaStream_t stream);

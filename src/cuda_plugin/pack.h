@@ -14,8 +14,13 @@ namespace titan::cuda {
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-__device__ inline float widen(float x) { return x; }
-__device__ inline float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+// By reference, and the bits by a member function: g++ doesn't instrument the read of an object of a class that is passed by value, so virtual
+// GPUs wouldn't see it.
+__device__ inline float widen(const float& x) { return x; }
+__device__ inline float widen(const __nv_bfloat16& x) {
+  const __nv_bfloat16_raw bits = x;
+  return __bfloat162float(bits);
+}
 
 template <class T>
 __device__ T narrow(float x) {

@@ -18,6 +18,7 @@
 
 #include "core/file.h"
 #include "core/units.h"
+#include "dist/device_backend.h"
 #include "dist/flight_record.h"
 #include "dist/stream.h"
 #include "observe/metrics_format.h"
@@ -35,6 +36,8 @@ struct OperationCounter::State {
     static Moment now(c10::Device device) {
       Moment moment{std::chrono::steady_clock::now(), {}};
       if (device.is_cpu()) return moment;
+      // On the thread that reads data, too.
+      if (dist::DeviceBackend* const devices = dist::device_backend()) devices->use_device_of_process();
       moment.event = dist::Event::timed();
       moment.event.record(dist::Stream::current(device));
       return moment;

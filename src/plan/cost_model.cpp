@@ -110,6 +110,7 @@ constexpr std::array kReplacements = {
     Replacement{"cast_", kCompiledCasts, 2, 4.0, 8},
     Replacement{"magnitudes_", kCompiledCasts, 2, 4.0, 4},
     Replacement{"measured_rows_", kCompiledCasts, 2, 4.0, 8},
+    Replacement{"scales_of_columns_kernel", 0, 0, 0, 0},  // the casts' kernels make them
     Replacement{"aten::_fused_adamw_", 1.0, 1, 3.0, 12},
     Replacement{"adam_kernel", 1.0, 1, 3.0, 12},
 };

@@ -143,7 +143,12 @@ void expect_the_best_ten(const json& found, std::vector<double> all, double time
     const double step_s = best[i].at("step_s"), needed_gib = best[i].at("needed_gib");
     EXPECT_LE(step_s, 1.005 * all[i]);  // larger micro-batches that save less aren't tried
     EXPECT_NEAR(best[i].at("estimate").at("step_s"), step_s, time_error * step_s);
-    EXPECT_NEAR(best[i].at("estimate").at("needed_gib"), needed_gib, memory_error * needed_gib);
+    // An estimate leaves out what delayed weight gradients keep: the search learns it from its plans.
+    const std::string layout = best[i].at("layout");
+    const bool delays = layout.find("ZeroBubble") != layout.npos || layout.find("DualPipeV") != layout.npos;
+    const double estimated_gib = best[i].at("estimate").at("needed_gib");
+    EXPECT_LE(estimated_gib, (1 + memory_error) * needed_gib);
+    EXPECT_GE(estimated_gib, (delays ? 0.5 : 1 - memory_error) * needed_gib);
   }
   EXPECT_EQ(found.at("refused").at("layouts"), 0);
   EXPECT_EQ(found.at("failed").at("layouts"), 0);
@@ -185,7 +190,7 @@ TEST(SearchOfAll, FindsTheBestTenWithoutAPipeline) {
   expect_the_best_ten(found, all, 0.01, 0.2);
 }
 
-// Everything fits without recomputation, so none of it is tried.
+// Layouts that recompute may be among the ten, too, if they are faster than those without of other schedules.
 TEST(SearchOfAll, FindsTheBestTenOfAPipeline) {
   const Words degrees = {"--parallelism.pipeline_parallel_degree=2",
                          "--parallelism.data_parallel_replicate_degree=1"};

@@ -41,7 +41,10 @@ THREADS = {
 }
 
 # Thread blocks of a multiprocessor where a launch has fewer than fit.
-BLOCKS = {"cross_entropy_kernel": 1, "rms_norm_backward_kernel": 3}
+BLOCKS = {"rms_norm_backward_kernel": 3}
+
+# Not compared with the documentation's tables: for casts of longer rows than 8,192.
+LONGER_ROWS = ("measured_rows_kernel<E4m3, __nv_bfloat16, 2>", "measured_rows_kernel<E5m2, __nv_bfloat16, 2>")
 
 
 def occupancy(target, threads, registers, shared):
@@ -57,7 +60,7 @@ def occupancy(target, threads, registers, shared):
 # Kernels that work on kilobytes, one whose warps read a row of 32 numbers at a time, those that only write one number for many, and the
 # states of adam_kernel that are in bf16.
 NARROW_READS = {"scale_kernel", "update_histories_kernel", "sum_of_rows_kernel", "column_blocks_kernel"}
-NARROW_WRITES = {"scale_kernel", "update_histories_kernel", "sum_of_rows_kernel", "delayed_scale_kernel", "magnitudes_kernel", "magnitudes_of_columns_kernel", "amax_of_rows_kernel", "amax_of_many_kernel",
+NARROW_WRITES = {"scale_kernel", "update_histories_kernel", "sum_of_rows_kernel", "delayed_scale_kernel", "scales_of_columns_kernel", "magnitudes_kernel", "magnitudes_of_columns_kernel", "amax_of_rows_kernel", "amax_of_many_kernel",
                                 "vocabulary_stats_kernel"}
 HALF_AS_WIDE = {"adam_kernel<unsigned short, unsigned short>"}
 ACCESS = re.compile(r"(ld|st)\.global\S*?(?:\.v(\d))?\.[bfsu](\d+)\s")
@@ -125,7 +128,7 @@ def wrong_bytes_at_once(build):
         for part in text.split("Function : ")[1:]:
             kernel, asked = demangled(part.split("\n")[0].strip()), asked_at_once(part)
             is_other = ("float" in kernel and "bfloat16" not in kernel) if "adam" not in kernel else kernel != "adam_kernel<float, unsigned short>"
-            if not is_other and asked < (said := documented.get(kernel.split("<")[0], 0)):
+            if not is_other and kernel not in LONGER_ROWS and asked < (said := documented.get(kernel.split("<")[0], 0)):
                 yield f"{kernel} asks for {asked} B at once in machine code, and {docs.name} says {said}"
 
 
@@ -153,7 +156,7 @@ def problems_of_docs(rows):
     at_once = {}
     for kernel, figures in rows.items():
         name = kernel.split("<")[0]
-        if "sm_90" in figures and ("__nv_bfloat16" in kernel or not any(k.startswith(f"{name}<__nv") or k.startswith(f"{name}<E4m3, __nv") for k in rows)):
+        if "sm_90" in figures and kernel not in LONGER_ROWS and ("__nv_bfloat16" in kernel or not any(k.startswith(f"{name}<__nv") or k.startswith(f"{name}<E4m3, __nv") for k in rows)):
             share = int(figures["sm_90"].split("/")[2].strip(" %")) / 100
             threads = round(share * LIMITS["sm_90"][0] / 2) * 64  # percentages are rounded, and numbers of warps even
             if name in BLOCKS:

@@ -42,6 +42,9 @@ TEST_F(VirtualGpu, CountsTheBytesOfAKernel) {
   EXPECT_EQ(count("bytes_read", "blocks_share_a_result_kernel"), 4u);
   EXPECT_EQ(count("bytes_written", "blocks_share_a_result_kernel"), 256u);
   EXPECT_EQ(count("bytes_requested", "blocks_share_a_result_kernel"), 512u) << "each thread reads the same";
+  launch_planted("bf16_kernel", out, in, 1);
+  EXPECT_EQ(count("bytes_read", "bf16_kernel"), 128u);
+  EXPECT_EQ(count("bytes_requested", "bf16_kernel"), 384u);
 }
 
 TEST_F(VirtualGpu, FindsRacesWithinAKernel) {
@@ -71,6 +74,8 @@ TEST_F(VirtualGpuDeathTest, AccessesThatAKernelMustNotMakeEndTheProgram) {
       run("one_too_far_kernel"),
       "one_too_far_kernel: thread \\(63, 0, 0\\) of block \\(0, 0, 0\\) reads 4 bytes at 0x[0-9a-f]+, "
       "outside any allocation");
+  EXPECT_DEATH(run("bf16_too_far_kernel"),
+               "thread \\(63, 0, 0\\) .* reads 2 bytes at .*, outside any allocation");
   EXPECT_DEATH(run("copy_too_far_kernel"),
                "thread \\(57, 0, 0\\) .* reads 32 bytes at .*, outside any allocation");
   EXPECT_DEATH(run("array_after_array_kernel"),

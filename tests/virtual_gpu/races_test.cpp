@@ -7,7 +7,9 @@
 #include <regex>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <utility>
+#include <vector>
 
 #include <ATen/cuda/CUDAEvent.h>
 #include <ATen/cuda/CUDAGraph.h>
@@ -39,32 +41,96 @@ TEST_F(VirtualGpu, FindsAMissingWait) {
   c10::cuda::device_synchronize();
 }
 
-TEST_F(VirtualGpu, FindsAMissingWaitForEachInputOfAttention) {
-  const Tensor q = at::ones({1, 2, 8, 64}, on_gpu.dtype(at::kBFloat16)), k = q.clone(), v = q.clone();
-  const Tensor starts = at::tensor({0, 8}, on_gpu.dtype(at::kInt));
+// The ranges of these operations are lists written by hand (kernels/attention.cpp).
+TEST_F(VirtualGpu, FindsAMissingWaitForEachInputOfOperationsThatOnlyCudaHas) {
+  const auto in_16_bits = on_gpu.dtype(at::kBFloat16);
+  const Tensor q = at::ones({1, 2, 8, 64}, in_16_bits), k = q.clone(), v = q.clone(), grad = q.clone(),
+               bias = at::ones({1, 2, 8, 8}, in_16_bits), none;
   const auto packed = [](const Tensor& t) { return t[0].transpose(0, 1); };
-  const std::pair<const char*, std::function<void()>> kernels[] = {
-      {"flash", [&] { at::_scaled_dot_product_flash_attention(q, k, v, 0, true); }},
-      {"cudnn", [&] { at::_scaled_dot_product_cudnn_attention(q, k, v, {}, true, 0, true); }},
-      {"efficient", [&] { at::_scaled_dot_product_efficient_attention(q, k, v, {}, true, 0, true); }},
-      {"packed", [&] {
+  const Tensor starts = at::tensor({0, 8}, on_gpu.dtype(at::kInt));
+  const auto flash = at::_scaled_dot_product_flash_attention(q, k, v, 0, true);
+  const auto cudnn = at::_scaled_dot_product_cudnn_attention(q, k, v, bias, true);
+  const auto efficient = at::_scaled_dot_product_efficient_attention(q, k, v, bias, true);
+  const auto of_packed =
+      at::_flash_attention_forward(packed(q), packed(k), packed(v), starts, starts, 8, 8, 0, true, false);
+  const Tensor flash_out = std::get<0>(flash), flash_sums = std::get<1>(flash),
+               cudnn_out = std::get<0>(cudnn), cudnn_sums = std::get<1>(cudnn),
+               efficient_out = std::get<0>(efficient), efficient_sums = std::get<1>(efficient),
+               packed_out = std::get<0>(of_packed), packed_sums = std::get<1>(of_packed);
+  const Tensor state = std::get<6>(flash), seed = std::get<6>(cudnn);
+  const Tensor x = at::ones({4, 8}, on_gpu), weight = at::ones({8}, on_gpu);
+  const Tensor rstd = std::get<1>(at::_fused_rms_norm(x, {8}, weight, 1e-5));
+  const Tensor a = at::ones({8, 8}, in_16_bits), b = a.clone(), sum = at::ones({8, 8}, on_gpu);
+  struct Row {
+    const char* name;
+    std::vector<Tensor> inputs;
+    std::function<void()> run;
+  };
+  const Row rows[] = {
+      {"flash", {q, k, v}, [&] { at::_scaled_dot_product_flash_attention(q, k, v, 0, true); }},
+      {"flash's backward",
+       {grad, q, k, v, flash_out, flash_sums},
+       [&] {
+         at::_scaled_dot_product_flash_attention_backward(grad, q, k, v, flash_out, flash_sums, none, none, 8,
+                                                          8, 0, true, state, state);
+       }},
+      {"cudnn", {q, k, v, bias}, [&] { at::_scaled_dot_product_cudnn_attention(q, k, v, bias, true); }},
+      {"cudnn's backward",
+       {grad, q, k, v, cudnn_out, cudnn_sums, bias},
+       [&] {
+         at::_scaled_dot_product_cudnn_attention_backward(grad, q, k, v, cudnn_out, cudnn_sums, seed, seed,
+                                                          bias, none, none, 8, 8, 0, false);
+       }},
+      {"efficient",
+       {q, k, v, bias},
+       [&] { at::_scaled_dot_product_efficient_attention(q, k, v, bias, true); }},
+      {"efficient's backward",
+       {grad, q, k, v, bias, efficient_out, efficient_sums},
+       [&] {
+         at::_scaled_dot_product_efficient_attention_backward(
+             grad, q, k, v, bias, efficient_out, efficient_sums, seed, seed, 0, {true, true, true, false});
+       }},
+      {"packed",
+       {q, k, v, starts},
+       [&] {
          at::_flash_attention_forward(packed(q), packed(k), packed(v), starts, starts, 8, 8, 0, true, false);
-       }}};
-  const auto races_with = [&](const Tensor& input, const std::function<void()>& attend, bool waits) {
+       }},
+      {"packed's backward",
+       {grad, q, k, v, packed_out, packed_sums, starts},
+       [&] {
+         at::_flash_attention_backward(packed(grad), packed(q), packed(k), packed(v), packed_out, packed_sums,
+                                       starts, starts, 8, 8, 0, true, state, state);
+       }},
+      {"norm", {x, weight}, [&] { at::_fused_rms_norm(x, {8}, weight, 1e-5); }},
+      {"norm's backward",
+       {x, rstd, weight, sum},
+       [&] {
+         at::_fused_rms_norm_backward(sum.narrow(0, 0, 4), x, {8}, rstd, weight, {true, true});
+       }},
+      {"mm", {a, b}, [&] { at::mm(a, b, at::kFloat); }},
+      {"bmm", {a, b}, [&] { at::bmm(a.unsqueeze(0), b.unsqueeze(0), at::kFloat); }},
+      {"addmm",
+       {sum, a, b},
+       [&] {
+         Tensor out = at::empty({8, 8}, on_gpu);
+         at::addmm_out(out, sum, a, b, at::kFloat);
+       }},
+  };
+  const auto races_with = [&](const Tensor& input, const std::function<void()>& run, bool waits) {
     c10::cuda::device_synchronize();
     const int before = new_races();
-    input.add_(1);
+    input.mul_(1);
     at::cuda::CUDAEvent written;
     written.record();
     if (waits) written.block(side_);
     const CUDAStreamGuard guard(side_);
-    attend();
+    run();
     return new_races() - before;
   };
-  for (const auto& [name, attend] : kernels) {
-    for (const Tensor& input : {q, k, v}) {
-      EXPECT_EQ(races_with(input, attend, true), 0) << name;
-      EXPECT_EQ(races_with(input, attend, false), 1) << name;
+  for (const auto& [name, inputs, run] : rows) {
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      EXPECT_EQ(races_with(inputs[i], run, true), 0) << name << ", input " << i;
+      EXPECT_EQ(races_with(inputs[i], run, false), 1) << name << ", input " << i;
     }
   }
   c10::cuda::device_synchronize();
@@ -341,6 +407,34 @@ TEST_F(VirtualGpu, FindsACollectiveOnTheWrongStream) {
   EXPECT_EQ(new_races(), 0);
   add_and_reduce_on(side_);
   EXPECT_GE(new_races(), 1);
+  EXPECT_EQ(ncclCommDestroy(communicator), ncclSuccess);
+}
+
+TEST_F(VirtualGpu, FindsAMissingWaitForACollectiveOfAGraph) {
+  ncclComm_t const communicator = communicator_of_one_rank();
+  const Tensor x = at::ones({1000}, on_gpu);
+  float* const data = x.mutable_data_ptr<float>();
+  c10::cuda::device_synchronize();
+  {
+    const CUDAStreamGuard guard(side_);
+    at::cuda::CUDAGraph graph;
+    graph.capture_begin();
+    EXPECT_EQ(ncclAllReduce(data, data, 1000, ncclFloat, ncclSum, communicator, side_), ncclSuccess);
+    graph.capture_end();
+    const auto replay_and_read = [&](bool waits) {
+      c10::cuda::device_synchronize();
+      graph.replay();
+      at::cuda::CUDAEvent replayed;
+      replayed.record();
+      if (waits) replayed.block(other_);
+      const CUDAStreamGuard on_other(other_);
+      x.sum();
+      return new_races();
+    };
+    EXPECT_EQ(replay_and_read(true), 0);
+    EXPECT_EQ(replay_and_read(false), 1);
+    c10::cuda::device_synchronize();
+  }
   EXPECT_EQ(ncclCommDestroy(communicator), ncclSuccess);
 }
 

@@ -1,15 +1,19 @@
-// Settings that a program reads once, so that each has a program of its own: visible devices, delays, seeds, limits of queues.
+// Settings that a program reads once, so that each has a program of its own: visible and chosen devices, delays, seeds, limits of queues.
 
+#include <pthread.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <map>
 #include <string>
 #include <thread>
+#include <utility>
 
+#include <c10/core/Event.h>
 #include <cuda_runtime_api.h>
 
 #include "virtual_gpu_test.h"
@@ -172,10 +176,125 @@ class Setting {
 
 TEST(Settings, OperationsRefuseTensorsOfTwoDevices) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
-  const Setting devices("VIRTUAL_GPU_DEVICES", "2");
+  const Setting devices("VIRTUAL_GPU_DEVICES", "2"), chosen("VIRTUAL_GPU_DEVICES_PER_PROCESS", "2");
   EXPECT_EXIT(add_on_two_devices(), testing::ExitedWithCode(0),
               "error: Expected all tensors to be on the same device");
 }
+
+// ---- contexts of a process
+
+struct OnDeviceOne {
+  cudaStream_t stream = nullptr;
+  cudaEvent_t event = nullptr, earlier = nullptr;
+  void* memory = nullptr;
+};
+using CallOn = std::function<void(const OnDeviceOne&)>;
+
+// The process chooses device 1. The call is a new thread's, whose device is 0.
+[[noreturn]] void call_on_a_new_thread(const CallOn& call) {
+  OnDeviceOne made;
+  cudaSetDevice(1);
+  cudaStreamCreateWithFlags(&made.stream, cudaStreamNonBlocking);
+  cudaMalloc(&made.memory, 64);
+  for (cudaEvent_t* event : {&made.earlier, &made.event}) {
+    cudaEventCreate(event);
+    cudaEventRecord(*event, made.stream);
+  }
+  cudaStreamSynchronize(made.stream);
+  std::thread([&] {
+    pthread_setname_np(pthread_self(), "planted");
+    call(made);
+  }).join();
+  fprintf(stderr, "no second context;\n");
+  _exit(0);
+}
+
+TEST(Contexts, ACallThatMakesASecondOneEndsTheProgram) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const Setting devices("VIRTUAL_GPU_DEVICES", "2");
+  static char host[64];
+  const std::pair<const char*, CallOn> calls[] = {
+      {"cudaSetDevice\\(0\\)", [](const OnDeviceOne&) { cudaSetDevice(0); }},
+      {"cudaMalloc",
+       [](const OnDeviceOne&) {
+         void* memory = nullptr;
+         cudaMalloc(&memory, 64);
+       }},
+      {"cudaHostAlloc",
+       [](const OnDeviceOne&) {
+         void* memory = nullptr;
+         cudaMallocHost(&memory, 64);
+       }},
+      {"cudaHostRegister", [](const OnDeviceOne&) { cudaHostRegister(host, sizeof host, 0); }},
+      {"cudaMemsetAsync", [](const OnDeviceOne& made) { cudaMemsetAsync(made.memory, 0, 64, made.stream); }},
+      {"cudaStreamQuery", [](const OnDeviceOne& made) { cudaStreamQuery(made.stream); }},
+      {"cudaStreamWaitEvent",
+       [](const OnDeviceOne& made) { cudaStreamWaitEvent(made.stream, made.event, 0); }},
+      {"cudaEventRecord", [](const OnDeviceOne& made) { cudaEventRecord(made.event, made.stream); }},
+      {"cudaEventDestroy", [](const OnDeviceOne& made) { cudaEventDestroy(made.event); }}};
+  for (const auto& [name, call] : calls)
+    EXPECT_DEATH(
+        call_on_a_new_thread(call),
+        std::string(name) +
+            ".* on thread [0-9]+ \\('planted'\\) makes a context on device 0, .* has one on device 1\n.*"
+            "\n    virtual_gpu_test\\+0x");
+}
+
+// It restores the thread's device by a call that makes a context there.
+TEST(Contexts, AnEventOfLibTorchsThatEndsOnANewThreadMakesASecondOne) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const Setting devices("VIRTUAL_GPU_DEVICES", "2");
+  const auto end_event = [](bool chooses) {
+    call_on_a_new_thread([chooses](const OnDeviceOne&) {
+      c10::Event event(c10::DeviceType::CUDA);
+      {
+        const c10::cuda::CUDAGuard on_device_one(1);
+        event.record(at::cuda::getCurrentCUDAStream());
+      }
+      if (chooses) c10::cuda::set_device(1);
+    });
+  };
+  EXPECT_DEATH(end_event(false), "cudaSetDevice\\(0\\) on thread");
+  EXPECT_EXIT(end_event(true), testing::ExitedWithCode(0), "no second context;");
+}
+
+// CUDA 13's questions and waits for events make none.
+TEST(Contexts, OneDeviceOnAllThreadsAndQuestionsMakeNoSecondOne) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto ask = [](const OnDeviceOne& made) {
+    float ms = 0;
+    int device = -1;
+    EXPECT_EQ(cudaEventQuery(made.event), cudaSuccess);
+    EXPECT_EQ(cudaEventSynchronize(made.event), cudaSuccess);
+    EXPECT_EQ(cudaEventElapsedTime(&ms, made.earlier, made.event), cudaSuccess);
+    EXPECT_EQ(cudaGetDevice(&device), cudaSuccess);
+    EXPECT_EQ(device, 0);
+    cudaSetDevice(1);
+    cudaEventDestroy(made.event);
+    _exit(testing::Test::HasFailure());
+  };
+  const Setting devices("VIRTUAL_GPU_DEVICES", "2");
+  EXPECT_EXIT(call_on_a_new_thread(ask), testing::ExitedWithCode(0), "");
+}
+
+[[noreturn]] void work_on_the_first_and_choose_the_second() {
+  void* memory = nullptr;
+  cudaMalloc(&memory, 64);
+  const cudaError_t error = cudaSetDevice(1);
+  fprintf(stderr, "chosen: %s;\n", cudaGetErrorName(error));
+  _exit(0);
+}
+
+TEST(Contexts, AProcessMayChooseAsManyDevicesAsTheSettingSays) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const Setting devices("VIRTUAL_GPU_DEVICES", "2");
+  EXPECT_DEATH(work_on_the_first_and_choose_the_second(),
+               "cudaSetDevice\\(1\\) .* context on device 1, .* has one on device 0");
+  const Setting two("VIRTUAL_GPU_DEVICES_PER_PROCESS", "2");
+  EXPECT_EXIT(work_on_the_first_and_choose_the_second(), testing::ExitedWithCode(0), "chosen: cudaSuccess;");
+}
+
+// ---- launches and recordings
 
 TEST(Settings, ALaunchBeyondTheQueuesLimitWaits) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
@@ -192,6 +311,65 @@ TEST(Settings, EachLaunchWaitsWhereLaunchesBlock) {
   const Setting blocking("CUDA_LAUNCH_BLOCKING", "1");
   EXPECT_EXIT(print_waits(), testing::ExitedWithCode(0), "launches: done done done;");
   EXPECT_EXIT(print_launches(), testing::ExitedWithCode(0), "0 of 8 launches returned;");
+}
+
+// Whether the host has waited for the work of another stream when a launch returns: the kernel's first one, and its second.
+[[noreturn]] void print_waits_of_launches() {
+  const Tensor in = at::ones({64}, on_gpu), out = at::zeros({64}, on_gpu);
+  c10::cuda::device_synchronize();
+  const auto other = at::cuda::getStreamFromPool();
+  std::string text;
+  for (int i = 0; i < 2; ++i) {
+    std::atomic<bool> is_done = false;
+    cudaLaunchHostFunc(
+        other,
+        [](void* done) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(50));
+          *static_cast<std::atomic<bool>*>(done) = true;
+        },
+        &is_done);
+    launch_planted("sound_kernel", out, in, 1);
+    text += is_done ? " done" : " not done";
+    c10::cuda::device_synchronize();
+  }
+  fprintf(stderr, "other work:%s;\n", text.c_str());
+  _exit(0);
+}
+
+TEST(Settings, TheFirstLaunchOfAKernelWaitsWhereKernelsAreLoadedLazily) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(print_waits_of_launches(), testing::ExitedWithCode(0), "other work: not done not done;");
+  const Setting lazy("VIRTUAL_GPU_LAZY_LOADING", "1");
+  EXPECT_EXIT(print_waits_of_launches(), testing::ExitedWithCode(0), "other work: done not done;");
+}
+
+[[noreturn]] void print_recorded_copies() {
+  void *device = nullptr, *host = nullptr;
+  cudaMalloc(&device, 64);
+  cudaMallocHost(&host, 64);
+  cudaStream_t stream = nullptr;
+  cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+  std::string text;
+  for (const bool reads_host : {false, true}) {
+    cudaGraph_t graph = nullptr;
+    cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed);
+    void *const to = reads_host ? device : host, *const from = reads_host ? host : device;
+    text += std::string(" ") + cudaGetErrorName(cudaMemcpyAsync(to, from, 64, cudaMemcpyDefault, stream));
+    cudaStreamEndCapture(stream, &graph);
+    text += graph ? " recorded" : " refused";
+  }
+  fprintf(stderr, "copies:%s;\n", text.c_str());
+  _exit(0);
+}
+
+TEST(Settings, ARecordedCopyThatReadsTheHostsMemoryMayBeRefused) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(print_recorded_copies(), testing::ExitedWithCode(0),
+              "copies: cudaSuccess recorded cudaSuccess recorded;");
+  const Setting refuses("VIRTUAL_GPU_GRAPHS_READ_HOST", "0");
+  EXPECT_EXIT(print_recorded_copies(), testing::ExitedWithCode(0),
+              "a graph is recorded that reads 64 bytes of the host's memory\ncopies: cudaSuccess recorded "
+              "cudaErrorStreamCaptureUnsupported refused;");
 }
 
 TEST(Settings, TheSeedDecidesTheOrderOfStreams) {

@@ -86,7 +86,7 @@ void launch_sum_of_parts(const SumOfParts& in, cudaStream_t) {
   count("sum_of_parts_kernel", in.num_parts * bytes, bytes);
 }
 
-void launch_cross_entropy(double*, const LogitRows& in, bool with_grad, int64_t, cudaStream_t) {
+void launch_cross_entropy(double*, const LogitRows& in, bool with_grad, cudaStream_t) {
   const double numbers = 8.0 * static_cast<double>(in.rows);
   count("cross_entropy_kernel", bytes_of(in) + numbers, (with_grad ? bytes_of(in) : 0) + numbers);
 }
@@ -226,6 +226,13 @@ void launch_cast_by_rows(std::span<const CastRows> all, Format, cudaStream_t) {
 }
 
 void launch_cast_columns(std::span<const CastOf<ColumnScales>> all, Format, cudaStream_t) {
+  if (!all.empty() && !all[0].scale.scale)
+    count_batches(
+        "scales_of_columns_kernel", all,
+        [](const CastOf<ColumnScales>& work) {
+          return size_of(work.x.source) * static_cast<double>(work.scale.count * work.x.columns);
+        },
+        [](const CastOf<ColumnScales>& work) { return 8.0 * static_cast<double>(work.x.columns); });
   count_casts(all, /*by_tiles=*/true);
 }
 

@@ -211,7 +211,7 @@ TEST(ReportPlan, SaysThatAFileIsSomethingElse) {
   add_plan(input);
   EXPECT_EQ(plan_section(input), "") << "there is no file";
   std::ofstream(run.folder / kPlanFile)
-      << "{\"device\": \"GPU\", \"memory\": {\"by_role\": [{}]}, \"time_by_role\": [{}]}";
+      << "{\"device\": \"GPU\", \"memory\": {\"by_role\": [{\"rank\": 0}]}, \"time_by_role\": [{}]}";
   std::ofstream(run.folder / "roofline.json") << "[]";
   add_plan(input);
   EXPECT_FALSE(input.plan);

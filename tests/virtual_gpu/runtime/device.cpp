@@ -3,8 +3,13 @@
 
 #include "runtime/device.h"
 
+#include <pthread.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <bit>
 #include <cstdio>
 #include <cstdlib>
 #include <numeric>
@@ -12,7 +17,9 @@
 #include <string>
 #include <vector>
 
+#include "runtime/faults.h"
 #include "runtime/memory.h"
+#include "runtime/races.h"
 #include "runtime/stream.h"
 
 namespace virtual_gpu {
@@ -109,16 +116,35 @@ int num_visible_devices(size_t num_devices) {
   return static_cast<int>(numbers.size());
 }
 
-// A bit for each device.
-static std::atomic<uint64_t> chosen = 0;
+// A bit for each device on which this process has a context.
+static std::atomic<uint64_t> contexts = 0;
 
 int current_device() { return device; }
-bool has_context(int d) { return chosen == 0 ? d == 0 : (chosen >> d & 1) != 0; }
-void check_chosen(const char* call) {
-  if (has_context(device)) return;
-  not_supported(
-      std::string(call) + " on device " + std::to_string(device) + ", which this process hasn't chosen",
-      "A new thread's device is 0: choose the process's own with cudaSetDevice.");
+bool has_context(int d) { return (contexts >> d & 1) != 0; }
+
+static void end_at_context(const std::string& call, int d) {
+  char thread[32] = {};
+  pthread_getname_np(pthread_self(), thread, sizeof thread);
+  report_fault(
+      "virtual GPU: %s on thread %d ('%s') makes a context on device %d, hundreds of MB of its memory; this "
+      "process has one on device %d\n  A new thread's device is 0: it chooses the process's own with "
+      "cudaSetDevice first. (VIRTUAL_GPU_DEVICES_PER_PROCESS is the number that a process may choose.)\n",
+      call.c_str(), static_cast<int>(gettid()), thread, d, std::countr_zero(contexts.load()));
+  print_calls_here();
+  std::abort();
+}
+
+// False if there are `most` on other devices.
+static bool make_context(int d, int most) {
+  uint64_t before = contexts;
+  do {
+    if ((before >> d & 1) != 0) return true;
+    if (std::popcount(before) >= most) return false;
+  } while (!contexts.compare_exchange_weak(before, before | uint64_t{1} << d));
+  return true;
+}
+void need_context(const char* call) {
+  if (!make_context(device, 1)) end_at_context(call, device);
 }
 size_t total_bytes() { return profile().memory_bytes; }
 size_t usable_bytes() { return profile().memory_bytes - context_bytes; }
@@ -144,7 +170,8 @@ cudaError_t cudaGetDevice(int* d) {
 cudaError_t cudaSetDevice(int d) {
   if (!exists(d)) return fail(cudaErrorInvalidDevice);
   device = d;
-  chosen |= uint64_t{1} << d;
+  if (!make_context(d, state().settings.devices_per_process))
+    end_at_context("cudaSetDevice(" + std::to_string(d) + ")", d);
   return cudaSuccess;
 }
 cudaError_t cudaDriverGetVersion(int* version) {

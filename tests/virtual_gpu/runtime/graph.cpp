@@ -103,6 +103,7 @@ using namespace virtual_gpu;
 extern "C" {
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode mode) {
+  need_context("cudaStreamBeginCapture");
   State& s = state();
   Lock lock(s.mutex);
   if (handle == nullptr || handle == cudaStreamLegacy) return fail(cudaErrorStreamCaptureUnsupported);
@@ -118,6 +119,7 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode mo
 }
 
 cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
+  need_context("cudaStreamEndCapture");
   State& s = state();
   Lock lock(s.mutex);
   Stream& stream = stream_of(handle);
@@ -140,6 +142,7 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureStatu
                                      unsigned long long* id, cudaGraph_t* graph,
                                      const cudaGraphNode_t** nodes, const cudaGraphEdgeData** edges,
                                      size_t* num_nodes) {
+  need_context("cudaStreamGetCaptureInfo");
   Lock lock(state().mutex);
   const auto& capture = stream_of(handle).capture;
   *status = !capture             ? cudaStreamCaptureStatusNone
@@ -170,6 +173,7 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph,
   return cudaGraphInstantiateWithFlags(executable, graph, flags);
 }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t handle) {
+  need_context("cudaGraphLaunch");
   Lock lock(state().mutex);
   launch(lock, **reinterpret_cast<std::shared_ptr<Graph>*>(executable), stream_of(handle));
   return cudaSuccess;

@@ -83,6 +83,7 @@ cudaError_t allocate(void** address, size_t bytes, bool is_pinned_host) {
 }
 
 cudaError_t give_back(void* address, bool is_pinned_host, const char* call) {
+  need_context(call);
   Lock lock(state().mutex);
   if (!address) return cudaSuccess;
   if (const cudaError_t error = check_no_capture()) return error;
@@ -327,7 +328,7 @@ using namespace virtual_gpu;
 extern "C" {
 
 cudaError_t cudaMalloc(void** address, size_t bytes) {
-  check_chosen("cudaMalloc");
+  need_context("cudaMalloc");
   begin_allocating();
   return allocate(address, bytes, false);
 }
@@ -335,14 +336,14 @@ cudaError_t cudaFree(void* address) { return give_back(address, false, "cudaFree
 cudaError_t cudaMallocAsync(void** address, size_t bytes, cudaStream_t) { return cudaMalloc(address, bytes); }
 cudaError_t cudaFreeAsync(void* address, cudaStream_t) { return cudaFree(address); }
 cudaError_t cudaHostAlloc(void** address, size_t bytes, unsigned) {
-  check_chosen("cudaHostAlloc");
+  need_context("cudaHostAlloc");
   return allocate(address, bytes, true);
 }
-cudaError_t cudaMallocHost(void** address, size_t bytes) { return allocate(address, bytes, true); }
+cudaError_t cudaMallocHost(void** address, size_t bytes) { return cudaHostAlloc(address, bytes, 0); }
 cudaError_t cudaFreeHost(void* address) { return give_back(address, true, "cudaFreeHost"); }
 
 cudaError_t cudaHostRegister(void* address, size_t bytes, unsigned) {
-  check_chosen("cudaHostRegister");
+  need_context("cudaHostRegister");
   Lock lock(state().mutex);
   if (find_block(address)) return fail(cudaErrorHostMemoryAlreadyRegistered);
   add_block(address, {.bytes = bytes, .device = current_device(), .is_pinned_host = true});
@@ -362,6 +363,7 @@ cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned) {
 }
 
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
+  need_context("cudaMemGetInfo");
   Lock lock(state().mutex);
   *total = total_bytes();
   *free = usable_bytes() - used_bytes()[current_device()];

@@ -169,6 +169,10 @@ std::string place_of(int stream) {
                                      : "stream " + std::to_string(lane->second) + " of a graph's launch";
 }
 
+void take_calls(Calls& calls) {
+  calls.count = backtrace(calls.frames.data(), static_cast<int>(calls.frames.size()));
+}
+
 // Null unless VIRTUAL_GPU_STACKS asks for them: they take a third of a small test's time.
 std::shared_ptr<const Calls> calls_here() {
   static const bool wanted = [] {
@@ -177,7 +181,7 @@ std::shared_ptr<const Calls> calls_here() {
   }();
   if (!wanted) return nullptr;
   auto calls = std::make_shared<Calls>();
-  calls->count = backtrace(calls->frames.data(), static_cast<int>(calls->frames.size()));
+  take_calls(*calls);
   return calls;
 }
 
@@ -394,6 +398,12 @@ void print_calls(const Calls& calls) {
                                   : "");
     std::free(name);
   }
+}
+
+void print_calls_here() {
+  Calls calls;
+  take_calls(calls);
+  print_calls(calls);
 }
 
 void count_race() {

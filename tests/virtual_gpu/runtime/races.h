@@ -17,6 +17,8 @@ struct Calls {
 };
 /// Those of the program itself, not of LibTorch or the virtual GPU.
 void print_calls(const Calls& calls);
+/// The calling thread's.
+void print_calls_here();
 
 /// An operation's place in the order of its stream, and what happened before it.
 struct Stamp {

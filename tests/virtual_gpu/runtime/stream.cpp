@@ -32,6 +32,7 @@ size_t number_from(const char* variable, size_t fallback) {
 
 State::State() {
   settings.num_devices = num_visible_devices(number_from("VIRTUAL_GPU_DEVICES", 1));
+  settings.devices_per_process = static_cast<int>(number_from("VIRTUAL_GPU_DEVICES_PER_PROCESS", 1));
   if (const char* profile = std::getenv("VIRTUAL_GPU_PROFILE")) settings.profile = profile;
   settings.runs_libtorch = number_from("VIRTUAL_GPU_LIBTORCH", 0) != 0;
   settings.memory_only = settings.runs_libtorch || number_from("VIRTUAL_GPU_MEMORY_ONLY", 0) != 0;
@@ -154,6 +155,7 @@ static void join_open_operation(Operation& operation) {
 }
 
 cudaError_t submit(cudaStream_t handle, Operation operation) {
+  if (!operation.is_bookkeeping) need_context(operation.name.c_str());
   const OwnWork own;
   const std::string kernel = operation.name;
   join_open_operation(operation);
@@ -233,11 +235,13 @@ cudaError_t cudaGetLastError() {
 }
 cudaError_t cudaPeekAtLastError() { return last_error; }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  need_context("cudaThreadExchangeStreamCaptureMode");
   std::swap(*mode, thread_mode);
   return cudaSuccess;
 }
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* handle, unsigned flags, int priority) {
+  need_context("cudaStreamCreateWithPriority");
   State& s = state();
   Lock lock(s.mutex);
   s.streams.push_back(std::make_unique<Stream>());
@@ -255,11 +259,13 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* handle, unsigned flags) {
 cudaError_t cudaStreamCreate(cudaStream_t* handle) { return cudaStreamCreateWithPriority(handle, 0, 0); }
 
 cudaError_t cudaStreamDestroy(cudaStream_t handle) {
+  need_context("cudaStreamDestroy");
   Lock lock(state().mutex);
   stream_of(handle).is_destroyed = true;
   return cudaSuccess;
 }
 cudaError_t cudaStreamGetPriority(cudaStream_t handle, int* priority) {
+  need_context("cudaStreamGetPriority");
   Lock lock(state().mutex);
   *priority = stream_of(handle).priority;
   return cudaSuccess;
@@ -281,6 +287,7 @@ cudaError_t cudaStreamGetDevice(cudaStream_t handle, int* device) {
 }
 
 cudaError_t cudaStreamQuery(cudaStream_t handle) {
+  need_context("cudaStreamQuery");
   Lock lock(state().mutex);
   Stream& stream = stream_of(handle);
   if (const cudaError_t error = check_is_no_capture(stream)) return error;
@@ -289,6 +296,7 @@ cudaError_t cudaStreamQuery(cudaStream_t handle) {
   return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
+  need_context("cudaStreamSynchronize");
   Lock lock(state().mutex);
   Stream& stream = stream_of(handle);
   if (const cudaError_t error = check_is_no_capture(stream)) return error;
@@ -298,6 +306,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   return cudaSuccess;
 }
 cudaError_t cudaDeviceSynchronize() {
+  need_context("cudaDeviceSynchronize");
   Lock lock(state().mutex);
   cudaError_t error = cudaSuccess;
   for (const auto& capture : state().captures)
@@ -311,6 +320,7 @@ cudaError_t cudaDeviceSynchronize() {
 }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event_handle, unsigned) {
+  need_context("cudaStreamWaitEvent");
   Lock lock(state().mutex);
   Stream& stream = stream_of(handle);
   Event& event = *reinterpret_cast<Event*>(event_handle);
@@ -341,6 +351,7 @@ cudaError_t cudaStreamAddCallback(cudaStream_t handle, cudaStreamCallback_t func
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
+  need_context("cudaEventCreateWithFlags");
   auto* const made = new Event;
   made->is_timed = (flags & cudaEventDisableTiming) == 0;
   *event = reinterpret_cast<cudaEvent_t>(made);
@@ -348,10 +359,12 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
 }
 cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  need_context("cudaEventDestroy");
   delete reinterpret_cast<Event*>(event);
   return cudaSuccess;
 }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event_handle, cudaStream_t handle, unsigned) {
+  need_context("cudaEventRecordWithFlags");
   Lock lock(state().mutex);
   Stream& stream = stream_of(handle);
   Event& event = *reinterpret_cast<Event*>(event_handle);

@@ -100,6 +100,7 @@ struct Event {
 /// How the device behaves; read from the environment once, see docs/virtual_gpu.md.
 struct Settings {
   int num_devices = 1;
+  int devices_per_process = 1;  ///< that it may choose
   std::string profile = "h100";
   bool memory_only = false;
   bool runs_libtorch = false;  ///< memory_only, with LibTorch's own code of its operations
@@ -145,10 +146,10 @@ void stop_scheduler(void* unused);
 
 /// The device that this thread has chosen with cudaSetDevice.
 int current_device();
-/// Whether this process uses the device: a thread has chosen it, or none has chosen any, and it is the first one.
+/// Whether this process has a context on the device: it has chosen the device, or worked on it without having chosen any.
 bool has_context(int device);
-/// Ends the program if the call would make a context, with hundreds of MB, on another device than those.
-void check_chosen(const char* call);
+/// For calls that make a context, of hundreds of MB, on the thread's device if there is none. Ends the program if there is one on another device.
+void need_context(const char* call);
 
 /// The stream of a handle; null stands for the current device's default stream.
 Stream& stream_of(cudaStream_t handle);

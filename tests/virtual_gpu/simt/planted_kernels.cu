@@ -2,6 +2,7 @@
 
 #include <string_view>
 
+#include "cuda_plugin/float8_numbers.h"
 #include "cuda_plugin/launch.h"
 
 namespace {
@@ -140,6 +141,16 @@ __global__ void deep_kernel(float* out, const float* in) {
 
 __global__ void one_too_far_kernel(float* out, const float* in) { out[threadIdx.x] = in[threadIdx.x + 1]; }
 
+// The magnitude of an element of `in` as bf16, which is the argument of a function that isn't inlined.
+__device__ float magnitude_of(const float* in, unsigned i) {
+  auto* volatile magnitude = titan::float8::cuda::magnitude<__nv_bfloat16>;
+  return __uint_as_float(magnitude(reinterpret_cast<const __nv_bfloat16*>(in)[i]));
+}
+__global__ void bf16_kernel(float* out, const float* in) { out[threadIdx.x] = magnitude_of(in, threadIdx.x); }
+__global__ void bf16_too_far_kernel(float* out, const float* in) {
+  out[threadIdx.x] = magnitude_of(in, threadIdx.x + kThreads + 1);
+}
+
 }  // namespace
 
 extern "C" void virtual_gpu_launch_planted(const char* name, float* out, const float* in, unsigned num_blocks,
@@ -167,5 +178,7 @@ extern "C" void virtual_gpu_launch_planted(const char* name, float* out, const f
   LAUNCH(lane_outside_mask_kernel);
   LAUNCH(deep_kernel);
   LAUNCH(one_too_far_kernel);
+  LAUNCH(bf16_kernel);
+  LAUNCH(bf16_too_far_kernel);
 #undef LAUNCH
 }
