@@ -66,7 +66,7 @@ def run(command: list, **variables: str) -> str:
     return process.stdout
 
 
-def known(command: list) -> str:
+def first_line_of(command: list) -> str:
     """The first line of what the command prints; nothing that is measured depends on it."""
     try:
         return run(command).strip().splitlines()[0]
@@ -198,7 +198,7 @@ def machine(device: str) -> str:
         return "a CPU, emulated"
     if "VIRTUAL_GPU_DEVICES" in os.environ:
         return "a virtual GPU, whose times mean nothing"
-    return known(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"])
+    return first_line_of(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"])
 
 
 def main() -> None:
@@ -220,7 +220,7 @@ def main() -> None:
         if unknown := [one for one in given if one not in known]:
             parser.error(f"unknown {what}: {', '.join(unknown)}; known are {', '.join(known)}")
     versions = run([PYTHON, "-c", "import torch, torchao; print(f'PyTorch {torch.__version__}, torchao {torchao.__version__}')"]).strip().splitlines()[-1]
-    commit = known(["git", "rev-parse", "--short=12", "HEAD"])
+    commit = first_line_of(["git", "rev-parse", "--short=12", "HEAD"])
     head = f"# Float8 compared with bf16 and torchao: {options.name or options.device}\n\n- commit {commit}, `scripts/float8_table.py {' '.join(sys.argv[1:])}`\n"
     head += f"- {machine(options.device)}; {versions}; batches of 1 × {options.seq_len} tokens; median of {options.steps} steps after {options.warmup} warm-up steps\n"
     head += "- both have FSDP on their one rank: PyTorch's casts and copies parameters and gradients there, LibTitan's doesn't\n"

@@ -46,7 +46,8 @@ failed=0
 keep_output() {
   grep -vE '^ *Start +[0-9]+:|Note: Google Test filter|^\[ +(RUN|OK) |^\[-{10}\]' $folder/output | tail -n 800 | cut -c 1-4000 >>"$file"
 }
-trap 'keep_output; echo "ended from outside" >>"$file"; exit 1' INT TERM
+running=
+trap '[ -z "$running" ] || { kill $running; wait $running; keep_output; }; echo "ended from outside" >>"$file"; exit 1' INT TERM
 
 # part SECONDS TITLE COMMAND...: runs the command under a time limit, with its output in the file.
 part() {
@@ -56,9 +57,12 @@ part() {
   printf '\n## %s\n\n    %s\n\n' "$title" "$*" >>"$file"
   echo "gpu_day: $title$(! $is_limited || echo " (at most $limit s)")" >&2
   timeout -k 5 "$limit" "$@" >$folder/output 2>&1 &
-  wait $! || status=$?
+  running=$!
+  wait $running || status=$?
+  running=
   keep_output
-  [ $status != 124 ] && [ $status != 137 ] || echo "ended by its limit of $limit s" >>"$file"
+  # It is 137 also if memory ran out.
+  [ $status != 124 ] && ! { [ $status = 137 ] && $is_limited && ((SECONDS - begin >= limit)); } || echo "ended by its limit of $limit s" >>"$file"
   [ $status = 0 ] || failed=1
   printf '\nexit code %s after %s s\n' $status $((SECONDS - begin)) >>"$file"
 }
@@ -152,8 +156,8 @@ sanitize() {
     for layer in ops float8; do
       status=0
       timeout -k 2 $($is_limited && echo 25 || echo 0) "$sanitizer" --tool $tool --error-exitcode 9 --kernel-regex kns=titan $programs/titan_${layer}_test --gtest_filter="$on_gpu" || status=$?
-      [ $status = 0 ] || echo "$tool of titan_${layer}_test: $([ $status = 124 ] && echo "ended by its limit of 25 s" || echo "exit code $status")"
-      [ $status != 124 ] || status=8  # less than what was found
+      [ $status = 0 ] || echo "$tool of titan_${layer}_test: $([ $status = 124 ] || [ $status = 137 ] && echo "ended by its limit of 25 s" || echo "exit code $status")"
+      [ $status != 124 ] && [ $status != 137 ] || status=8  # less than what was found
       [ $status -le $worst ] || worst=$status
     done
   done

@@ -122,10 +122,14 @@ RunPlan read_plan(const std::string& text) try {
   const nlohmann::json plan = nlohmann::json::parse(text);
   // Rank 0 is always planned.
   const nlohmann::json& roles = plan.at("memory").at("by_role");
-  const auto first = std::ranges::find_if(roles, [](const auto& role) { return role.at("rank") == 0; });
+  const auto first = std::ranges::find_if(roles, [](const auto& each) { return each.at("rank") == 0; });
   TITAN_CHECK(first != roles.end(), "a plan has rank 0");
   const nlohmann::json& memory = *first;
-  const nlohmann::json& time = plan.at("time_by_role").at(0);
+  const nlohmann::json& times = plan.at("time_by_role");
+  const std::string role = memory.value("role", "");
+  const auto of_first =
+      std::ranges::find_if(times, [&](const auto& each) { return each.value("role", role) == role; });
+  const nlohmann::json& time = of_first == times.end() ? times.at(0) : *of_first;
   const auto lasting = [&](const char* category) {
     return memory.at("after_step").at(category).get<double>() / kGiB;
   };
@@ -145,10 +149,11 @@ RunPlan read_plan(const std::string& text) try {
                             // The plan's category has the buffers of reductions, too.
                             .gradients = memory.at("shard_gradient_bytes").get<double>() / kGiB,
                             .optimizer = lasting("optimizer")}};
+  found.has_parts_of_rank_0 = of_first != times.end();
   found.notes = plan.value("notes", found.notes);
-  for (const nlohmann::json& role : roles)
+  for (const nlohmann::json& each : roles)
     found.peaks.push_back(
-        {role.at("role"), role.at("rank"), role.at("peak_reserved_bytes").get<double>() / kGiB});
+        {each.at("role"), each.at("rank"), each.at("peak_reserved_bytes").get<double>() / kGiB});
   std::ranges::sort(found.peaks, {}, &PlannedPeak::rank);
   for (const auto& [category, bytes] : memory.at("at_peak").at("categories").items()) {
     const double lasts = category == "parameters"  ? found.lasting.parameters

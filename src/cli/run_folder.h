@@ -104,7 +104,8 @@ struct RunPlan {
   double mfu = 0;                              ///< percent
   double reserved_gib = 0, allocated_gib = 0;  ///< peaks: from the device, and in tensors
   double compute_s = 0, optimizer_s = 0, exposed_communication_s = 0, bubble_s = 0,
-         host_s = 0;  ///< parts of a step
+         host_s = 0;                ///< parts of a step
+  bool has_parts_of_rank_0 = true;  ///< else they are another rank's, which has more to do
   LastingMemory lasting = {};
   /// The rest of the peak in tensors, in GiB by category.
   std::vector<std::pair<std::string, double>> rest = {};

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <exception>
 #include <numeric>
+#include <set>
 #include <thread>
 
 #include <ATen/ops/full.h>
@@ -223,16 +224,24 @@ void check_num_devices(const std::string& backend, int local_size, int num_devic
 
 // Each rank of this host may see its own GPU only, as with SLURM's --gpus-per-task.
 void check_devices_differ(const World::Impl& world) {
-  const std::string mine = world.devices->device_address();
-  const auto key = [](int rank) { return str("titan/device/", rank); };
-  world.store->set(key(world.launch.rank), mine);
-  for (int rank = 0; rank < world.launch.size; ++rank) {
-    if (rank == world.launch.rank ||
-        world.hosts[static_cast<size_t>(rank)] != world.hosts[static_cast<size_t>(world.launch.rank)])
-      continue;
-    if (world.store->get_to_str(key(rank)) == mine)
-      check_num_devices(world.backend, world.launch.local_size, world.devices->num_devices());
+  const auto key = [](size_t rank) { return str("titan/device/", rank); };
+  const auto me = static_cast<size_t>(world.launch.rank);
+  world.store->set(key(me), world.devices->device_address());
+  std::vector<std::string> keys;
+  for (size_t rank = 0; rank < world.hosts.size(); ++rank)
+    if (world.hosts[rank] == world.hosts[me]) keys.push_back(key(rank));
+  try {
+    // A rank that sees more GPUs doesn't come here.
+    world.store->wait(keys, std::min<std::chrono::milliseconds>(world.timeout, std::chrono::seconds(30)));
+  } catch (const std::exception&) {
+    return check_num_devices(world.backend, world.launch.local_size, world.devices->num_devices());
   }
+  std::set<std::string> devices;
+  for (const std::string& of_rank : keys) devices.insert(world.store->get_to_str(of_rank));
+  if (devices.size() == keys.size()) return;
+  // Rank 0's process keeps the store, from which the others read the same.
+  if (me == 0) std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  check_num_devices(world.backend, world.launch.local_size, world.devices->num_devices());
 }
 
 void choose_device(World::Impl& world) {

@@ -77,7 +77,7 @@ std::string plan_section(const PageInput& input) {
   const RunPlan& plan = *input.plan;
   const MetricRows& steps = input.run.steps;
   const auto measured_ms = [&](double StepParts::*part) {
-    return input.parts ? std::optional(1e3 * (*input.parts).*part) : std::nullopt;
+    return input.parts && plan.has_parts_of_rank_0 ? std::optional(1e3 * (*input.parts).*part) : std::nullopt;
   };
   Comparison table;
   const auto step_s = median_after_first(steps.curve("step_s"));

@@ -56,6 +56,21 @@ TEST(ReadPlan, RefusesOtherTexts) {
     EXPECT_THROW(read_plan(text), Error) << text;
 }
 
+// With unbalanced context parallelism, times are those of the rank with most to do, which comes first.
+TEST(ReadPlan, TakesRankZerosMemoryAndKnowsWhoseTimesItHas) {
+  nlohmann::json plan = nlohmann::json::parse(kPlan);
+  EXPECT_TRUE(read_plan(plan.dump()).has_parts_of_rank_0);
+  nlohmann::json& roles = plan.at("memory").at("by_role");
+  nlohmann::json busiest = roles[0];
+  busiest.update({{"role", "last context rank"}, {"rank", 7}, {"peak_reserved_bytes", int64_t{3} << 30}});
+  roles.insert(roles.begin(), busiest);
+  plan.at("time_by_role")[0]["role"] = "last context rank";
+  const RunPlan read = read_plan(plan.dump());
+  EXPECT_FALSE(read.has_parts_of_rank_0);
+  EXPECT_EQ(read.reserved_gib, 2);
+  EXPECT_EQ(read.peaks[0].rank, 0);
+}
+
 TEST(ReadPlan, FindsThePeakOfEachRole) {
   nlohmann::json plan = nlohmann::json::parse(kPlan);
   nlohmann::json last = plan.at("memory").at("by_role")[0];
