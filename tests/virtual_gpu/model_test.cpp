@@ -145,7 +145,6 @@ StepCounts count_block_with_bytes(const dist::World& world, const Words& words) 
 }
 
 /// Float8's kernels read every weight, which takes minutes here, so the bytes of LibTitan's kernels are those that they are planned to move.
-/// Where kernels run, both counts are compared.
 StepCounts count_block_with_planned_bytes(const dist::World& world, const Words& words) {
   constexpr int64_t tokens = 8192;
   StepCounts counts = count_block(world, tokens, words);
@@ -257,12 +256,6 @@ TEST_P(BlockOf, TakesWhatIsKnown) {
   } else {  // a ring's last rank adds up one part less
     EXPECT_LE(block.operations, counts.operations);
     EXPECT_LE(block.launches, counts.launches);
-  }
-  if (runs_kernels) {
-    const auto counted = static_cast<double>(block.memory_bound_bytes),
-               planned = static_cast<double>(
-                   count_block_with_planned_bytes(nccl_world(), words).memory_bound_bytes);
-    EXPECT_NEAR(planned / counted, 1, 0.01);
   }
   const auto bytes = static_cast<double>(counts.memory_bound_bytes);
   EXPECT_LE(static_cast<double>(block.memory_bound_bytes), bytes);
