@@ -87,6 +87,9 @@ struct Rank {
   ncclResult_t sum(ncclComm_t with, size_t count = 1) const {
     return ncclAllReduce(data, data, count, ncclFloat, ncclSum, with, stream);
   }
+  ncclResult_t gather(ncclComm_t with, size_t count = 1) const {
+    return ncclAllGather(data + static_cast<size_t>(number) * count, data, count, ncclFloat, with, stream);
+  }
   ncclResult_t send(int peer, size_t count = 1) const {
     return ncclSend(data, count, ncclFloat, peer, communicator, stream);
   }
@@ -116,6 +119,7 @@ inline void on_all(std::vector<std::unique_ptr<Rank>>& ranks, const std::functio
   for (std::thread& thread : threads) thread.join();
 }
 
+/// They are connected for sums, of which one thread may then call all ranks'.
 inline std::vector<std::unique_ptr<Rank>> make_ranks(int size,
                                                      ncclConfig_t config = NCCL_CONFIG_INITIALIZER) {
   std::vector<std::unique_ptr<Rank>> ranks;
@@ -127,6 +131,11 @@ inline std::vector<std::unique_ptr<Rank>> make_ranks(int size,
     const ncclResult_t result = ncclCommInitRankConfig(&rank.communicator, size, id, rank.number, &own);
     EXPECT_EQ(result, config.blocking == 0 ? ncclInProgress : ncclSuccess);
     EXPECT_TRUE(becomes_ready(rank.communicator));
+    for (const size_t count : {size_t{1}, long_message}) {
+      rank.sum(rank.communicator, count);
+      EXPECT_TRUE(becomes_ready(rank.communicator));
+    }
+    rank.set(static_cast<float>(rank.number));
   });
   return ranks;
 }

@@ -105,8 +105,10 @@ TEST(Nccl, SplitsByColorAndKey) {
     EXPECT_EQ(ncclCommCount(parts[i], &size), ncclSuccess);
     EXPECT_EQ(rank, expected_ranks[i]) << i;
     EXPECT_EQ(size, expected_sizes[i]) << i;
-    EXPECT_EQ(ranks[i]->sum(parts[i]), ncclSuccess);
   }
+  on_all(ranks, [&](Rank& rank) {
+    if (ncclComm_t part = parts[rank.number]) EXPECT_EQ(rank.sum(part), ncclSuccess);
+  });
   for (int i = 1; i < 5; ++i) EXPECT_EQ(ranks[i]->first(), i == 1 ? 1 : 2 + 3 + 4);
   for (const auto& rank : ranks) EXPECT_EQ(rank->sum(rank->communicator), ncclSuccess);
   for (const auto& rank : ranks) EXPECT_EQ(rank->first(), 0 + 1 + 9 + 9 + 9) << "the parent works on";
@@ -186,7 +188,10 @@ TEST(Nccl, ACommunicatorThatDoesNotBlockIsInProgressUntilAllRanksCome) {
   EXPECT_TRUE(first.is_done()) << "a refused call queues nothing";
   ASSERT_EQ(ncclCommInitRankConfig(&second.communicator, 2, id, 1, &config), ncclInProgress);
   for (Rank* rank : {&first, &second}) EXPECT_TRUE(becomes_ready(rank->communicator));
+  ncclGroupStart();
   for (Rank* rank : {&first, &second}) EXPECT_EQ(rank->sum(rank->communicator), ncclSuccess);
+  ncclGroupEnd();
+  for (Rank* rank : {&first, &second}) EXPECT_TRUE(becomes_ready(rank->communicator));
   for (Rank* rank : {&first, &second}) EXPECT_EQ(rank->first(), 1);
 }
 
@@ -213,8 +218,11 @@ TEST(Nccl, ASplitThatDoesNotBlockIsTheParentsProgress) {
   for (const int i : {0, 1}) {
     ASSERT_TRUE(parts[i]);
     EXPECT_EQ(state_of(parts[i]), ncclSuccess);
-    EXPECT_EQ(ranks[i]->sum(parts[i]), ncclSuccess);
   }
+  on_all(ranks, [&](Rank& rank) {
+    rank.sum(parts[rank.number]);
+    EXPECT_TRUE(becomes_ready(parts[rank.number]));
+  });
   for (const auto& rank : ranks) EXPECT_EQ(rank->first(), 1);
   // Without a configuration of its own, the new one doesn't block either.
   ncclComm_t part_of_part = nullptr;
@@ -411,11 +419,12 @@ TEST(Nccl, RanksThatMakeDifferentCallsEndTheProgram) {
   call_on_two(both(sum(4), gather), both(sum(4), gather));
   call_on_two(scaled(2, 0), scaled(3, 1));
   const char* const other_count =
-      "rank [01] begins with ncclAllReduce of [14] elements of type 7, .* same calls";
-  EXPECT_DEATH(call_on_two(sum(1), sum(4)), other_count);
+      "rank [01] begins with ncclAllReduce of [23] elements of type 7, .* same calls";
+  EXPECT_DEATH(call_on_two(sum(2), sum(3)), other_count);
   EXPECT_DEATH(call_on_two(sum(4), sum(4, ncclFloat, ncclMax)), "operation [02], .* same calls");
   EXPECT_DEATH(call_on_two(broadcast(0), broadcast(1)), "ncclBroadcast of 4 .* root [01].* same calls");
-  EXPECT_DEATH(call_on_two(both(sum(4), gather), both(sum(4), sum(1))), "same calls");
+  if (!is_strict())  // there, the rank that gathers waits for the other to connect
+    EXPECT_DEATH(call_on_two(both(sum(4), gather), both(sum(4), sum(1))), "same calls");
 }
 
 TEST(Nccl, AMessageOfAnotherSizeEndsTheProgram) {
@@ -508,15 +517,54 @@ TEST(Nccl, TheFirstContactIsTheProgressOfACommunicatorThatDoesNotBlock) {
   EXPECT_EQ(ranks[0]->first(), 1);
 }
 
+// NCCL connects the ranks for each of its algorithms, which it chooses by function and size.
+TEST(Nccl, TheFirstCollectiveOfAnAlgorithmWaitsForAllRanksOnTheHostInStrictMode) {
+  const auto ranks = make_ranks(3);
+  for (const size_t count : {size_t{1}, long_message / 3}) {
+    const auto gather = [&](int rank) {
+      return [&, rank] { return ranks[rank]->gather(ranks[rank]->communicator, count); };
+    };
+    Call first(gather(0)), second(gather(1));
+    EXPECT_EQ(first.waits(), is_strict());
+    EXPECT_EQ(second.waits(), is_strict());
+    EXPECT_EQ(gather(2)(), ncclSuccess);
+    for (Call* call : {&first, &second}) EXPECT_EQ(call->result(), ncclSuccess);
+    for (const auto& rank : ranks) EXPECT_TRUE(rank->ends());
+    for (const int rank : {0, 1, 2}) EXPECT_EQ(gather(rank)(), ncclSuccess) << "later ones don't wait";
+    for (const auto& rank : ranks) EXPECT_TRUE(rank->ends());
+  }
+}
+
+TEST(Nccl, AGroupConnectsAllOfItsCommunicatorsAtOnce) {
+  auto ranks = make_ranks(2);
+  on_all(ranks, [&](Rank& rank) {
+    ncclComm_t part = nullptr;
+    EXPECT_EQ(ncclCommSplit(rank.communicator, 0, rank.number, &part, nullptr), ncclSuccess);
+    Rank other_stream(rank.number);
+    ncclGroupStart();
+    if (rank.number == 0) EXPECT_EQ(rank.gather(rank.communicator), ncclSuccess);
+    EXPECT_EQ(other_stream.gather(part), ncclSuccess);
+    if (rank.number == 1) EXPECT_EQ(rank.gather(rank.communicator), ncclSuccess);
+    EXPECT_EQ(ncclGroupEnd(), ncclSuccess);
+    for (const Rank* gathered : {&rank, &other_stream}) {
+      EXPECT_TRUE(gathered->ends());
+      EXPECT_EQ(gathered->numbers(2), (std::vector<float>{0, 1}));
+    }
+    EXPECT_EQ(ncclCommDestroy(part), ncclSuccess);
+  });
+}
+
 TEST(Nccl, AnAbortEndsAFirstContact) {
-  const auto ranks = make_ranks(2);
-  Call send([&] { return ranks[0]->send(1, long_message); });
-  EXPECT_EQ(send.waits(), is_strict());
-  ncclComm_t const communicator = ranks[0]->communicator;
-  ranks[0]->communicator = nullptr;
-  EXPECT_EQ(ncclCommAbort(communicator), ncclSuccess);
-  EXPECT_EQ(send.result(), is_strict() ? ncclRemoteError : ncclSuccess);
-  EXPECT_TRUE(ranks[0]->ends());
+  for (const bool sends : {true, false}) {
+    const auto ranks = make_ranks(2);
+    ncclComm_t const communicator = ranks[0]->communicator;
+    Call call([&] { return sends ? ranks[0]->send(1, long_message) : ranks[0]->gather(communicator); });
+    EXPECT_EQ(call.waits(), is_strict());
+    ranks[0]->communicator = nullptr;
+    EXPECT_EQ(ncclCommAbort(communicator), ncclSuccess);
+    EXPECT_EQ(call.result(), is_strict() ? ncclRemoteError : ncclSuccess);
+    EXPECT_TRUE(ranks[0]->ends());
+  }
 }
 
 }  // namespace

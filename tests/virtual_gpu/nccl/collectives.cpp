@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstdio>
 #include <cstring>
 #include <functional>
@@ -138,11 +139,23 @@ struct Collective {
   Operation operation;
   std::vector<Round> rounds;
   Places places{};
+  std::vector<size_t> algorithms = {};
 };
 thread_local std::vector<Collective> grouped_collectives;
 
-ncclResult_t submit_now(Collective collective) {
-  const auto& [c, stream, operation, rounds, places] = collective;
+// NCCL chooses an algorithm by function and size, in a way of its own. Here, sizes of one algorithm differ by less than 16 times.
+size_t algorithm_of(const std::string& function, size_t bytes) {
+  static constexpr std::string_view functions[] = {"ncclAllReduce", "ncclReduce", "ncclBroadcast",
+                                                   "ncclAllGather", "ncclReduceScatter"};
+  constexpr size_t num_sizes = num_algorithms / 8;
+  const auto found = std::ranges::find(functions, function);
+  if (found == std::end(functions)) not_supported(function, "Add it to this list.");
+  const auto of_size = static_cast<size_t>(std::bit_width(bytes)) / 4;
+  return static_cast<size_t>(found - functions) * num_sizes + std::min(of_size, num_sizes - 1);
+}
+
+ncclResult_t queue(Collective collective) {
+  const auto& [c, stream, operation, rounds, places, algorithms] = collective;
   if (c->is_aborted()) return ncclRemoteError;
   size_t largest = 0;
   for (const Range& range : operation.ranges) largest = std::max(largest, range.bytes);
@@ -157,12 +170,54 @@ ncclResult_t submit_now(Collective collective) {
   return submit(stream, std::move(collective.operation)) ? ncclUnhandledCudaError : ncclSuccess;
 }
 
+// In strict mode: NCCL connects a communicator's ranks when a collective is the first with its algorithm, and the calls of all end when that is
+// done (`ncclCollPreconnect` in its group.cc).
+ncclResult_t connect_and_queue(const CommunicatorPtr& c, std::vector<Collective> collectives) {
+  const auto queue_all = [](const std::vector<Collective>& all) {
+    ncclResult_t result = ncclSuccess;
+    for (const Collective& collective : all)
+      if (result == ncclSuccess) result = queue(collective);
+    return result;
+  };
+  const auto is_connected = [&c](const Collective& collective) {
+    return std::ranges::all_of(collective.algorithms,
+                               [&c](size_t algorithm) { return c->is_connected(algorithm); });
+  };
+  if (!is_strict() || std::ranges::all_of(collectives, is_connected)) return queue_all(collectives);
+  return run_waiting(c, [c, queue_all, collectives = std::move(collectives)] {
+    for (const Collective& collective : collectives)
+      for (const size_t algorithm : collective.algorithms) c->wait_for_algorithm(algorithm);
+    return queue_all(collectives);
+  });
+}
+
+ncclResult_t submit_all(std::vector<Collective> collectives) {
+  std::vector<std::vector<Collective>> by_communicator;
+  for (Collective& next : collectives) {
+    if (is_strict())
+      for (const size_t algorithm : next.algorithms) next.communicator->announce_algorithm(algorithm);
+    auto mine = std::ranges::find(by_communicator, next.communicator,
+                                  [](const auto& of_one) { return of_one.front().communicator; });
+    if (mine == by_communicator.end()) mine = by_communicator.emplace(mine);
+    mine->push_back(std::move(next));
+  }
+  ncclResult_t result = ncclSuccess;
+  for (std::vector<Collective>& of_one : by_communicator)
+    if (result == ncclSuccess || result == ncclInProgress) {
+      const CommunicatorPtr c = of_one.front().communicator;
+      if (const ncclResult_t of_this = connect_and_queue(c, std::move(of_one)); of_this != ncclSuccess)
+        result = of_this;
+    }
+  return result;
+}
+
 ncclResult_t submit_exchange(Collective collective, const Terms& terms, const std::vector<Buffer>& buffers) {
   const Communicator& c = *collective.communicator;
   if (const ncclResult_t error = check_is_ready(c)) return error;
   if (const ncclResult_t error = check_is_member(c, terms.root, "root")) return error;
   collective.places = places_of(c, collective.operation.name, terms, buffers);
-  if (!is_in_group()) return submit_now(std::move(collective));
+  collective.algorithms = {algorithm_of(collective.operation.name, terms.count * bytes_of(terms.type))};
+  if (!is_in_group()) return submit_all({std::move(collective)});
   grouped_collectives.push_back(std::move(collective));
   return ncclSuccess;
 }
@@ -194,11 +249,9 @@ ncclResult_t submit_grouped_collectives() {
     ranges.insert(ranges.end(), next.operation.ranges.begin(), next.operation.ranges.end());
     merged.back().rounds.insert(merged.back().rounds.end(), next.rounds.begin(), next.rounds.end());
     merged.back().places = both(merged.back().places, next.places);
+    merged.back().algorithms.push_back(next.algorithms.front());
   }
-  ncclResult_t result = ncclSuccess;
-  for (Collective& collective : merged)
-    if (result == ncclSuccess) result = submit_now(std::move(collective));
-  return result;
+  return submit_all(std::move(merged));
 }
 
 }  // namespace virtual_gpu

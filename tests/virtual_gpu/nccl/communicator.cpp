@@ -155,5 +155,8 @@ void Communicator::announce_connection(int sender, int receiver) {
 void Communicator::wait_for_connection(int sender, int receiver) {
   poll([&] { return is_connected(sender, receiver) || is_aborted(); });
 }
+void Communicator::wait_for_algorithm(size_t algorithm) {
+  poll([&] { return is_connected(algorithm) || is_aborted(); });
+}
 
 }  // namespace virtual_gpu

@@ -18,6 +18,7 @@ constexpr int max_ranks = 16;
 constexpr size_t slot_bytes = size_t{1} << 20;
 constexpr uint32_t num_steps = 8;  // as in NCCL: so many short messages are sent before one is received
 constexpr size_t step_bytes = size_t{1} << 15;
+constexpr size_t num_algorithms = 64;
 
 /// Messages from one rank to another, or parts of long ones.
 struct Mailbox {
@@ -52,6 +53,8 @@ struct Shared {
   } splits[max_ranks];
   /// 1: the sender has come to connect, 2: the receiver has, 3: both have. [sender][receiver]
   std::atomic<uint32_t> connections[max_ranks][max_ranks];
+  /// The ranks, one bit each, that have come with a collective of each algorithm.
+  std::atomic<uint32_t> algorithms[num_algorithms];
   /// Written before a rank's device arrives for the first time in an operation.
   Places places[max_ranks];
   char slots[max_ranks][slot_bytes];
@@ -97,6 +100,12 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   bool is_connected(int sender, int receiver) const { return shared_->connections[sender][receiver] == 3u; }
   void announce_connection(int sender, int receiver);
   void wait_for_connection(int sender, int receiver);
+  /// The same when a collective is the first with its algorithm: waits until all ranks have made such a call.
+  bool is_connected(size_t algorithm) const {
+    return shared_->algorithms[algorithm] == (uint32_t{1} << size_) - 1;
+  }
+  void announce_algorithm(size_t algorithm) { shared_->algorithms[algorithm] |= uint32_t{1} << rank_; }
+  void wait_for_algorithm(size_t algorithm);
 
   /// Memory that ncclCommRegister was given, and that ncclCommDeregister wasn't.
   void add_registered(const void* address, size_t bytes);
