@@ -254,9 +254,7 @@ PlanArguments parse_plan_arguments(const Arguments& words) {
       "--device", arguments.device, "NAME|FILE",
       "the GPU of each rank: a file of configs/devices/ without .toml (default h100), or a .toml file");
   parser.value("--kernels", arguments.kernels, "ours|compiled|eager",
-               "whose kernels take the time: LibTitan's (default), those that torch.compile makes of the "
-               "same step, or "
-               "PyTorch's of each operation");
+               "whose kernels to time: LibTitan's (default), torch.compile's, or eager PyTorch's");
   parser.flag("--json", arguments.json, "print one JSON object");
   parser.value("--timeline", arguments.timeline, "FILE",
                "write what each stream does in a step: a trace for https://ui.perfetto.dev");
@@ -278,7 +276,7 @@ PlanArguments parse_plan_arguments(const Arguments& words) {
   parser.number("--max-pp", arguments.max_pipeline, CLI::Range(1, kMostRanks),
                 "with --search: the largest pipeline-parallel degree (default: the layers)", "N");
   parser.number("--seconds", arguments.search_seconds, CLI::Range(1, 1'000'000),
-                "with --search: no layout is planned after this time (default 200)", "S");
+                "with --search: stop planning layouts after S seconds (default 200)", "S");
   bool keep_precision = false;
   parser.flag("--keep-precision", keep_precision, "with --search: no layouts in Float8");
   parser.flag("--least-memory", arguments.least_memory, "with --search: the layouts that take least memory");

@@ -212,10 +212,19 @@ std::string time_table(const train::JobPlan& job) {
 
 std::string modules_table(const train::PlannedRole& role) {
   TextTable table{{{"allocated in", "GiB at the peak"}}, {false, true}};
-  for (const plan::NamedAmount& owner : role.summary.peak_by_module) {
-    if (table.rows.size() > kMostRows) break;
-    table.rows.push_back({owner.name.empty() ? "(no module)" : owner.name, gib_text(owner.bytes)});
+  const auto& owners = role.summary.peak_by_module;
+  int64_t all = 0, others = 0;
+  for (size_t i = 0; i < owners.size(); ++i) {
+    all += owners[i].bytes;
+    if (i < kMostRows)
+      table.rows.push_back(
+          {owners[i].name.empty() ? "(outside any module)" : owners[i].name, gib_text(owners[i].bytes)});
+    else
+      others += owners[i].bytes;
   }
+  if (owners.size() > kMostRows)
+    table.rows.push_back({str(owners.size() - kMostRows, " others"), gib_text(others)});
+  table.rows.push_back({"all", gib_text(all)});
   return to_string(table);
 }
 
@@ -310,6 +319,7 @@ constexpr size_t kMostChanges = 3;
 // The first step that fits, with as many sequences a step.
 std::optional<Change> first_that_fits(const Plan& plan, plan::PlannedGpu& gpu,
                                       const std::vector<Words>& steps) {
+  bool is_refused = false;
   const auto planned = [&](Words words) -> std::optional<Change> {
     PlanArguments arguments = plan.arguments;
     // Otherwise the batch of a step would follow the local one, and the number of replicas.
@@ -321,18 +331,25 @@ std::optional<Change> first_that_fits(const Plan& plan, plan::PlannedGpu& gpu,
       train::JobPlan changed = train::plan_job(config, arguments.world_size, plan.job.cluster, gpu,
                                                {.kernels = kernels_of(arguments.kernels)});
       if (changed.fits()) return Change{std::move(words), std::move(changed)};
+      is_refused = false;
     } catch (const Error&) {
-      // The program refuses it, or can't plan it: not a way.
+      is_refused = true;  // or it can't be planned
     }
     return std::nullopt;
   };
-  // Where the last one, which takes the least, doesn't fit, no other does.
-  std::optional<Change> least;
-  if (!steps.empty()) least = planned(steps.back());
-  if (!least || steps.size() == 1) return least;
-  for (const Words& words : std::span(steps).first(steps.size() - 1))
-    if (std::optional<Change> change = planned(words)) return change;
-  return least;
+  // Each takes less memory than the one before, so the first that fits is found by halves.
+  std::optional<Change> found;
+  std::vector<Words> left = steps;
+  while (!left.empty()) {
+    const auto middle = left.begin() + (std::ssize(left) - 1) / 2;
+    if (std::optional<Change> change = planned(*middle)) {
+      found = std::move(change);
+      left.erase(middle, left.end());
+    } else {
+      left.erase(is_refused ? middle : left.begin(), middle + 1);
+    }
+  }
+  return found;
 }
 
 // The fastest of those that fit. If none does, of those that fit with more recomputation.
@@ -362,9 +379,9 @@ std::vector<Change> changes_that_fit(const Plan& plan, plan::PlannedGpu& gpu) {
 
 std::string changes_text(const std::vector<Change>& changes) {
   if (changes.empty())
-    return "no doubled degree, smaller batch or other single change makes it fit, nor one with more "
+    return "no doubled degree, smaller batch or other single change makes it fit, with or without more "
            "recomputation; titan plan --search tries all combinations of them\n";
-  TextTable table{{{"what makes it fit", "GiB", "tokens/s of a device"}}, {false, true, true}};
+  TextTable table{{{"what makes it fit", "GiB", "tokens/s per device"}}, {false, true, true}};
   for (const Change& change : changes)
     table.rows.push_back({c10::Join(" ", change.words), gib_text(change.plan.needed_bytes()),
                           short_number(std::round(change.plan.tokens_per_s_per_device()))});
@@ -382,15 +399,16 @@ json changes_json(const std::vector<Change>& changes) {
 }
 
 std::string assumed_text(const plan::ClusterSpec& cluster) {
-  return cluster.assumed.empty() ? ""
-                                 : str("assumed, as of an H100, because the device's file leaves it out: ",
-                                       c10::Join(", ", cluster.assumed), "\n");
+  return cluster.assumed.empty()
+             ? ""
+             : str("assumed, because the device's file leaves it out: ", c10::Join(", ", cluster.assumed),
+                   "\n");
 }
 
 std::string headline(const Plan& plan) {
   return str(plan.config.model_title(), " on ", plan.arguments.world_size, " x ",
              plan.job.cluster.device.name, ": a step takes ", duration(plan.job.step.seconds), ", ",
-             short_number(std::round(plan.job.tokens_per_s_per_device())), " tokens/s of each device, MFU ",
+             short_number(std::round(plan.job.tokens_per_s_per_device())), " tokens/s per device, MFU ",
              number("%.1f", 100 * plan.job.mfu()), " %");
 }
 
@@ -398,9 +416,9 @@ std::string headline(const Plan& plan) {
 std::string outside_text(const train::PlannedRole& role) {
   const plan::OutsideMemory& outside = role.outside;
   if (outside.bytes() == 0) return "";
-  std::string text =
-      str("of it, about ", gib_text(outside.nccl_bytes), " GiB are buffers of NCCL's ", outside.communicators,
-          outside.communicators == 1 ? " communicator" : " communicators", " (an estimate)");
+  std::string text = str("about ", gib_text(outside.nccl_bytes), " GiB of that are buffers of NCCL's ",
+                         outside.communicators,
+                         outside.communicators == 1 ? " communicator" : " communicators", " (an estimate)");
   if (outside.symmetric_bytes > 0)
     text += str(", and ", gib_text(outside.symmetric_bytes), " GiB symmetric memory");
   return text + "\n";
@@ -411,8 +429,8 @@ std::string to_text(const Plan& plan) {
   const int64_t usable = plan.job.cluster.device.usable_bytes(), missing = plan.job.needed_bytes() - usable;
   const std::string verdict =
       plan.job.fits() ? str("fits: ", gib_text(plan.job.needed_bytes()), " of ", gib_text(usable), " GiB")
-                      : str("doesn't fit: ", gib_text(missing), " GiB more than the ", gib_text(usable),
-                            " GiB that there are");
+                      : str("doesn't fit: needs ", gib_text(plan.job.needed_bytes()), " of ",
+                            gib_text(usable), " GiB, ", gib_text(missing), " GiB short");
   const std::string& module = role.summary.peak.module;
   return str(headline(plan), "\n", verdict, "\n", outside_text(role), assumed_text(plan.job.cluster),
              lines_of(plan.notes), "\n", memory_table(plan), "\n", time_table(plan.job), "\n",
@@ -576,8 +594,13 @@ int plan_command(const Arguments& words) {
   if (!arguments.timeline.empty()) write_file_atomic(arguments.timeline, timeline_json(plan.job));
   if (!arguments.svg.empty()) write_file_atomic(arguments.svg, step_svg(plan.job, headline(plan)));
   const bool wants_changes = !plan.job.fits() && arguments.for_run == 0;
+  // Printed now, because looking for changes may take a while.
+  if (!arguments.json) {
+    print(to_text(plan));
+    std::fflush(stdout);
+  }
   const std::vector<Change> changes = wants_changes ? changes_that_fit(plan, gpu) : std::vector<Change>();
-  if (!arguments.json) return print(to_text(plan) + (wants_changes ? "\n" + changes_text(changes) : ""));
+  if (!arguments.json) return wants_changes ? print("\n" + changes_text(changes)) : 0;
   json object = to_json(plan);
   if (!plan.job.fits()) object["missing_gib"] = gib(plan.job.needed_bytes() - cluster.device.usable_bytes());
   if (wants_changes) object["changes_that_fit"] = changes_json(changes);

@@ -275,6 +275,9 @@ class Image {
 }  // namespace
 
 std::string timeline_json(const train::JobPlan& plan) {
+  // Other ranks begin before the first one, and Perfetto leaves out what is before 0.
+  double origin = plan.step.begin;
+  for (const Span& span : plan.step.spans) origin = std::min(origin, span.begin);
   json events = json::array();
   // Whole nanoseconds, so that no slice ends after the next one begins: Perfetto drops one of two that overlap.
   const auto round_to_ns = [](double micro) { return std::round(micro * 1e3) / 1e3; };
@@ -294,7 +297,7 @@ std::string timeline_json(const train::JobPlan& plan) {
                         {"tid", tid},
                         {"args", {{"name", lane.name}}}});
       for (const Span* span : lane.spans) {
-        const double begin = micro(span->begin - plan.step.begin), end = micro(span->end - plan.step.begin);
+        const double begin = micro(span->begin - origin), end = micro(span->end - origin);
         events.push_back({{"ph", "X"},
                           {"name", span->name},
                           {"cat", name_of(span->activity)},
@@ -316,7 +319,7 @@ std::string timeline_json(const train::JobPlan& plan) {
       events.push_back({{"ph", "C"},
                         {"name", "memory"},
                         {"pid", role.rank.role.rank},
-                        {"ts", micro(moment.seconds)},
+                        {"ts", micro(plan.step.begin + moment.seconds - origin)},
                         {"args", values}});
     }
   }

@@ -132,13 +132,14 @@ std::string why_it_loses(const FoundLayout& best, const FoundLayout& second, boo
     parts.push_back({name_of(static_cast<plan::Activity>(i)), second.plan.seconds[i] - best.plan.seconds[i]});
   std::ranges::sort(parts, std::greater<>(), [](const Part& part) { return std::abs(part.seconds); });
   std::string text;
-  for (const Part& part : parts) {
-    if (std::abs(part.seconds) < 0.5e-3) continue;
+  for (Part& part : parts) {
+    if (std::abs(part.seconds) < 0.05e-3) continue;
+    std::ranges::replace(part.name, '_', ' ');
     text += str(text.empty() ? "" : ", ", part.name, part.seconds > 0 ? " +" : " -",
-                short_number(std::round(1e3 * std::abs(part.seconds))), " ms");
+                number("%.1f", 1e3 * std::abs(part.seconds)), " ms");
   }
   return str("The second one (", second.layout.text(), ") takes ",
-             short_number(std::round(1e3 * (second.plan.step_s - best.plan.step_s))), " ms more for a step",
+             number("%.1f", 1e3 * (second.plan.step_s - best.plan.step_s)), " ms more for a step",
              text.empty() ? "" : ": ", text, ".");
 }
 
@@ -164,8 +165,9 @@ std::string to_text(const train::SearchResult& result, int world, bool by_memory
 
 std::string time_limit_text(const train::SearchResult& result, const train::SearchOptions& options) {
   if (!result.time_is_up) return "";
-  return str("The limit of ", options.seconds, " s ended the search; ", result.num_left,
-             " layouts that may be among the best were not planned (--seconds allows more time).\n");
+  return str("The search left out ", result.num_left,
+             " layouts that may be among the best, because too little of its ", options.seconds,
+             " s was left to plan them (--seconds allows more time).\n");
 }
 
 // Without --output: here, named by what was searched for, like llama3_405b_512xh100.toml.
@@ -406,12 +408,13 @@ int search_command(const PlanArguments& arguments) {
     written = str("The best one's config is not written (--output names another file): ", error.what(), "\n");
   }
   if (!arguments.json) {
-    return print(str(base.model_title(), " on ", arguments.world_size, " x ", cluster.device.name, ", ",
-                     options.sequences, " sequences a step: ", result.num_layouts, " layouts, ",
-                     result.num_estimated, " estimated, ", result.num_planned, " planned, ",
-                     result.num_too_large, " of these don't fit", unplanned_text(result), "\n",
-                     time_limit_text(result, options), lines_of(plan_notes(base)), "\n",
-                     to_text(result, arguments.world_size, arguments.least_memory), written));
+    return print(
+        str(base.model_title(), " on ", arguments.world_size, " x ", cluster.device.name, ", ",
+            options.sequences, " sequences a step: ", result.num_layouts, " layouts, ", result.num_estimated,
+            " estimated, ", result.num_planned, " planned, ",
+            result.num_too_large == 0 ? "which all fit" : str(result.num_too_large, " of these don't fit"),
+            unplanned_text(result), "\n", time_limit_text(result, options), lines_of(plan_notes(base)), "\n",
+            to_text(result, arguments.world_size, arguments.least_memory), written));
   }
   json best = json::array();
   for (const FoundLayout& found : result.best) best.push_back(to_json(found, options, num_layers));

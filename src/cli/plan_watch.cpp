@@ -194,7 +194,7 @@ void PlanWatch::make_plan(const std::stop_token& stop) {
   const RunPlan plan = read_plan(text);
   write_file_atomic(options_.file, text);
   log::info(str("the plan for ", plan.device, ": a step in ", duration(plan.step_s), ", ",
-                short_number(std::round(plan.tps)), " tokens/s of each device, ",
+                short_number(std::round(plan.tps)), " tokens/s per device, ",
                 number("%.2f", plan.reserved_gib), " GiB from the device; written to ",
                 options_.file.string()));
   for (const std::string& note : plan.notes) log::info("the plan: " + note);

@@ -424,7 +424,11 @@ int run_rank(const train::JobConfig& config, const dist::Launch& launch, const t
              int fake_ranks) {
   keep_freed_memory();
   // cuBLAS reads it when its first handle is made.
-  if (config.debug.deterministic) ::setenv(kCublasVariable, ":4096:8", /*overwrite=*/0);
+  if (config.debug.deterministic) {
+    ::setenv(kCublasVariable, ":4096:8", /*overwrite=*/0);
+    // Sums in NVLink's switches have another order in each call (github.com/NVIDIA/nccl/issues/1497).
+    ::setenv("NCCL_NVLS_ENABLE", "0", /*overwrite=*/0);
+  }
   // Kineto reads it when it starts. Without a GPU it would log an error; level 5 silences it.
   if (config.profiling.enable_profiling) ::setenv("KINETO_LOG_LEVEL", "5", /*overwrite=*/0);
   if (config.comm.trace_buf_size > 0) dist::survive_sigquit();

@@ -1,4 +1,4 @@
-// So far this has run on virtual GPUs only (docs/verified_on.md). It is memory-bound: each byte is read once and written once.
+// So far this has run on virtual GPUs only (docs/verified_on.md). Each byte is read once and written once.
 
 #include "cuda_plugin/adam_kernels.h"
 
@@ -70,8 +70,29 @@ struct Index {
   }
 };
 
-template <class P, class S>
-__global__ void __launch_bounds__(kThreads, 4)
+/// The words of this element and the next one, as those of a pair. Moves the index to the element after them.
+__device__ adam::RandomWords words_of_two(const adam::Place& place, Index& index, uint32_t step) {
+  const uint64_t pair = index.value >> 1;
+  adam::RandomWords words = adam::random_words(place.key, pair, step);
+  const bool first_is_odd = index.value & 1;
+  index.advance(place);
+  if (!first_is_odd && index.value >> 1 == pair) {
+    index.advance(place);
+    return words;
+  }
+  if (first_is_odd) {
+    words.words[0] = words.words[2];
+    words.words[1] = words.words[3];
+  }
+  const adam::RandomWords next = adam::random_words(place.key, index.value >> 1, step);
+  words.words[2] = index.value & 1 ? next.words[2] : next.words[0];
+  words.words[3] = index.value & 1 ? next.words[3] : next.words[1];
+  index.advance(place);
+  return words;
+}
+
+template <class P, class S, bool kStochastic>
+__global__ void __launch_bounds__(kThreads, kStochastic ? 3 : 4)
     adam_kernel(AdamTensors in, adam::Rule rule, const double* grad_factor, const float* skip,
                 const float* lr) {
   if (skip && *skip == 1) return;
@@ -102,26 +123,22 @@ __global__ void __launch_bounds__(kThreads, 4)
     Quad<P> param = load(params + i, left, aligned);
     const Quad<P> grad = load(grads + i, left, aligned);
     Quad<S> exp_avg = load(exp_avgs + i, left, aligned), exp_avg_sq = load(exp_avg_sqs + i, left, aligned);
-    Index index(x.place, of_row, column_of_first, i);
-    adam::RandomWords random{};
-    uint64_t pair = ~uint64_t{0};
+    [[maybe_unused]] Index index(x.place, of_row, column_of_first, i);
 #pragma unroll
-    for (int e = 0; e < kPerThread; ++e) {
-      if (rule.stochastic && index.value >> 1 != pair) {
-        pair = index.value >> 1;
-        random = adam::random_words(x.place.key, pair, factors.step);
+    for (int two = 0; two < kPerThread; two += 2) {
+      adam::RandomWords random{};
+      if constexpr (kStochastic) random = words_of_two(x.place, index, factors.step);
+#pragma unroll
+      for (int e = two; e < two + 2; ++e) {
+        const adam::Element updated =
+            adam::updated({adam::widened(param.values[e]), adam::widened(exp_avg.values[e]),
+                           adam::widened(exp_avg_sq.values[e])},
+                          adam::widened(grad.values[e]), factors);
+        const uint32_t of_states = random.words[2 * (e - two)], of_param = random.words[2 * (e - two) + 1];
+        param.values[e] = adam::rounded<P>(updated.param, of_param, kStochastic);
+        exp_avg.values[e] = adam::rounded<S>(updated.exp_avg, of_states, kStochastic);
+        exp_avg_sq.values[e] = adam::rounded<S>(updated.exp_avg_sq, of_states >> 16, kStochastic);
       }
-      const bool second = index.value & 1;
-      const uint32_t of_states = second ? random.words[2] : random.words[0],
-                     of_param = second ? random.words[3] : random.words[1];
-      index.advance(x.place);
-      const adam::Element updated =
-          adam::updated({adam::widened(param.values[e]), adam::widened(exp_avg.values[e]),
-                         adam::widened(exp_avg_sq.values[e])},
-                        adam::widened(grad.values[e]), factors);
-      param.values[e] = adam::rounded<P>(updated.param, of_param, rule.stochastic);
-      exp_avg.values[e] = adam::rounded<S>(updated.exp_avg, of_states, rule.stochastic);
-      exp_avg_sq.values[e] = adam::rounded<S>(updated.exp_avg_sq, of_states >> 16, rule.stochastic);
     }
     store(params + i, param, left, aligned);
     store(exp_avgs + i, exp_avg, left, aligned);
@@ -147,10 +164,14 @@ void launch_adam(AdamTensors in, AdamSources sources, const adam::Rule& rule, co
     in.first_block[i] = static_cast<int>(blocks);
     blocks += (in.tensors[i].count + kElements - 1) / kElements;
   }
+  const dim3 grid(static_cast<unsigned>(blocks));
   with_element(sources.param, [&]<class P>(P) {
     with_element(sources.state, [&]<class S>(S) {
-      launch_kernel(adam_kernel<P, S>, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), stream, in, rule,
-                    grad_factor, skip, lr);
+      if (rule.stochastic)
+        launch_kernel(adam_kernel<P, S, true>, grid, dim3(kThreads), stream, in, rule, grad_factor, skip, lr);
+      else
+        launch_kernel(adam_kernel<P, S, false>, grid, dim3(kThreads), stream, in, rule, grad_factor, skip,
+                      lr);
     });
   });
 }

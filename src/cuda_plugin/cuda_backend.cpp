@@ -288,6 +288,7 @@ class CudaBackend final : public DeviceBackend {
     return make_nccl_group(spec);
   }
 
+  void finish_calls() override { finish_calls_of_nccl(); }
   // NCCL's communicators don't end while a recording has their calls.
   void abort_groups() override {
     const OnDevice on_device(device_);
@@ -312,6 +313,15 @@ class CudaBackend final : public DeviceBackend {
     cudaStreamCaptureStatus status{};
     C10_CUDA_CHECK(cudaStreamIsCapturing(c10::cuda::CUDAStream(stream), &status));
     return status != cudaStreamCaptureStatusNone;
+  }
+
+  int64_t num_recorded_draws() const override {
+    if (!is_recorded(c10::cuda::getCurrentCUDAStream())) return 0;
+    at::Generator generator = at::cuda::detail::getDefaultCUDAGenerator();
+    const std::lock_guard lock(generator.mutex());
+    const at::PhiloxCudaState state =
+        at::check_generator<at::CUDAGeneratorImpl>(generator)->philox_cuda_state(/*increment=*/0);
+    return static_cast<int64_t>(state.offset_intragraph_);
   }
 
   DeviceMemory memory(int index) const override {

@@ -2,12 +2,14 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <chrono>
 #include <cmath>
 #include <exception>
 #include <list>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -33,8 +35,12 @@
 namespace titan::dist {
 namespace {
 
+constexpr int64_t kMoreThanItsBuffers = 1 << 30;
+
 /// Known to abort_all() as long as it lives.
 class NcclGroup final : public c10d::ProcessGroupNCCL {
+  using Call = c10::intrusive_ptr<c10d::Work>;
+
  public:
   NcclGroup(const GroupSpec& spec, c10::intrusive_ptr<Options> options)
       : ProcessGroupNCCL(spec.store, spec.rank, spec.size, std::move(options)),
@@ -56,10 +62,34 @@ class NcclGroup final : public c10d::ProcessGroupNCCL {
       const std::lock_guard lock(living().mutex);
       std::erase(living().groups, this);
     }
-    const auto end = std::chrono::steady_clock::now() + getOptions()->timeout;
-    while (!is_aborted_ && has_calls() && std::chrono::steady_clock::now() < end)
-      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    const auto start = std::chrono::steady_clock::now();
+    while (works(start)) std::this_thread::sleep_for(kBetweenLooks);
     NcclGroup::abort();
+  }
+
+  // The first calls prepare ([Note: a first call]).
+  Call allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options) override {
+    prepare(Function::AllReduce, tensors);
+    return ProcessGroupNCCL::allreduce(tensors, options);
+  }
+  Call _allgather_base(at::Tensor& out, at::Tensor& in, const c10d::AllgatherOptions& options) override {
+    prepare(Function::AllGather, out);
+    return ProcessGroupNCCL::_allgather_base(out, in, options);
+  }
+  Call allgather_into_tensor_coalesced(std::vector<at::Tensor>& outs, std::vector<at::Tensor>& ins,
+                                       const c10d::AllgatherOptions& options) override {
+    prepare(Function::AllGather, outs);
+    return ProcessGroupNCCL::allgather_into_tensor_coalesced(outs, ins, options);
+  }
+  Call _reduce_scatter_base(at::Tensor& out, at::Tensor& in,
+                            const c10d::ReduceScatterOptions& options) override {
+    prepare(Function::ReduceScatter, in);
+    return ProcessGroupNCCL::_reduce_scatter_base(out, in, options);
+  }
+  Call reduce_scatter_tensor_coalesced(std::vector<at::Tensor>& outs, std::vector<at::Tensor>& ins,
+                                       const c10d::ReduceScatterOptions& options) override {
+    prepare(Function::ReduceScatter, ins);
+    return ProcessGroupNCCL::reduce_scatter_tensor_coalesced(outs, ins, options);
   }
 
   // LibTorch's watchdog would report each call that is aborted, or that it hasn't yet seen finished, and end the
@@ -68,6 +98,21 @@ class NcclGroup final : public c10d::ProcessGroupNCCL {
     if (is_aborted_.exchange(true)) return;
     const std::list<WorkNCCL> calls = take_from_watchdog();
     ProcessGroupNCCL::abort();
+  }
+
+  static void finish_all() {
+    const auto start = std::chrono::steady_clock::now();
+    const auto any_works = [start] {
+      const std::lock_guard lock(living().mutex);
+      return std::ranges::any_of(living().groups, [start](NcclGroup* group) { return group->works(start); });
+    };
+    while (any_works()) std::this_thread::sleep_for(kBetweenLooks);
+    // Otherwise each group would wait for its calls as long again.
+    const auto has_calls = [] {
+      const std::lock_guard lock(living().mutex);
+      return std::ranges::any_of(living().groups, &NcclGroup::has_calls);
+    };
+    if (has_calls()) abort_all();
   }
 
   // All at the same time: an abort waits for its group's kernels, which may wait for those of another one.
@@ -95,6 +140,30 @@ class NcclGroup final : public c10d::ProcessGroupNCCL {
   // this lock, and would end the process then. LibTitan's own names the peer and ends it much earlier.
   using CallsLock = std::unique_lock<std::mutex>;
 
+  static constexpr std::chrono::milliseconds kBetweenLooks{2};
+  /// Whether calls are in progress and the time limit hasn't passed.
+  bool works(std::chrono::steady_clock::time_point since) {
+    return !is_aborted_ && has_calls() && std::chrono::steady_clock::now() < since + getOptions()->timeout;
+  }
+
+  // [Note: a first call]
+  // Function and size of a call decide which algorithm NCCL takes. When it takes one for the first time, it allocates buffers, and zeroes those of NVLink
+  // SHARP on the legacy stream, which nothing waits for (nvlsAllocateMem in src/transport/nvls.cc). So before the first call of a function and a
+  // size, memory is freed, and that stream, which may be the one that computes, is drained. A step is recorded after others with the same sizes.
+  enum class Function { AllReduce, AllGather, ReduceScatter };
+  void prepare(Function function, at::TensorList largest) {
+    size_t bytes = 0;
+    for (const at::Tensor& tensor : largest) bytes += tensor.nbytes();
+    const std::pair key(function, std::bit_width(bytes));
+    if (prepared_.contains(key)) return;
+    cudaStreamCaptureStatus status{};
+    C10_CUDA_CHECK(cudaStreamIsCapturing(c10::cuda::getCurrentCUDAStream(), &status));
+    if (status != cudaStreamCaptureStatusNone) return;
+    prepared_.insert(key);
+    leave_to_driver(kMoreThanItsBuffers);
+    C10_CUDA_CHECK(cudaStreamSynchronize(cudaStreamLegacy));
+  }
+
   bool has_calls() {
     const CallsLock lock(workMetaListMutex_, std::try_to_lock);
     return !lock || !workMetaList_.empty();
@@ -112,6 +181,7 @@ class NcclGroup final : public c10d::ProcessGroupNCCL {
 
   OwnStream stream_;
   std::atomic<bool> is_aborted_{false};
+  std::set<std::pair<Function, int>> prepared_;
 };
 
 /// A pool of LibTorch's allocator, whose memory comes from NCCL. LibTorch registers its segments when they are made, and a
@@ -232,11 +302,12 @@ c10::intrusive_ptr<c10d::Backend> make_nccl_group(const GroupSpec& spec) {
   auto group = c10::make_intrusive<NcclGroup>(spec, options);
   meet(spec);
   group->enableCollectivesTiming();
-  constexpr int64_t more_than_its_buffers = 1 << 30;
-  leave_to_driver(more_than_its_buffers);
+  leave_to_driver(kMoreThanItsBuffers);
   group->connect();
   return group;
 }
+
+void finish_calls_of_nccl() { NcclGroup::finish_all(); }
 
 void abort_nccl_groups() { NcclGroup::abort_all(); }
 

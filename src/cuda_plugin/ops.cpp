@@ -341,6 +341,9 @@ void adam_cuda(at::TensorList params, at::TensorList grads, at::TensorList exp_a
                const std::optional<Tensor>& grad_factor, const std::optional<Tensor>& skip,
                const std::optional<Tensor>& lr_on_device) {
   if (params.empty()) return;
+  if (properties_of(params[0]).major < 8)
+    return composite::adam_(params, grads, exp_avgs, exp_avg_sqs, steps, places, lr, beta1, beta2,
+                            weight_decay, eps, decoupled, stochastic, grad_factor, skip, lr_on_device);
   composite::check_adam(params, grads, exp_avgs, exp_avg_sqs, places);
   const c10::cuda::CUDAGuard guard(params[0].device());
   cuda::AdamTensors launch{};

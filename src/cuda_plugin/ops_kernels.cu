@@ -411,7 +411,11 @@ __device__ double log_sum_exp_of_row(const T* row, int64_t columns) {
   });
   const float top_of_row = largest_of_block(top);
   const float total = sum_of_block(sum * exp_for<T>(top - top_of_row));
-  return double{top_of_row} + log(double{total});
+  // By one thread, because some GPUs have few units for fp64. The next row's barriers come before it is written again.
+  __shared__ double log_sum;
+  if (threadIdx.x == 0) log_sum = double{top_of_row} + log(double{total});
+  __syncthreads();
+  return log_sum;
 }
 
 struct RowFactors {

@@ -161,6 +161,8 @@ class DeviceBackend {
   /// group from make_group, and how long it took. It doesn't keep the call's tensors. Empty if a finished
   /// wait() already means that.
   virtual std::function<DeviceCall()> completion_of(c10d::Work& /*work*/) { return {}; }
+  /// Waits until this rank's calls of all groups from make_group have ended, at most as long as the groups' time limit.
+  virtual void finish_calls() {}
   /// Ends this rank's calls of all groups from make_group, also those that would wait forever for a rank that
   /// is lost: the host and the streams continue, results are undefined, and later calls throw. From any thread;
   /// takes at most a few seconds.
@@ -176,6 +178,9 @@ class DeviceBackend {
   virtual std::unique_ptr<DeviceGraph> make_graph() = 0;
   /// Whether the stream's work is recorded instead of done.
   virtual bool is_recorded(const c10::Stream& stream) const = 0;
+  /// How many random numbers the recording in progress has drawn on the current device, in the generator's own units; 0 without one. The
+  /// generator's state doesn't show them.
+  virtual int64_t num_recorded_draws() const { return 0; }
   virtual DeviceMemory memory(int index) const = 0;
   /// Locks host memory so that copies between it and a device overlap the computation. It is unlocked before
   /// it is unmapped. Throws Error.

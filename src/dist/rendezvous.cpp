@@ -336,6 +336,15 @@ Rendezvous meet(const Launch& launch, Milliseconds timeout) {
   return result;
 }
 
+void wait_for_all_at_end(c10d::Store& store, const Launch& launch) {
+  if (launch.size == 1) return;
+  try {
+    if (store.add("at_end", 1) == launch.size) store.set("all_at_end", std::string("1"));
+    store.wait({"all_at_end"}, Milliseconds(5000));
+  } catch (const std::exception&) {  // a rank ended in another way
+  }
+}
+
 void leave(c10d::Store& store, const Launch& launch) {
   if (launch.size == 1) return;
   try {

@@ -37,6 +37,9 @@ Rendezvous meet(const Launch& launch, std::chrono::milliseconds timeout);
 /// A store of this process alone.
 c10::intrusive_ptr<c10d::Store> make_private_store();
 
+/// Returns when all ranks have called it, or after a few seconds.
+void wait_for_all_at_end(c10d::Store& store, const Launch& launch);
+
 /// Says that this rank no longer needs the store. The rank that serves it returns when all have said so, or
 /// after a few seconds: otherwise a quick rank 0 would take the store away from the others.
 void leave(c10d::Store& store, const Launch& launch);

@@ -46,6 +46,12 @@ struct World::Impl {
     // While an error unwinds, its message matters more than an orderly goodbye: the others see the sockets
     // close.
     if (std::uncaught_exceptions() > 0 || backend == "fake") return;
+    // A call's last bytes may still be on their way to another host when this device is done with it, and destroying a communicator cuts that off. So
+    // all ranks first get what they wait for.
+    if (devices && backend == "nccl") {
+      devices->finish_calls();
+      wait_for_all_at_end(*store, launch);
+    }
     groups.clear();
     leave(*store, launch);
   }

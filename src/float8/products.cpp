@@ -248,6 +248,10 @@ BothCasts cast_whole(const at::Tensor& matrix, const ScaleForm& form, const Rank
                      const History& history, bool rows, bool columns) {
   if (!history.scale) return cast_measured(matrix, magnitudes_of(matrix, ranks), form, rows, columns);
   if (history.ready) return cast_delayed(matrix, *history.scale, form, history.records, rows, columns);
+  // The kernels of later steps are loaded in the first one, in which the host may wait for that ([Note: first run of a schedule]).
+  if (matrix.is_cuda())
+    cast_delayed(matrix.narrow(0, 0, std::min(matrix.size(0), 2 * kAlignment)), *history.scale, form,
+                 /*records=*/false, rows, columns);
   const at::Tensor scale = delayed_scale(magnitudes_of(matrix, ranks), *history.scale, form.dtype,
                                          form.power_of_two, history.records);
   return cast_scaled(matrix, scale, form.dtype, rows, columns);

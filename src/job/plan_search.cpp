@@ -258,7 +258,8 @@ class Search {
     std::set<Layout> kinds;
     for (const Layout& layout : layouts)
       if (Layout kind = block_kind(layout); !blocks_.contains(kind)) kinds.insert(std::move(kind));
-    if (!kinds.empty()) progress_(str("planning ", kinds.size(), " kinds of blocks"));
+    if (!kinds.empty())
+      progress_(str("planning ", kinds.size(), kinds.size() == 1 ? " kind" : " kinds", " of blocks"));
     while (!kinds.empty()) {
       if (!blocks_.empty() && is_time_up(0.5)) {
         result_.time_is_up = true;

@@ -22,6 +22,11 @@ Rehearsal::Rehearsal(const JobConfig& config, const dist::World& world) : config
   if (config.compile.enable) on_stream_.emplace(dist::Stream::create(world.device()));
   meshes_ = build_job_meshes(config, world);
   const TrainingSettings& settings = config.training;
+  constexpr int64_t most_tokens = int64_t{1} << 27;  // two of such batches take 2 GiB of the host
+  if (settings.local_batch_size > most_tokens / settings.seq_len)
+    throw ConfigError(str("training.local_batch_size = ", settings.local_batch_size,
+                          " x training.seq_len = ", settings.seq_len, " are more than the ", most_tokens,
+                          " tokens that a plan takes for one batch of a rank"));
   const auto zeros = [&] {
     return at::zeros({settings.local_batch_size, settings.seq_len},
                      at::TensorOptions(at::kLong).pinned_memory(world.device().is_cuda()));
@@ -38,7 +43,12 @@ Rehearsal::Rehearsal(const JobConfig& config, const dist::World& world) : config
 }
 
 int64_t Rehearsal::tokens() const {
-  return batches_[0].valid_tokens * static_cast<int64_t>(batches_.size()) * meshes_.dp_degree();
+  const TrainingSettings& settings = config_.training;
+  const int64_t rows =
+      settings.local_batch_size * static_cast<int64_t>(batches_.size()) * meshes_.dp_degree();
+  // The last batches of a step may be partly empty.
+  const int64_t filled = settings.global_batch_size > 0 ? std::min(settings.global_batch_size, rows) : rows;
+  return filled * settings.seq_len;
 }
 
 struct Rehearsal::Recorded {

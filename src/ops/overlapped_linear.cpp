@@ -58,6 +58,12 @@ at::Tensor scales_of_part(const ScaledMatrix& matrix, int64_t batch, int rank, i
       .view(matrix.scale.scalar_type());
 }
 
+// cuBLAS reads scales of rows from multiples of 16 bytes.
+at::Tensor aligned_scales(const at::Tensor& scales) {
+  const bool aligned = !scales.defined() || scales.storage_offset() * scales.element_size() % 16 == 0;
+  return aligned ? scales : scales.clone();
+}
+
 Operand part_of_sequence(const Operand& whole, int64_t batch, int rank, int count) {
   Operand part;
   part.dtype = whole.dtype;
@@ -67,7 +73,7 @@ Operand part_of_sequence(const Operand& whole, int64_t batch, int rank, int coun
   const bool one_scale = scale.dim() == 0;
   part.along_rows = {rows_of_part(data, batch, rank, count),
                      one_scale ? scale : scales_of_part(whole.along_rows, batch, rank, count),
-                     one_scale ? inverse : rows_of_part(inverse, batch, rank, count)};
+                     one_scale ? inverse : aligned_scales(rows_of_part(inverse, batch, rank, count))};
   return part;
 }
 

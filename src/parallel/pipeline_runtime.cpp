@@ -1,8 +1,13 @@
 #include "parallel/pipeline_runtime.h"
 
 #include <algorithm>
+#include <chrono>
+#include <functional>
 #include <set>
+#include <string>
+#include <thread>
 #include <unordered_set>
+#include <vector>
 
 #include <ATen/ops/zeros.h>
 #include <torch/nn/module.h>
@@ -10,6 +15,7 @@
 #include "dist/device_backend.h"
 #include "parallel/fsdp/fsdp_state.h"
 #include "titan/core/error.h"
+#include "titan/dist/world.h"
 
 namespace titan::pipeline {
 
@@ -50,12 +56,49 @@ void make_contact(dist::Group& group, int peer, bool sends, at::Device device) {
   (sends ? group.send(message, peer, label) : group.receive(message, peer, label)).wait();
 }
 
+constexpr dist::Label kProbe{"pp::probe"};
+
+// A receive that waits for its sender holds up the streams that share its queue of the device, and only the driver knows which these are. So
+// the stream that computes is tested beside a receive on each link from another rank. Others, such as those of gathers, aren't.
+void compute_while_receiving(const std::vector<const Link*>& incoming,
+                             const std::vector<const Link*>& outgoing, const dist::World& world,
+                             const std::function<void()>& close) {
+  const at::Device device = world.device();
+  constexpr std::chrono::seconds limit{10};
+  const size_t num_messages = incoming.size() + outgoing.size();
+  const std::vector<at::Tensor> numbers =
+      at::zeros({static_cast<int64_t>(num_messages) + 1}, device).split(1);
+  const auto compute = [&] { numbers.back().add_(1); };
+  compute();  // loads the kernel, for which the host may wait until the device has nothing to do
+  dist::Stream::current(device).synchronize();
+  std::vector<dist::Work> messages;
+  for (size_t i = 0; i < incoming.size(); ++i)
+    messages.push_back(incoming[i]->group->receive(numbers[i], incoming[i]->peer, kProbe));
+  compute();
+  const dist::Event computed = dist::Stream::current(device).record();
+  for (const auto end = std::chrono::steady_clock::now() + limit; !computed.done();
+       std::this_thread::sleep_for(std::chrono::milliseconds(1)))
+    if (std::chrono::steady_clock::now() > end) {
+      const std::string why =
+          str("the device doesn't compute while it waits for a message: within ", limit.count(),
+              " s, nothing was computed beside ", incoming.size(),
+              " receives. A pipeline over NCCL would hang. Set comm.backend = \"gloo\", or "
+              "parallelism.pipeline_parallel_degree = 1");
+      dist::tell_failure(world, why, close);
+      throw Error(why);
+    }
+  for (size_t i = 0; i < outgoing.size(); ++i)
+    messages.push_back(outgoing[i]->group->send(numbers[incoming.size() + i], outgoing[i]->peer, kProbe));
+  for (dist::Work& message : messages) message.wait();
+}
+
 }  // namespace
 
 void Links::connect(const Schedule& schedule) {
   TITAN_CHECK(schedule.num_ranks() == pp_.size(), "a schedule of ", schedule.num_ranks(),
               " pipeline ranks on a mesh of ", pp_.size());
   if (pp_.size() > 1) check_launches(pp_.world());
+  std::vector<const Link*> incoming, outgoing;
   for (const auto& [from, to] : directions_of(schedule)) {
     if ((from != pp_.rank() && to != pp_.rank()) || links_.contains({from, to})) continue;
     std::vector<int> ranks = {pp_.ranks()[static_cast<size_t>(from)], pp_.ranks()[static_cast<size_t>(to)]};
@@ -64,8 +107,11 @@ void Links::connect(const Schedule& schedule) {
     auto group = pp_.world().group(ranks, str("pp.", from, "-", to), purpose);
     const int peer = 1 - group->rank();
     make_contact(*group, peer, /*sends=*/from == pp_.rank(), pp_.world().device());
-    links_.emplace(std::pair(from, to), Link{std::move(group), peer});
+    const auto link = links_.emplace(std::pair(from, to), Link{std::move(group), peer}).first;
+    (from == pp_.rank() ? outgoing : incoming).push_back(&link->second);
   }
+  if (pp_.size() == 1 || pp_.world().backend() != "nccl") return;
+  compute_while_receiving(incoming, outgoing, pp_.world(), [this] { close(); });
 }
 
 void Links::close() const {

@@ -103,7 +103,7 @@ void read_device(Keys& keys, DeviceSpec& device, std::vector<std::string>& assum
     keys.text("device.kind", kind, {"gpu", "cpu"});
     device.is_cpu = kind == "cpu";
   }
-  keys.number("device.memory_gib", device.memory_gib, 0.01, 4096.0);
+  keys.number("device.memory_gib", device.memory_gib, device.is_cpu ? 0.01 : 1.0, 4096.0);
   number_of_h100("device.compute_capability", device.compute_capability, 70, 999);
   number_of_h100("device.multiprocessors", device.multiprocessors, 1, 1024);
   keys.number("device.memory_gb_per_s", device.memory_gb_per_s, 1e-3, kMost);
@@ -173,6 +173,11 @@ ClusterSpec read_cluster(const config::Document& document, const std::string& fi
       read_points<DeviceSpec::ProductPoint>(document, "device.efficiency", file, problems);
   cluster.device.attention =
       read_points<DeviceSpec::AttentionPoint>(document, "device.attention", file, problems);
+  if (cluster.device.is_cpu) return cluster;
+  if (cluster.device.efficiency.empty())
+    cluster.assumed.emplace_back("device.efficiency: products are as fast as whole tiles allow");
+  if (cluster.device.attention.empty())
+    cluster.assumed.emplace_back("device.attention: as fast as products of the same size");
   return cluster;
 }
 

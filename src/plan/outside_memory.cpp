@@ -12,6 +12,7 @@ namespace {
 
 // The driver hands out memory that is mapped for peers in such pieces.
 constexpr int64_t kGranularity = int64_t{2} << 20;
+int64_t in_pieces(int64_t bytes) { return (bytes + kGranularity - 1) / kGranularity * kGranularity; }
 
 bool is_in_one_host(const std::vector<int>& ranks, int64_t host_devices) {
   return std::ranges::all_of(ranks,
@@ -21,7 +22,8 @@ bool is_in_one_host(const std::vector<int>& ranks, int64_t host_devices) {
 /// The calls of a communicator.
 struct Use {
   bool has_collectives = false;
-  std::set<int> senders;
+  std::set<int> senders, receivers;
+  bool is_limited = false;   ///< to kLinkChannels, for messages
   int64_t largest_send = 0;  ///< through symmetric memory
   int64_t num_pieces = 0, sends_of_piece = 0;
 };
@@ -45,18 +47,24 @@ OutsideMemory outside_memory(const Trace& trace, const ClusterSpec& cluster, Sym
       use.sends_of_piece = is_tensor ? call.group_size : 1;
     } else if (call.peer < 0) {
       use.has_collectives = true;
-    } else if (trace.name(call.op) == "receive") {
-      use.senders.insert(call.peer);
+    } else {
+      (trace.name(call.op) == "receive" ? use.senders : use.receivers).insert(call.peer);
+      use.is_limited = !is_tensor;
     }
   }
   for (const auto& [communicator, use] : uses) {
     const auto size = static_cast<int64_t>(trace.members(communicator).size());
-    const int64_t connections = (use.has_collectives ? kChannels * std::min<int64_t>(2, size - 1) : 0) +
-                                kMessageChannels * static_cast<int64_t>(use.senders.size());
-    if (use.has_collectives || !use.senders.empty()) ++memory.communicators;
-    memory.nccl_bytes += connections * kBytesOfConnection;
-    const int64_t piece = use.largest_send * use.sends_of_piece;
-    memory.symmetric_bytes += use.num_pieces * ((piece + kGranularity - 1) / kGranularity * kGranularity);
+    const bool in_one_host = is_in_one_host(trace.members(communicator), cluster.host.devices);
+    const int64_t of_ring = use.has_collectives ? kChannels * std::min<int64_t>(2, size - 1) : 0,
+                  of_peer = !in_one_host     ? kNetworkChannels
+                            : use.is_limited ? kLinkChannels
+                                             : kChannels,
+                  received = of_ring + of_peer * static_cast<int64_t>(use.senders.size()),
+                  sent = of_ring + of_peer * static_cast<int64_t>(use.receivers.size());
+    if (received + sent > 0) ++memory.communicators;
+    memory.nccl_bytes +=
+        in_one_host ? received * in_pieces(kBytesReceived) + sent * kGranularity : received * kBytesReceived;
+    memory.symmetric_bytes += use.num_pieces * in_pieces(use.largest_send * use.sends_of_piece);
   }
   return memory;
 }

@@ -1,6 +1,7 @@
 // Activation checkpointing in unusual steps on several ranks: backwards inside a module, exceptions in a
 // recompute, layers that one rank's backward skips, and sharded modules inside a checkpointed one.
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <stdexcept>
@@ -9,7 +10,10 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include "dist/stream.h"
+#include "dist/work_graph.h"
 #include "distributed/toy_case.h"
+#include "titan/core/error.h"
 #include "titan/parallel/activation_checkpoint.h"
 #include "unit/parallel/checkpoint_case.h"
 
@@ -82,6 +86,36 @@ class CheckpointPaths : public ::testing::Test {
     EXPECT_EQ(fsdp_stats(net).gathered_groups, 0) << what;
   }
 };
+
+class NoisyImpl : public nn::Module {
+ public:
+  at::Tensor forward(const at::Tensor& x) {
+    check_entered_through_ref();
+    return x * at::empty_like(x).uniform_();
+  }
+};
+TITAN_MODULE(Noisy);
+
+// On a device that records steps. Each draw of a recording has a place of its own in the random numbers.
+TEST(CheckpointRecording, RefusesRandomNumbersThatARecomputeHasToRepeat) {
+  const at::Device device = world().device();
+  if (!device.is_cuda()) GTEST_SKIP() << "a CPU records nothing";
+  const dist::Stream stream = dist::Stream::create(device);
+  const dist::StreamGuard on_stream(stream);
+  const at::Tensor x = at::ones({6, 6}, at::device(device)).requires_grad_();
+  for (const bool repeats : {false, true}) {
+    const Noisy layer;
+    checkpoint_activations(layer, FullRecompute{}, {.preserve_rng_state = repeats});
+    layer(x).sum().backward();
+    dist::WorkGraph graph(device);
+    const auto record = [&] { graph.record([&] { layer(x).sum().backward(); }); };
+    if (repeats)
+      EXPECT_THAT(record,
+                  ::testing::ThrowsMessage<ConfigError>(::testing::HasSubstr("draws random numbers")));
+    else
+      EXPECT_NO_THROW(record());
+  }
+}
 
 TEST_F(CheckpointPaths, NestedBackwardDoesNotEndFsdpsBackward) {
   const Net net = sharded_net();

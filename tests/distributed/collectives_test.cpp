@@ -260,6 +260,44 @@ TEST(Communicators, AreMadeByTheFirstDeviceTensor) {
   EXPECT_EQ(count(), before + 1);
 }
 
+// Counted by virtual GPUs. NCCL zeroes buffers on the legacy stream when it takes an algorithm for the first time.
+TEST(Communicators, WaitForTheLegacyStreamBeforeTheirLargestCalls) {
+  const auto start = reinterpret_cast<void (*)()>(dlsym(RTLD_DEFAULT, "virtual_gpu_start_counting"));
+  const auto count = reinterpret_cast<uint64_t (*)(const char*, const char*, const char*)>(
+      dlsym(RTLD_DEFAULT, "virtual_gpu_count"));
+  if (!count || world().backend() != "nccl") GTEST_SKIP() << "runs on virtual GPUs, with --nccl";
+  if (world().size() == 1) GTEST_SKIP() << "one rank needs no communicator";
+  const auto group = world().group(world().everyone()->ranks(), "largest", "communicators_test");
+  const auto waits_of_sum = [&](int64_t numel) {
+    const at::Tensor ones = at::ones({numel}, options_of(at::kFloat));
+    start();
+    group->all_reduce(ones, dist::ReduceOp::Sum, {"test"}).wait();
+    return count("host_waits", nullptr, nullptr);
+  };
+  waits_of_sum(4);  // connects
+  EXPECT_EQ(waits_of_sum(4), 0u);
+  EXPECT_EQ(waits_of_sum(1000), 1u);
+  EXPECT_EQ(waits_of_sum(1000), 0u);
+  EXPECT_EQ(waits_of_sum(999), 0u);
+  // Other functions have algorithms of their own.
+  const at::Tensor whole = at::ones({1000 * world().size()}, options_of(at::kFloat)),
+                   part = at::ones({1000}, options_of(at::kFloat));
+  const auto waits_of = [&](const std::function<dist::Work()>& call) {
+    start();
+    call().wait();
+    return count("host_waits", nullptr, nullptr);
+  };
+  const auto gather = [&] { return group->all_gather(whole, part, {"test"}); };
+  const auto reduce = [&] { return group->reduce_scatter(part, whole, {"test"}); };
+  const auto gather_two = [&] { return group->all_gather({whole, whole.clone()}, {part, part}, {"test"}); };
+  EXPECT_EQ(waits_of(gather), 1u);
+  EXPECT_EQ(waits_of(gather), 0u);
+  EXPECT_EQ(waits_of(reduce), 1u);
+  EXPECT_EQ(waits_of(reduce), 0u);
+  EXPECT_EQ(waits_of(gather_two), 1u) << "twice the bytes";
+  EXPECT_EQ(waits_of(gather_two), 0u);
+}
+
 // Counted by virtual GPUs: both directions in one call, so that they use the link at the same time.
 TEST(Exchanges, AreOneLaunch) {
   const auto start = reinterpret_cast<void (*)()>(dlsym(RTLD_DEFAULT, "virtual_gpu_start_counting"));

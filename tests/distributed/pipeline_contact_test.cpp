@@ -34,10 +34,9 @@ TEST_P(PipelineContact, RunsAndEqualsOneRank) {
   kinds.back() = StageKind::Product;
   // With VIRTUAL_GPU_LAZY_LOADING. Which kernels a step launches for the first time depends on shapes, so in the first step each launch counts.
   const auto load = reinterpret_cast<void (*)(int)>(dlsym(RTLD_DEFAULT, "virtual_gpu_load_at_each_launch"));
-  if (load) load(1);
   const dist::World fresh(unconnected_world(str("contact/", name, "/", num_micro_batches)));
-  expect_equals_one_rank(train::build_meshes(fresh, {.pp = pp}).pp, schedule, kinds, [&] {
-    if (load) load(0);
+  expect_equals_one_rank(train::build_meshes(fresh, {.pp = pp}).pp, schedule, kinds, [&](bool in_first_step) {
+    if (load) load(in_first_step);
   });
 }
 
@@ -62,11 +61,14 @@ TEST(PipelineLinks, CarryOneMessageEachWhenTheyAreMade) {
   std::set<dist::Group*> expected;
   for (const int peer : {next, previous})
     expected.insert({links.to(peer).group.get(), links.from(peer).group.get()});
-  std::multiset<std::string> names, contacted;
+  std::multiset<std::string> names, contacted, probed;
   for (const dist::Group* group : expected) names.insert(group->name());
   for (const dist::CallRecord& call : impl->recorder->snapshot())
     if (call.phase == std::string_view("pp::first_message")) contacted.insert(call.group->name);
+  for (const dist::CallRecord& call : impl->recorder->snapshot())
+    if (call.phase == std::string_view("pp::probe")) probed.insert(call.group->name);
   EXPECT_EQ(contacted, names);
+  EXPECT_EQ(probed, names);
   dist::Stream::current(fresh.device()).synchronize();  // a closed link drops the message on its way
   links.close();
 }

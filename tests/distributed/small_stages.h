@@ -119,10 +119,10 @@ inline Expected on_one_rank(const std::vector<StageKind>& kinds, int count) {
   return expected;
 }
 
-// Runs two steps, so that leftovers of the first one are detected.
+// Runs two steps, so that leftovers of the first one are detected. Calls in_first_step(true) when that begins, and with false when it has ended.
 inline void expect_equals_one_rank(
     const DeviceMesh& pp, const pipeline::Schedule& schedule, const std::vector<StageKind>& kinds,
-    const std::function<void()>& after_first_step = [] {}) {
+    const std::function<void(bool)>& in_first_step = [](bool) {}) {
   std::string name = schedule.name;
   for (const StageKind kind : kinds) name += str(", ", name_of(kind));
   std::vector<std::unique_ptr<SmallStage>> models;
@@ -137,12 +137,13 @@ inline void expect_equals_one_rank(
       runner.plan(schedule, std::vector<train::TensorType>(kinds.size(), {{1, kDim}, at::kDouble}));
   double loss = 0;
   for (int step = 0; step < 2; ++step) {
+    if (step == 0) in_first_step(true);
     for (const train::Stage& stage : stages)
       for (const Parameter& parameter : parameters(stage.model->root()))
         at::Tensor(parameter.data.local).mutable_grad().reset();
     loss = pp.group()->sum(runner.run(plan, micro_batches(schedule.num_micro_batches), 1).item<double>(),
                            {"test::loss"});
-    if (step == 0) after_first_step();
+    if (step == 0) in_first_step(false);
   }
   const Expected expected = on_one_rank(kinds, schedule.num_micro_batches);
   EXPECT_NEAR(loss, expected.loss, 1e-12 * expected.loss) << name;

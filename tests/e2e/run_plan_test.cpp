@@ -37,7 +37,7 @@ TEST(RunPlan, IsWrittenBesideARunWhoseDeviceIsNamed) {
   std::ifstream page(folder / "report.html");
   const std::string html((std::istreambuf_iterator<char>(page)), {});
   EXPECT_THAT(html, AllOf(HasSubstr("Planned for 2 x NVIDIA H100 80GB HBM3"),
-                          HasSubstr("<td>tokens/s of each device</td>")));
+                          HasSubstr("<td>tokens/s per device</td>")));
 
   // The tensors that stay from step to step are as large on a CPU. There the plan's blocks of 512 bytes are the difference.
   std::ifstream measured_file(folder / "memory.json");

@@ -67,6 +67,29 @@ TEST_F(VirtualGpu, OperationsOfAGraphCountWhenItIsLaunched) {
   EXPECT_EQ(count("bytes_written", "aten::add_", "recorded module"), 3u * 16);
 }
 
+// As without a graph, one after the other.
+TEST_F(VirtualGpu, EachLaunchOfAGraphDrawsNewRandomNumbers) {
+  const CUDAStreamGuard guard(side_);
+  const Tensor drawn = at::zeros({1000}, on_gpu);
+  const auto two_of = [&](const std::function<void()>& draw) {
+    at::Generator generator = at::globalContext().defaultGenerator(at::Device(at::kCUDA, 0));
+    generator.set_current_seed(5);
+    draw();
+    const Tensor first = drawn.cpu();
+    draw();
+    return std::pair(first, drawn.cpu());
+  };
+  const auto [first, second] = two_of([&] { drawn.uniform_(); });
+  at::cuda::CUDAGraph graph;
+  graph.capture_begin();
+  drawn.uniform_();
+  graph.capture_end();
+  const auto [launched, launched_again] = two_of([&] { graph.replay(); });
+  EXPECT_FALSE(first.equal(second));
+  EXPECT_TRUE(launched.equal(first));
+  EXPECT_TRUE(launched_again.equal(second));
+}
+
 // A launch reads what the memory of the host holds then; what is passed by value is that of the capture.
 TEST_F(VirtualGpu, EachLaunchOfAGraphReadsTheHostsMemoryAgain) {
   const CUDAStreamGuard guard(side_);

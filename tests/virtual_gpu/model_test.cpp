@@ -213,6 +213,27 @@ TEST(Block, ClippingTakesNoPassOverTheGradients) {
   EXPECT_EQ(count("launches", nullptr, "aten::_foreach_mul_"), 0);
 }
 
+// With VIRTUAL_GPU_LAZY_LOADING. In a pipeline's later steps a kernel that has to be loaded could wait for a receive forever
+// ([Note: first run of a schedule]).
+TEST(Loading, TheFirstStepLoadsAllKernels) {
+  const auto num_loaded = function_of<int()>("virtual_gpu_num_loaded");
+  if (!in_memory_only_mode() || !std::getenv("VIRTUAL_GPU_LAZY_LOADING"))
+    GTEST_SKIP() << "runs on virtual GPUs in memory-only mode that load kernels lazily";
+  const Words delayed = {"--model.converters=quantize.linear.float8",
+                         "--quantize.linear.float8.scaling_type_input=delayed",
+                         "--quantize.linear.float8.scaling_type_weight=delayed",
+                         "--quantize.linear.float8.scaling_type_grad_output=delayed"};
+  const dist::World world = dist::init({.device = "cuda"});
+  for (const Words& words : {Words{}, delayed}) {
+    Rehearsal training(load_preset("llama3_8b", 1, with_sizes(words, 1, 2, 1024, 1024)), world);
+    training.step();
+    const int after_first = num_loaded();
+    EXPECT_GT(after_first, 10);
+    for (int step = 2; step <= 4; ++step) training.step();
+    EXPECT_EQ(num_loaded(), after_first) << (words.empty() ? "in bf16" : "with delayed scales");
+  }
+}
+
 // The loss, and the gradients of hidden states and weight: products, too. Each chunk of tokens reads and writes the weight's whole gradient.
 TEST(LossHead, BytesOfASteadyStepAreKnown) {
   if (!in_memory_only_mode()) GTEST_SKIP() << "runs on virtual GPUs in memory-only mode";

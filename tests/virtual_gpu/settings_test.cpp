@@ -15,6 +15,7 @@
 
 #include <c10/core/Event.h>
 #include <cuda_runtime_api.h>
+#include <nccl.h>
 
 #include "virtual_gpu_test.h"
 
@@ -341,6 +342,35 @@ TEST(Settings, TheFirstLaunchOfAKernelWaitsWhereKernelsAreLoadedLazily) {
   EXPECT_EXIT(print_waits_of_launches(), testing::ExitedWithCode(0), "other work: not done not done;");
   const Setting lazy("VIRTUAL_GPU_LAZY_LOADING", "1");
   EXPECT_EXIT(print_waits_of_launches(), testing::ExitedWithCode(0), "other work: done not done;");
+}
+
+// Whether a stream works while another one waits for a message that nobody sends, and has an event after it.
+[[noreturn]] void print_work_beside_a_wait() {
+  const Tensor message = at::zeros({64}, on_gpu), other = at::zeros({64}, on_gpu);
+  c10::cuda::device_synchronize();
+  cudaStream_t first = nullptr, second = nullptr;
+  for (cudaStream_t* stream : {&first, &second}) cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking);
+  ncclUniqueId id;
+  ncclGetUniqueId(&id);
+  ncclComm_t alone = nullptr;
+  ncclCommInitRank(&alone, 1, id, 0);
+  ncclRecv(message.mutable_data_ptr(), 64, ncclFloat, 0, alone, first);
+  cudaEvent_t event = nullptr;
+  cudaEventCreate(&event);
+  cudaEventRecord(event, first);
+  cudaMemsetAsync(other.mutable_data_ptr(), 0, 4, second);
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  fprintf(stderr, "beside a wait: %s;\n", cudaStreamQuery(second) == cudaSuccess ? "work" : "no work");
+  ncclCommAbort(alone);
+  c10::cuda::device_synchronize();
+  _exit(0);
+}
+
+TEST(Settings, StreamsThatShareAQueueHoldEachOtherUp) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(print_work_beside_a_wait(), testing::ExitedWithCode(0), "beside a wait: work;");
+  const Setting queues("VIRTUAL_GPU_QUEUES", "1");
+  EXPECT_EXIT(print_work_beside_a_wait(), testing::ExitedWithCode(0), "beside a wait: no work;");
 }
 
 [[noreturn]] void print_recorded_copies() {

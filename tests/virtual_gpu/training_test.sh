@@ -61,6 +61,15 @@ if [ $status = 0 ] || ! grep -q "CUDA_DEVICE_MAX_CONNECTIONS is 1: a pipeline ov
   tail -30 "$folder.queues"
   failed=1
 fi
+# The same where it isn't the setting that makes them share one.
+status=0
+VIRTUAL_GPU_QUEUES=1 "$source_folder/scripts/virtual_gpus.sh" 2 -- "$titan" train "$source_folder/configs/llama3_debug.toml" --nproc 2 \
+  --job.dump_folder="$folder/run" --training.steps=1 --parallelism.pipeline_parallel_degree=2 >"$folder.queues" 2>&1 || status=$?
+if [ $status = 0 ] || ! grep -q "the device doesn't compute while it waits for a message" "$folder.queues"; then
+  echo "a pipeline runs where a receive holds up computation:"
+  tail -30 "$folder.queues"
+  failed=1
+fi
 # If CUDA can't use the GPU, the log says why.
 check=(env VIRTUAL_GPU_ERROR=802 "$source_folder/scripts/virtual_gpus.sh" 1 -- "$titan" train "$source_folder/configs/llama3_debug.toml" --check)
 "${check[@]}" >"$folder.check" 2>&1

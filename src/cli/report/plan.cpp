@@ -83,7 +83,7 @@ std::string plan_section(const PageInput& input) {
   const auto step_s = median_after_first(steps.curve("step_s"));
   table.add("step, ms", short_number, 1e3 * plan.step_s,
             step_s ? std::optional(1e3 * *step_s) : std::nullopt);
-  table.add("tokens/s of each device", whole, plan.tps, median_after_first(steps.curve("tps")));
+  table.add("tokens/s per device", whole, plan.tps, median_after_first(steps.curve("tps")));
   table.add("MFU, %", two_decimals, plan.mfu, median_after_first(steps.curve("mfu")));
   // On a CPU the logged memory is the process's, which a plan knows nothing of.
   const auto allocated = largest_of(steps.curve("allocated_gib"));

@@ -32,9 +32,9 @@ at::Tensor all_bytes(const at::Tensor& tensor) {
 /// computation's stream only.
 class OffloadedStorage {
  public:
-  OffloadedStorage(const at::Tensor& tensor, const dist::Stream& copies, bool page_locked)
-      : device_(all_bytes(tensor)), where_(tensor.device()) {
-    host_ = at::empty(device_.sizes(), at::TensorOptions().dtype(at::kByte).pinned_memory(page_locked));
+  OffloadedStorage(const at::Tensor& tensor, const dist::Stream& copies, std::shared_ptr<HostBuffers> buffers)
+      : device_(all_bytes(tensor)), where_(tensor.device()), buffers_(std::move(buffers)) {
+    host_ = buffers_->take(device_.numel());
     copies.wait(dist::Stream::current(where_));
     const dist::StreamGuard on_copies(copies);
     host_.copy_(device_, /*non_blocking=*/true);
@@ -43,8 +43,9 @@ class OffloadedStorage {
   OffloadedStorage(const OffloadedStorage&) = delete;
   /// Waits for copies still running, so that the device memory isn't reused before they end.
   ~OffloadedStorage() {
-    if (!device_.defined()) return;
     try {
+      buffers_->give_back(std::move(host_));
+      if (!device_.defined()) return;
       const dist::Stream computing = dist::Stream::current(where_);
       computing.wait(copied_);
       computing.wait(fetched_);
@@ -82,6 +83,7 @@ class OffloadedStorage {
  private:
   at::Tensor device_, host_;  // as bytes
   at::Device where_;
+  std::shared_ptr<HostBuffers> buffers_;
   dist::Event copied_, fetched_;
 };
 
@@ -114,7 +116,7 @@ class OffloadFrame final : public SavedTensorHooks, public std::enable_shared_fr
     auto& known = known_[tensor.storage().unsafeGetStorageImpl()];
     if (known) return known;
     const at::NoGradGuard no_grad;
-    known = std::make_shared<OffloadedStorage>(tensor, offloader_->copies, settings.page_locked);
+    known = std::make_shared<OffloadedStorage>(tensor, offloader_->copies, offloader_->buffers);
     storages_.push_back(known);
     ++offloader_->stats.copies;
     offloader_->stats.copied_bytes += known->bytes();
@@ -200,8 +202,34 @@ class OffloadHooks final : public SavedVariableHooks {
 
 }  // namespace
 
+at::Tensor HostBuffers::take(int64_t bytes) {
+  constexpr int64_t most_requests = 4096;  // after so many for others, buffers of a size are freed
+  {
+    const std::lock_guard lock(mutex_);
+    Idle& idle = idle_[bytes];
+    idle.asked = ++num_requests_;
+    if (!idle.buffers.empty()) {
+      at::Tensor buffer = std::move(idle.buffers.back());
+      idle.buffers.pop_back();
+      return buffer;
+    }
+    std::erase_if(idle_, [&](const auto& size) { return size.second.asked < num_requests_ - most_requests; });
+  }
+  return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(page_locked_));
+}
+bool HostBuffers::has_idle(int64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  return !idle_[bytes].buffers.empty();
+}
+void HostBuffers::give_back(at::Tensor buffer) {
+  const std::lock_guard lock(mutex_);
+  idle_[buffer.numel()].buffers.push_back(std::move(buffer));
+}
+
 Offloader::Offloader(const OffloadSettings& settings)
-    : settings(settings), copies(dist::Stream::create(settings.device)) {
+    : settings(settings),
+      copies(dist::Stream::create(settings.device)),
+      buffers(std::make_shared<HostBuffers>(settings.page_locked)) {
   dist::name_stream("activation offload", copies);
 }
 

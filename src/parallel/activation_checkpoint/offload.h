@@ -3,7 +3,10 @@
 // OffloadActivations: keeps saved tensors in host memory until the backward.
 
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <mutex>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 
@@ -27,6 +30,26 @@ struct OffloadStats {
   int64_t late_fetches = 0;   ///< started by the layer that needs them
 };
 
+/// Host memory for copies. A buffer that was given back is used again at once, because all copies run on one stream; LibTorch's allocator would wait
+/// for the copies that the host has queued, and take more memory meanwhile.
+class HostBuffers {
+ public:
+  explicit HostBuffers(bool page_locked) : page_locked_(page_locked) {}
+  at::Tensor take(int64_t bytes);
+  void give_back(at::Tensor buffer);
+  bool has_idle(int64_t bytes);
+
+ private:
+  bool page_locked_;
+  std::mutex mutex_;
+  struct Idle {
+    std::vector<at::Tensor> buffers;
+    int64_t asked = 0;  // the number of the last request for this size
+  };
+  std::map<int64_t, Idle> idle_;  // by bytes
+  int64_t num_requests_ = 0;
+};
+
 class OffloadFrame;
 
 /// The state that the layers of a list share.
@@ -37,6 +60,7 @@ struct Offloader {
 
   OffloadSettings settings;
   dist::Stream copies;
+  std::shared_ptr<HostBuffers> buffers;
   std::weak_ptr<OffloadFrame> newest;
   OffloadStats stats;
 };

@@ -17,6 +17,7 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/nn/module.h>
 
+#include "dist/device_backend.h"
 #include "dist/trace_range.h"
 #include "nn/trace_labels.h"
 #include "parallel/activation_checkpoint/saved_tensor_hooks.h"
@@ -287,7 +288,10 @@ class RecomputeFrame final : public SavedTensorHooks, public std::enable_shared_
         device_(compute_device(inputs)),
         inputs_(inputs, host.fqn()) {
     if (parts.products) kept_ = std::make_unique<KeptOutputs>(parts.products, host.fqn(), num_slots_);
-    if (options_.preserve_rng_state) rng_state_.emplace(device_);
+    if (options_.preserve_rng_state) {
+      rng_state_.emplace(device_);
+      num_recorded_draws_ = num_recorded_draws();
+    }
   }
   nn::TensorList forward(const TensorList& inputs) {
     TensorList outputs;
@@ -303,6 +307,7 @@ class RecomputeFrame final : public SavedTensorHooks, public std::enable_shared_
       run_ = nullptr;  // it holds the results, and their graph owns this
       throw;
     }
+    check_not_recorded();
     if (rng_state_ && rng_state_->is_current()) rng_state_.reset();
     if (kept_ && options_.early_stop) kept_->drop_unreachable();
     return outputs;
@@ -344,6 +349,21 @@ class RecomputeFrame final : public SavedTensorHooks, public std::enable_shared_
   }
 
  private:
+  int64_t num_recorded_draws() const {
+    const dist::DeviceBackend* const devices = device_.is_cuda() ? dist::device_backend() : nullptr;
+    return devices ? devices->num_recorded_draws() : 0;
+  }
+  // A recording gives each draw a place of its own in the random numbers, so a recompute would draw others than its forward.
+  void check_not_recorded() {
+    if (!rng_state_ || num_recorded_draws() == num_recorded_draws_) return;
+    run_ = nullptr;  // as above
+    throw ConfigError(str(
+        "'", host_.fqn(),
+        "' draws random numbers and is recomputed, which a recorded step can't repeat: "
+        "set compile.enable = false or activation_checkpoint.mode = \"none\"; or, if a recompute may draw "
+        "other numbers than its forward, activation_checkpoint.preserve_rng_state = false"));
+  }
+
   // The tensors that one recompute saves. All are kept until the run ends, because the module's forward may
   // itself run backward(). They are dropped when it ends, because a tensor that the module keeps would
   // otherwise keep the run's graph, and so these tensors, alive.
@@ -481,6 +501,7 @@ class RecomputeFrame final : public SavedTensorHooks, public std::enable_shared_
   ModuleInputs inputs_;
   c10::impl::LocalDispatchKeySet forward_keys_ = c10::impl::tls_local_dispatch_key_set();
   std::optional<RngState> rng_state_;
+  int64_t num_recorded_draws_ = 0;  // before the forward
   std::unique_ptr<KeptOutputs> kept_;
 
   // Guards the slots: nodes of two devices run on two threads. Recursive: a module that kept a tensor of its

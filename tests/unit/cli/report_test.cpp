@@ -151,7 +151,7 @@ TEST(ReportPlan, ShowsWhatWasPlannedBesideWhatWasMeasured) {
   const std::string html = plan_section(input);
   EXPECT_NE(html.find("Note: validation isn"), std::string::npos) << html;
   const std::string rows[] = {row("step, ms", "500", "625", "+25.0 %"),
-                              row("tokens/s of each device", "1,000", "800", "-20.0 %"),
+                              row("tokens/s per device", "1,000", "800", "-20.0 %"),
                               row("MFU, %", "40.00", "32.00", "-20.0 %"),
                               row("peak of memory from the device, GiB", "2.00", "2.50", "+25.0 %"),
                               row("peak of memory in tensors, GiB", "1.00", "1.00", "+0.0 %"),

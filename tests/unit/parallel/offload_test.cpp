@@ -56,6 +56,24 @@ struct Chain {
   at::Tensor x = at::linspace(-1, 0, 1024).view({32, 32}).requires_grad_();
 };
 
+TEST(Offload, UsesHostMemoryAgain) {
+  HostBuffers buffers(/*page_locked=*/false);
+  at::Tensor first = buffers.take(4096);
+  const void* const address = first.const_data_ptr();
+  EXPECT_NE(buffers.take(4096).const_data_ptr(), address);
+  buffers.give_back(std::move(first));
+  EXPECT_EQ(buffers.take(8192).numel(), 8192) << "of another size";
+  EXPECT_EQ(buffers.take(4096).const_data_ptr(), address);
+
+  Chain chain;
+  const auto step = [&] {
+    chain.layers[2](chain.layers[1](chain.layers[0](chain.x) * 0.01) * 0.01).sum().backward();
+  };
+  step();
+  const at::Tensor kept = chain.offloader->buffers->take(4096);  // one of those that the step gave back
+  EXPECT_TRUE(chain.offloader->buffers->has_idle(4096));
+}
+
 TEST(Offload, MovesEachStorageOnce) {
   Chain chain;
   const at::Tensor y = chain.layers[0](chain.x);

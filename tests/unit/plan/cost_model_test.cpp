@@ -229,7 +229,7 @@ TEST(DeviceFile, WhatIsWrongIsNamedWithItsLine) {
             std::string::npos)
       << changed("launch_us", "launch_ms");
   EXPECT_NE(changed("launch_us", "launch_ms").find("device.launch_us is missing"), std::string::npos);
-  EXPECT_NE(changed("memory_gib = 79.18", "memory_gib = \"many\"").find("must be a number from 0.01 to 4096"),
+  EXPECT_NE(changed("memory_gib = 79.18", "memory_gib = \"many\"").find("must be a number from 1 to 4096"),
             std::string::npos);
   EXPECT_NE(changed("share = 0.803", "share = 80.3").find("device.efficiency.share = 80.3 must be"),
             std::string::npos);
@@ -265,7 +265,8 @@ latency_us = 15
   const ClusterSpec cluster = load_device(file.string());
   EXPECT_EQ(cluster.assumed,
             (std::vector<std::string>{"device.compute_capability = 90", "device.multiprocessors = 132",
-                                      "host.pcie_gb_per_s = 64"}));
+                                      "host.pcie_gb_per_s = 64",
+                                      "device.attention: as fast as products of the same size"}));
   const DeviceSpec& device = cluster.device;
   EXPECT_EQ(device.compute_capability, 90);
   EXPECT_EQ(device.multiprocessors, 132);

@@ -161,14 +161,18 @@ float dot(const float* x, const float* y, int64_t size) {
 }
 
 // Limits of the hardware: Float8 needs the inner dimension contiguous in both factors before compute capability 10.0,
-// sizes that are multiples of 16, and matrices that begin at multiples of 16 bytes. Scales of rows are for 9.0 only, those of blocks of 32 for
+// sizes that are multiples of 16, and matrices and scales of rows that begin at multiples of 16 bytes. Scales of rows are for 9.0 only, those of blocks of 32 for
 // 10.0 and later.
 bool is_possible(const Factor& a, const Factor& b) {
   if (!is_float8(a.layout.type) || !is_float8(b.layout.type)) return true;
   if (compute_capability() < 89) return false;
   if (compute_capability() < 100 && !(a.inner_is_contiguous && b.inner_is_contiguous)) return false;
   if (a.layout.type == CUDA_R_8F_E5M2 && b.layout.type == CUDA_R_8F_E5M2) return false;
-  const auto begins_well = [](const Factor& f) { return reinterpret_cast<uintptr_t>(f.data) % 16 == 0; };
+  const auto begins_well = [](const Factor& f) {
+    const bool of_rows = f.scale_mode == CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
+    return reinterpret_cast<uintptr_t>(f.data) % 16 == 0 &&
+           (!of_rows || reinterpret_cast<uintptr_t>(f.scale) % 16 == 0);
+  };
   const auto has_its_scales = [](const Factor& f) {
     if (f.scale_mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0) return compute_capability() >= 100;
     if (f.scale_mode == CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F) return compute_capability() == 90;

@@ -37,18 +37,23 @@ Tensor& fill(const char* name, Tensor& self, int per_call, const Generator& give
   const int64_t num_calls = (numel - 1) / (step * per_call) + 1;
   auto* generator = at::get_generator_or_default<at::CUDAGeneratorImpl>(
       given, at::cuda::detail::getDefaultCUDAGenerator(self.device().index()));
-  std::pair<uint64_t, uint64_t> inputs;
+  at::PhiloxCudaState state;
   {
     const std::lock_guard lock(generator->mutex_);
-    inputs = generator->philox_engine_inputs(static_cast<uint64_t>(num_calls) * 4);
+    state = generator->philox_cuda_state(static_cast<uint64_t>(num_calls) * 4);
   }
   StandIns memory(StandIns::Kind::cpu);
   run_on_device(name, {}, {self}, [=, out = memory.stand_in(self)] {
     const at::AutoDispatchBelowADInplaceOrView below;
+    // Each launch of a recording has its own place among the numbers.
+    const uint64_t seed = state.captured_ ? static_cast<uint64_t>(*state.seed_.ptr) : state.seed_.val;
+    const uint64_t offset = state.captured_
+                                ? static_cast<uint64_t>(*state.offset_.ptr) + state.offset_intragraph_
+                                : state.offset_.val;
     const Tensor values = at::empty({numel}, c10::CppTypeToScalarType<T>::value);
     T* const data = values.mutable_data_ptr<T>();
     for (int64_t thread = 0; thread < std::min(step, numel); ++thread) {
-      at::philox_engine engine(inputs.first, static_cast<uint64_t>(thread), inputs.second / 4);
+      at::philox_engine engine(seed, static_cast<uint64_t>(thread), offset / 4);
       for (int64_t first = thread; first < numel; first += step * per_call) {
         Words words;
         for (uint32_t& word : words) word = engine();

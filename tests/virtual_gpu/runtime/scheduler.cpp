@@ -41,6 +41,20 @@ bool is_too_early(State& s, Stream& stream, Time now) {
   return now < stream.not_before;
 }
 
+// With VIRTUAL_GPU_QUEUES, an item, unless it belongs to a graph, begins after all earlier ones of its queue; so a wait, or an operation that comes after one that runs, holds up
+// other streams.
+std::deque<Stream*>* queue_of(State& s, const Stream& stream) {
+  return s.settings.num_queues > 0 && !stream.is_lane ? &s.queues[std::abs(stream.id) % s.settings.num_queues]
+                                                      : nullptr;
+}
+bool is_its_turn(State& s, const Stream& stream) {
+  const std::deque<Stream*>* const queue = queue_of(s, stream);
+  return !queue || stream.running || queue->front() == &stream;
+}
+void begin_in_queue(State& s, const Stream& stream) {
+  if (std::deque<Stream*>* const queue = queue_of(s, stream)) queue->pop_front();
+}
+
 // By the running operation.
 Accessed found;
 const Stamp* stamp_of_running = nullptr;
@@ -51,14 +65,18 @@ enum class Outcome { nothing, must_retry, done };
 Outcome run_first(Lock& lock, State& s, Stream& stream) {
   if (stream.items.empty()) return Outcome::nothing;
   if (is_too_early(s, stream, steady_clock::now())) return Outcome::must_retry;
+  if (!is_its_turn(s, stream)) return Outcome::nothing;
   Item& item = stream.items.front();
   if (auto* wait = std::get_if<WaitFor>(&item)) {
     if (!wait->marker->is_done) return Outcome::nothing;
+    begin_in_queue(s, stream);
   } else if (auto* reached = std::get_if<Reached>(&item)) {
+    begin_in_queue(s, stream);
     reached->marker->is_done = true;
     reached->marker->done_at = steady_clock::now();
   } else {
     auto& operation = std::get<Operation>(item);
+    if (!stream.running) begin_in_queue(s, stream);
     stream.is_running = true;
     stamp_of_running = operation.stamp.get();
     check_ends(operation);
@@ -197,6 +215,7 @@ void push(Lock& lock, Stream& stream, Item item) {
   const bool is_operation = std::holds_alternative<Operation>(item);
   if (is_operation) wait_for_place(lock, stream);
   stream.items.push_back(std::move(item));
+  if (std::deque<Stream*>* const queue = queue_of(s, stream)) queue->push_back(&stream);
   work_available().notify_all();
   if (s.settings.launch_blocking && is_operation) wait_for(lock, stream);
 }

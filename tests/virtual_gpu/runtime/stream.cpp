@@ -10,6 +10,7 @@
 #include <string>
 #include <string_view>
 #include <thread>
+#include <tuple>
 #include <utility>
 
 #include "runtime/counters.h"
@@ -44,6 +45,7 @@ State::State() {
   settings.launch_blocking = number_from("CUDA_LAUNCH_BLOCKING", 0) != 0;
   settings.queue_limit = number_from("VIRTUAL_GPU_QUEUE_LIMIT", 0);
   settings.loads_lazily = number_from("VIRTUAL_GPU_LAZY_LOADING", 0) != 0;
+  settings.num_queues = static_cast<int>(number_from("VIRTUAL_GPU_QUEUES", 0));
   settings.max_delay_us = static_cast<int64_t>(number_from("VIRTUAL_GPU_DELAY_US", 0));
   settings.seed = number_from("VIRTUAL_GPU_SEED", 1);
   settings.traces = number_from("VIRTUAL_GPU_TRACE", 0) != 0;
@@ -118,18 +120,18 @@ Operation computation(std::string name, std::vector<Range> ranges, std::function
           }};
 }
 
-static std::set<std::pair<int, std::string>>& loaded_kernels() {
-  static auto* loaded = new std::set<std::pair<int, std::string>>;
+static std::set<std::tuple<int, std::string, const void*>>& loaded_kernels() {
+  static auto* loaded = new std::set<std::tuple<int, std::string, const void*>>;
   return *loaded;
 }
 
 // CUDA loads a kernel at its first launch, for which the host may have to wait until the device has nothing to do.
 static bool all_launches_load = false;  // the state's mutex is held
 
-static void load_kernel(Lock& lock, const Stream& stream, const std::string& name) {
+static void load_kernel(Lock& lock, const Stream& stream, const std::string& name, const void* code) {
   for (const char* other : {"nccl", "cudaMem", "cuMem", "host function", "callback"})
     if (name.starts_with(other)) return;
-  if (loaded_kernels().insert({stream.device, name}).second || all_launches_load)
+  if (loaded_kernels().insert({stream.device, name, code}).second || all_launches_load)
     wait_for_device(lock, stream.device);
 }
 
@@ -168,7 +170,7 @@ cudaError_t submit(cudaStream_t handle, Operation operation) {
     std::fprintf(stderr, "virtual GPU: stream %d: %s\n", stream.id, operation.name.c_str());
   if (s.settings.checks_races) operation.label = label_here(operation.name);
   if (s.settings.loads_lazily && !stream.capture && !operation.is_bookkeeping)
-    load_kernel(lock, stream, kernel);
+    load_kernel(lock, stream, kernel, operation.code);
   if (stream.capture) {
     operation.recorded_in = module_here();
     stamp_captured(operation);
@@ -222,7 +224,11 @@ using namespace virtual_gpu;
 
 extern "C" {
 
-// For tests, with VIRTUAL_GPU_LAZY_LOADING: whether each launch counts as its kernel's first.
+// For tests, with VIRTUAL_GPU_LAZY_LOADING: how many kernels have been loaded, and whether each launch counts as its kernel's first.
+int virtual_gpu_num_loaded() {
+  const Lock lock(state().mutex);
+  return static_cast<int>(loaded_kernels().size());
+}
 void virtual_gpu_load_at_each_launch(int does) {
   const Lock lock(state().mutex);
   all_launches_load = does != 0;

@@ -111,6 +111,7 @@ struct Settings {
   bool launch_blocking = false;
   bool loads_lazily = false;  ///< at a kernel's first launch the host waits for the device
   size_t queue_limit = 0;     ///< the host waits if a stream has this many operations; 0: never
+  int num_queues = 0;         ///< that all streams share; 0: each has its own
   int64_t max_delay_us = 0;   ///< operations and completions are late by up to this; 0: never
   uint64_t seed = 0;
   bool traces = false;           ///< prints each operation
@@ -128,6 +129,8 @@ struct State {
   std::vector<std::shared_ptr<Capture>> captures;
   uint64_t next_capture = 1;
   int next_stream = 1;
+  std::map<int, std::deque<Stream*>>
+      queues;                       ///< the streams of the items that haven't begun, as the host queued them
   std::vector<int> unused_streams;  ///< ids of deleted streams
   std::map<int, int> lanes;         ///< the captured streams' ids, by those of the lanes of graphs
   std::mt19937_64 random;

@@ -48,8 +48,9 @@ struct Operation {
   std::function<std::function<Attempt()>()> begin_at_launch = nullptr;
   std::shared_ptr<const Stamp> stamp = nullptr;  ///< given when it is queued; see runtime/races.h
   std::shared_ptr<const std::string> label =
-      nullptr;             ///< given when it is queued: its name, and the module that it belongs to
-  Count* count = nullptr;  ///< where it is counted; see runtime/counters.h
+      nullptr;                 ///< given when it is queued: its name, and the module that it belongs to
+  const void* code = nullptr;  ///< CUDA loads it at the first launch; null: the name stands for it
+  Count* count = nullptr;      ///< where it is counted; see runtime/counters.h
   std::shared_ptr<const std::string> recorded_in =
       nullptr;                  ///< if a graph's: the module, for its launches' counts
   bool is_continued = false;    ///< a further launch of one InOperation

@@ -280,19 +280,22 @@ void launch(Kernel kernel, cudaStream_t stream) {
   if (check_launch(kernel.grid, kernel.block)) return;
   const std::string_view text = kernel.name;
   const std::string name(text.substr(0, text.find_first_of("<,")));
-  submit(stream, computation(name, {}, [name, kernel = std::move(kernel)] {
-           if (!computes() && !runs_in_memory_only_mode) return;
-           begin_kernel(name.c_str());
-           place.block_size = kernel.block;
-           place.grid_size = kernel.grid;
-           for (unsigned z = 0; z < kernel.grid.z; ++z)
-             for (unsigned y = 0; y < kernel.grid.y; ++y)
-               for (unsigned x = 0; x < kernel.grid.x; ++x) {
-                 place.block = {x, y, z};
-                 block().run(kernel.block, kernel.run);
-               }
-           add_accesses(end_kernel());
-         }));
+  const void* const code = kernel.code;
+  Operation operation = computation(name, {}, [name, kernel = std::move(kernel)] {
+    if (!computes() && !runs_in_memory_only_mode) return;
+    begin_kernel(name.c_str());
+    place.block_size = kernel.block;
+    place.grid_size = kernel.grid;
+    for (unsigned z = 0; z < kernel.grid.z; ++z)
+      for (unsigned y = 0; y < kernel.grid.y; ++y)
+        for (unsigned x = 0; x < kernel.grid.x; ++x) {
+          place.block = {x, y, z};
+          block().run(kernel.block, kernel.run);
+        }
+    add_accesses(end_kernel());
+  });
+  operation.code = code;
+  submit(stream, std::move(operation));
 }
 
 }  // namespace virtual_gpu::simt

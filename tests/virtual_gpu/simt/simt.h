@@ -50,6 +50,7 @@ Exchanged exchange(unsigned mask, uint64_t value, const Site& site);
 
 struct Kernel {
   const char* name = nullptr;
+  const void* code = nullptr;  ///< differs for each instance of a template
   dim3 grid, block;
   std::function<void()> run;  ///< called once per thread
 };

@@ -11,7 +11,7 @@ void launch_named_kernel(const char* name, void (*kernel)(Parameters...), dim3 g
     virtual_gpu::simt::enter_kernel();
     kernel(static_cast<Parameters>(arguments)...);
   };
-  virtual_gpu::simt::launch({name, grid, block, run}, stream);
+  virtual_gpu::simt::launch({name, reinterpret_cast<const void*>(kernel), grid, block, run}, stream);
 }
 // Its first argument's text names the kernel.
 #define launch_kernel(...) launch_named_kernel(#__VA_ARGS__, __VA_ARGS__)
