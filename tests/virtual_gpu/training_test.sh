@@ -52,24 +52,20 @@ for devices in '$LOCAL_RANK' 1; do
     [ $status = 0 ] && grep -q "step: *1 " "$folder.own"
   fi || { echo "two ranks with CUDA_VISIBLE_DEVICES=$devices:"; tail -30 "$folder.own"; failed=1; }
 done
-# Streams of a pipeline that share a queue of the device could wait for each other forever.
-status=0
-CUDA_DEVICE_MAX_CONNECTIONS=1 "$source_folder/scripts/virtual_gpus.sh" 2 -- "$titan" train "$source_folder/configs/llama3_debug.toml" --nproc 2 \
-  --job.dump_folder="$folder/run" --training.steps=1 --parallelism.pipeline_parallel_degree=2 >"$folder.queues" 2>&1 || status=$?
-if [ $status = 0 ] || ! grep -q "CUDA_DEVICE_MAX_CONNECTIONS is 1: a pipeline over NCCL could hang" "$folder.queues"; then
-  echo "a pipeline runs with one queue:"
-  tail -30 "$folder.queues"
-  failed=1
-fi
-# The same where it isn't the setting that makes them share one.
-status=0
-VIRTUAL_GPU_QUEUES=1 "$source_folder/scripts/virtual_gpus.sh" 2 -- "$titan" train "$source_folder/configs/llama3_debug.toml" --nproc 2 \
-  --job.dump_folder="$folder/run" --training.steps=1 --parallelism.pipeline_parallel_degree=2 >"$folder.queues" 2>&1 || status=$?
-if [ $status = 0 ] || ! grep -q "the device doesn't compute while it waits for a message" "$folder.queues"; then
-  echo "a pipeline runs where a receive holds up computation:"
-  tail -30 "$folder.queues"
-  failed=1
-fi
+# Streams of a pipeline that share a queue of the device, by a setting or for another reason, could wait for each other forever.
+while read -r setting text; do
+  status=0
+  env "$setting" "$source_folder/scripts/virtual_gpus.sh" 2 -- "$titan" train "$source_folder/configs/llama3_debug.toml" --nproc 2 \
+    --job.dump_folder="$folder/run" --training.steps=1 --parallelism.pipeline_parallel_degree=2 >"$folder.queues" 2>&1 </dev/null || status=$?
+  if [ $status = 0 ] || ! grep -q "$text" "$folder.queues"; then
+    echo "a pipeline runs with $setting:"
+    tail -30 "$folder.queues"
+    failed=1
+  fi
+done <<'END'
+CUDA_DEVICE_MAX_CONNECTIONS=1 CUDA_DEVICE_MAX_CONNECTIONS is 1: a pipeline over NCCL could hang
+VIRTUAL_GPU_QUEUES=1 the device doesn't compute while it waits for a message
+END
 # If CUDA can't use the GPU, the log says why.
 check=(env VIRTUAL_GPU_ERROR=802 "$source_folder/scripts/virtual_gpus.sh" 1 -- "$titan" train "$source_folder/configs/llama3_debug.toml" --check)
 "${check[@]}" >"$folder.check" 2>&1
