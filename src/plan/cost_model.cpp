@@ -56,6 +56,9 @@ constexpr std::array<Tile, 3> kTiles = {Tile{128, 256, 1.0}, Tile{128, 128, 0.9}
 // A tile's start and end take as long as so many steps along k: an assumption.
 constexpr double kTileOverhead = 256;
 
+double powers_of_two(int64_t size) { return std::log2(static_cast<double>(std::max<int64_t>(size, 1))); }
+double square(double x) { return x * x; }
+
 int64_t parts_of(int64_t count, int64_t each) { return (count + each - 1) / each; }
 
 // The share of all multiprocessors' time that is spent on the result's elements.
@@ -142,7 +145,14 @@ double DeviceSpec::peak_flops(c10::ScalarType dtype) const {
   return found->second * 1e12;
 }
 
-CostModel::CostModel(const ClusterSpec& cluster, Kernels kernels) : cluster_(cluster), kernels_(kernels) {}
+CostModel::CostModel(const ClusterSpec& cluster, Kernels kernels) : cluster_(cluster), kernels_(kernels) {
+  for (const DeviceSpec::ProductPoint& point : cluster.device.efficiency) {
+    const double modelled = share_of_tiles({.batches = 1, .m = point.m, .n = point.n, .k = point.k},
+                                           cluster.device.multiprocessors);
+    measured_[point.dtype].push_back(
+        {powers_of_two(point.m), powers_of_two(point.n), powers_of_two(point.k), point.share / modelled});
+  }
+}
 
 double CostModel::host_us() const {
   return kernels_ == Kernels::Ours ? kHostUs : kernels_ == Kernels::Compiled ? kHostUsCompiled : kHostUsEager;
@@ -168,21 +178,14 @@ double CostModel::seconds_of_bytes(double bytes) const {
 // mean of the points' factors, weighted by the inverse square of their distance (in powers of two of m, n and k).
 double CostModel::share_of_product(const train::ProductShape& shape, c10::ScalarType dtype) const {
   const DeviceSpec& device = cluster_.device;
-  const std::string name = name_of_dtype(dtype);
-  const auto distance_of = [](int64_t a, int64_t b) {
-    return std::log2(static_cast<double>(std::max<int64_t>(a, 1)) /
-                     static_cast<double>(std::max<int64_t>(b, 1)));
-  };
   double sum = 0, weights = 0;
-  for (const DeviceSpec::ProductPoint& point : device.efficiency) {
-    if (point.dtype != name) continue;
-    const double m = distance_of(shape.m, point.m), n = distance_of(shape.n, point.n),
-                 k = distance_of(shape.k, point.k);
-    const double weight = 1 / (0.01 + m * m + n * n + k * k);
-    const double modelled =
-        share_of_tiles({.batches = 1, .m = point.m, .n = point.n, .k = point.k}, device.multiprocessors);
-    sum += weight * point.share / modelled;
-    weights += weight;
+  if (const auto found = measured_.find(name_of_dtype(dtype)); found != measured_.end()) {
+    const double m = powers_of_two(shape.m), n = powers_of_two(shape.n), k = powers_of_two(shape.k);
+    for (const MeasuredProduct& point : found->second) {
+      const double weight = 1 / (0.01 + square(m - point.m) + square(n - point.n) + square(k - point.k));
+      sum += weight * point.factor;
+      weights += weight;
+    }
   }
   const double factor = weights > 0 ? sum / weights : 1;
   return std::min(1.0, factor * share_of_tiles(shape, device.multiprocessors)) * device.power;

@@ -29,9 +29,9 @@ constexpr double kMemoryShare = 0.9;
 constexpr double kHostLinkShare = 0.8;
 /// The share of PCIe's data sheet that a long copy from or to pinned memory reaches. An assumption.
 constexpr double kPcieShare = 0.85;
-/// How much longer computation takes while a collective runs on the same device, whose kernels take multiprocessors and memory's speed. An
-/// assumption.
-constexpr double kContention = 0.10;
+/// How much longer computation takes while a collective runs on the same device, whose kernels take multiprocessors and memory's speed: the
+/// average that arXiv 2507.03114 measured.
+constexpr double kContention = 0.189;
 
 /// The owner of a step's kernels.
 enum class Kernels : uint8_t {
@@ -87,8 +87,14 @@ class CostModel {
   int host_of(int world_rank) const;
   double first_hop_us() const;
 
+  /// A point of the device's file: the logarithms of its sizes, and how much faster it was than tiles say.
+  struct MeasuredProduct {
+    double m, n, k, factor;
+  };
+
   ClusterSpec cluster_;
   Kernels kernels_;
+  std::map<std::string, std::vector<MeasuredProduct>> measured_;  // by dtype
 };
 
 }  // namespace titan::plan

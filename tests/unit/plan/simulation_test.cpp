@@ -190,7 +190,7 @@ TEST(Simulation, ACollectiveIsHiddenByComputationThatDoesNotWaitForIt) {
   hidden.wait_for_call(call);
   hidden.kernel(1);
   const StepTime hiding = simulate_one(hidden);
-  EXPECT_NEAR(hiding.seconds, 4.09, 0.02);  // computation beside it is slower (contention)
+  EXPECT_NEAR(hiding.seconds, 4.16, 0.02);  // computation beside it is slower (contention)
   EXPECT_NEAR(of(hiding.ranks[0], Activity::ExposedCommunication), 0, kTolerance);
   EXPECT_NEAR(hiding.ranks[0].communicating, 1, kTolerance);
 
