@@ -8,7 +8,7 @@
 # (testing::all_cases()) has the same number in RANKS and in NIGHTLY_RANKS, or a test of its own with --all. With CUDA, all these and CUDA_RANKS also run with --cuda, and are
 # skipped if no GPU is visible; at night they run on one virtual GPU that the ranks share. VIRTUAL_RANKS run over NCCL on a virtual GPU for
 # each rank (docs/virtual_gpu.md), where a race ends the test, and whose NCCL is strict; all other numbers of ranks do so at night, with
-# VIRTUAL_AT_NIGHT too, an NCCL that buffers, and --all for NIGHTLY_RANKS. With APART, the file becomes a separate program,
+# VIRTUAL_AT_NIGHT too, an NCCL that buffers unless the test is made strict, and --all for NIGHTLY_RANKS. With APART, the file becomes a separate program,
 # because it replaces functions of the C++ library.
 # Unity builds put several files into one, of distributed tests up to six: names in their anonymous namespaces must differ, also from those of
 # headers.

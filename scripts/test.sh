@@ -2,7 +2,8 @@
 # test.sh [ctest arguments]: sets up, builds, and runs the tests. Without arguments it runs all tests except those labeled nightly.
 #   scripts/test.sh -L fast        the inner loop, under 3 minutes
 #   scripts/test.sh -L nightly     the long tests
-# At the end it lists the tests that were skipped because this machine lacks something; with TITAN_NO_SKIPS=1 they count as failures.
+# At the end it lists the tests that were skipped because this machine lacks something; with TITAN_NO_SKIPS=1 they count as failures, with
+# TITAN_NO_SKIPS=NAME the test of that name does.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/build.sh all

@@ -209,7 +209,8 @@ __global__ void __launch_bounds__(kMaxBackwardThreads)
   }
 }
 
-constexpr int kSumColumns = 32, kSumRows = 8;  // in a thread block
+// In a thread block. There are few blocks, one for 32 features, so each needs many reads on their way.
+constexpr int kSumColumns = 32, kSumRows = 32;
 __global__ void sum_of_rows_kernel(float* out, const float* x, int64_t rows, int64_t columns) {
   __shared__ float sums[kSumRows][kSumColumns];
   const int64_t column = int64_t{blockIdx.x} * kSumColumns + threadIdx.x;

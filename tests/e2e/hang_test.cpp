@@ -169,7 +169,7 @@ TEST_F(Hang, ResumedRunUsesTheTrainTimeout) {
 
 // The others wait for it, in a call whose own limit is longer than the one for data.
 TEST_F(Hang, NamesARankThatWaitsForData) {
-  const std::string stall = "2 60 " + (run_ / "stalls").string();
+  const std::string stall = "2 20 " + (run_ / "stalls").string();
   job_.emplace(
       train_words(small_run(config_) +
                   Words{"--validation.no_enable", "--experimental.custom_import",

@@ -38,10 +38,11 @@ THREADS = {
     "vocabulary_stats_kernel": 1024,
     "vocabulary_grad_kernel": 1024,
     "measured_rows_kernel": 512,
+    "sum_of_rows_kernel": 1024,
 }
 
 # Thread blocks of a multiprocessor where a launch has fewer than fit.
-BLOCKS = {"rms_norm_backward_kernel": 3}
+BLOCKS = {"rms_norm_backward_kernel": 3, "sum_of_rows_kernel": 1}
 
 # Not compared with the documentation's tables: for casts of longer rows than 8,192.
 LONGER_ROWS = ("measured_rows_kernel<E4m3, __nv_bfloat16, 2>", "measured_rows_kernel<E5m2, __nv_bfloat16, 2>")

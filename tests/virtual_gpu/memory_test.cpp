@@ -176,6 +176,19 @@ TEST_F(VirtualGpu, NewMemoryIsNaN) {
   EXPECT_TRUE(at::empty({1000}, on_gpu.dtype(at::kBFloat16)).isnan().all().item<bool>());
 }
 
+// A copy, unlike what computes, isn't reported.
+TEST_F(VirtualGpu, FreedMemoryIsNaN) {
+  for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+    Tensor x = at::ones({1000}, on_gpu.dtype(dtype));
+    const Tensor same = at::from_blob(x.mutable_data_ptr(), {1000}, on_gpu.dtype(dtype));
+    EXPECT_TRUE((same.cpu() == 1).all().item<bool>()) << dtype;
+    const int before = num_unwritten_reads();
+    x.reset();
+    EXPECT_TRUE(same.cpu().isnan().all().item<bool>()) << dtype;
+    EXPECT_EQ(num_unwritten_reads(), before) << dtype;
+  }
+}
+
 TEST_F(VirtualGpu, FindsReadsOfBytesThatNothingHasWritten) {
   int before = num_unwritten_reads();
   const auto new_reads = [&] { return num_unwritten_reads() - std::exchange(before, num_unwritten_reads()); };

@@ -1,5 +1,5 @@
-// NCCL besides its numbers: who waits for whom, what a communicator says meanwhile, and what an abort ends. Ranks are threads of this
-// process. Runs under scripts/virtual_gpus.sh, also with VIRTUAL_GPU_NCCL=strict.
+// NCCL: who waits for whom, what a communicator says meanwhile, what an abort ends, and the numbers of functions that no other test here
+// calls. Ranks are threads of this process. Runs under scripts/virtual_gpus.sh, also with VIRTUAL_GPU_NCCL=strict.
 // https://docs.nvidia.com/deeplearning/nccl/user-guide, "Creating a Communicator" and "Point-to-point communication".
 
 #include <spawn.h>
@@ -12,6 +12,7 @@
 #include <cstring>
 #include <functional>
 #include <future>
+#include <numeric>
 #include <string_view>
 #include <thread>
 #include <utility>
@@ -316,6 +317,62 @@ TEST(Nccl, ASendLastsUntilItIsReceivedWithoutBuffers) {
   setenv("VIRTUAL_GPU_NCCL_BUFFERS", "0", 1);
   EXPECT_EXIT(print_a_short_send(), testing::ExitedWithCode(0), "the send lasts, and ends: 7;");
   unsetenv("VIRTUAL_GPU_NCCL_BUFFERS");
+}
+
+// ---- numbers
+
+TEST(Nccl, GivesTheNumbersOfFunctionsThatNoOtherTestCalls) {
+  auto ranks = make_ranks(3);
+  ncclUniqueId id;
+  ASSERT_EQ(ncclGetUniqueId(&id), ncclSuccess);
+  const auto reduce_to_1 = [](const Rank& r, ncclComm_t with, ncclRedOp_t op) {
+    return ncclReduce(r.data, r.data + 3, 2, ncclFloat, op, 1, with, r.stream);
+  };
+  using Rows = std::vector<std::vector<float>>;
+  const Rows sums_on_1 = {{0, 1, 2, 3, 4, 5}, {10, 11, 12, 30, 33, 15}, {20, 21, 22, 23, 24, 25}};
+  const struct {
+    const char* function;
+    std::function<ncclResult_t(const Rank&)> call;
+    Rows expected;  ///< each rank's numbers
+  } cases[] = {
+      {"ncclReduce", [&](const Rank& r) { return reduce_to_1(r, r.communicator, ncclSum); }, sums_on_1},
+      {"ncclBcast",
+       [](const Rank& r) { return ncclBcast(r.data + 1, 2, ncclFloat, 2, r.communicator, r.stream); },
+       {{0, 21, 22, 3, 4, 5}, {10, 21, 22, 13, 14, 15}, {20, 21, 22, 23, 24, 25}}},
+      {"ncclAlltoAll",
+       [](const Rank& r) { return ncclAlltoAll(r.data, r.data + 3, 1, ncclFloat, r.communicator, r.stream); },
+       {{0, 1, 2, 0, 10, 20}, {10, 11, 12, 1, 11, 21}, {20, 21, 22, 2, 12, 22}}},
+      {"ncclRedOpDestroy",  // after the last call of the operator, which may not have run yet
+       [&](const Rank& r) {
+         ncclRedOp_t half = ncclSum;
+         float factor = 0.5f;
+         EXPECT_EQ(
+             ncclRedOpCreatePreMulSum(&half, &factor, ncclFloat, ncclScalarHostImmediate, r.communicator),
+             ncclSuccess);
+         EXPECT_EQ(reduce_to_1(r, r.communicator, half), ncclSuccess);
+         return ncclRedOpDestroy(half, r.communicator);
+       },
+       {{0, 1, 2, 3, 4, 5}, {10, 11, 12, 15, 16.5f, 15}, {20, 21, 22, 23, 24, 25}}},
+      {"ncclCommInitRankScalable",
+       [&](const Rank& r) {
+         ncclComm_t made = nullptr;
+         EXPECT_EQ(ncclCommInitRankScalable(&made, 3, r.number, 1, &id, nullptr), ncclSuccess);
+         EXPECT_EQ(reduce_to_1(r, made, ncclSum), ncclSuccess);
+         EXPECT_TRUE(r.ends());
+         return ncclCommDestroy(made);
+       },
+       sums_on_1}};
+  for (const auto& [function, call, expected] : cases) {
+    on_all(ranks, [&call = call](Rank& r) {
+      std::vector<float> values(6);
+      std::iota(values.begin(), values.end(), 10.f * static_cast<float>(r.number));
+      EXPECT_EQ(cudaMemcpyAsync(r.data, values.data(), 6 * sizeof(float), cudaMemcpyHostToDevice, r.stream),
+                cudaSuccess);
+      EXPECT_EQ(call(r), ncclSuccess);
+    });
+    for (const auto& r : ranks)
+      EXPECT_EQ(r->numbers(6), expected[static_cast<size_t>(r->number)]) << function;
+  }
 }
 
 // ---- registered memory
