@@ -39,10 +39,11 @@ def reasons(test: xml.etree.ElementTree.Element) -> list[str]:
 
 
 def main(path: str) -> int:
-    counted, listed, blind = 0, [], []
+    counted, listed, blind, names = 0, [], [], set()
     no_skips = os.environ.get("TITAN_NO_SKIPS")
     for test in xml.etree.ElementTree.parse(path).iter("testcase"):
         name = test.get("name", "")
+        names.add(name)
         on_virtual_gpus = VIRTUAL.search(name)
         if on_virtual_gpus and NONE_RAN.search(test.findtext("system-out") or ""):
             blind.append(f"  {name}: all cases are skipped")
@@ -53,6 +54,8 @@ def main(path: str) -> int:
                 counted += 1
             else:
                 listed.append(f"  {name}: {reason}")
+    if no_skips not in (None, "", "0", "1", *names):
+        blind.append(f"  {no_skips}: isn't among the tests")
     if counted:
         print(f"{counted} skipped because they need a GPU, another number of ranks or a nightly run")
     if blind:

@@ -4,7 +4,7 @@
 // What an operation would take on a device, alone:
 // - a product: its FLOPs by the device's peak and the share of it that its shape reaches, or its bytes by the memory's speed, whichever takes
 //   longer. The share comes from measured points of the device's file; between them it follows how many tiles of the result each
-//   multiprocessor computes, and how long one is worked on (shares_of_tiles in cost_model.cpp);
+//   multiprocessor computes, and how long one is worked on (share_of_tiles in cost_model.cpp);
 // - attention: its FLOPs, by measured shares for lengths of sequences and sizes of heads;
 // - a copy between the host's memory and the device: its bytes, by kPcieShare of the bus's speed;
 // - everything else: its bytes, by kMemoryShare of the memory's speed;
@@ -14,6 +14,7 @@
 // runs at the same time and what waits is the simulation's (simulation.h).
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -30,8 +31,8 @@ constexpr double kHostLinkShare = 0.8;
 /// The share of PCIe's data sheet that a long copy from or to pinned memory reaches. An assumption.
 constexpr double kPcieShare = 0.85;
 /// How much longer computation takes while a collective runs on the same device, whose kernels take multiprocessors and memory's speed: the
-/// average that arXiv 2507.03114 measured.
-constexpr double kContention = 0.189;
+/// average that arXiv 2507.03114 measured on GPUs. Of CPUs an assumption.
+constexpr double kContention = 0.189, kContentionOnCpu = 0.1;
 
 /// The owner of a step's kernels.
 enum class Kernels : uint8_t {
@@ -73,6 +74,8 @@ class CostModel {
   Transfer of_message(double bytes, int from, int to) const;
   /// How much later a call of ranks that share cores begins, if they have computed for so long since their last one.
   double late_seconds(double computed) const;
+
+  double contention() const { return cluster_.device.is_cpu ? kContentionOnCpu : kContention; }
 
   const ClusterSpec& cluster() const { return cluster_; }
 

@@ -600,7 +600,7 @@ class Simulation {
     const double alone = costs_.cluster().device.alone;
     const double faster =
         alone == 1 ? 1 : std::min(alone, static_cast<double>(ranks_.size()) / std::max(num_computing_, 1));
-    return faster / (rank.working * (rank.communicates() ? 1 + kContention : 1));
+    return faster / (rank.working * (rank.communicates() ? 1 + costs_.contention() : 1));
   }
 
   // Ranks that share cores become faster while others wait.

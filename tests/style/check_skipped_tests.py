@@ -3,6 +3,7 @@
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -52,6 +53,10 @@ def main() -> int:
         status, text = run(script, LACKING + [not_built], no_skips)
         assert status == int(no_skips != ""), (no_skips, text)
         assert "  virtual_gpu.is_built: no test on virtual GPUs" in text, text
+    status, text = run(script, ENOUGH, no_skips="virtual_gpu.is_built")
+    assert status == 1 and "virtual_gpu.is_built: isn't among the tests" in text, (status, text)
+    named = re.search(r"TITAN_NO_SKIPS:-([\w.]+)", (pathlib.Path(sys.argv[1]) / ".ci/run").read_text())
+    assert named and named.group(1) == "virtual_gpu.is_built"
     return 0
 
 

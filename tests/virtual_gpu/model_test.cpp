@@ -275,7 +275,7 @@ TEST_P(BlockOf, TakesWhatIsKnown) {
   }
   if (nccl_world().size() != world_size) GTEST_SKIP() << "runs on " << world_size << " ranks";
   const StepCounts block = count_block(nccl_world(), 8192, words);
-  // 8,192 tokens, and casts of all weights, would run for minutes. Still more rows than norms have partial sums.
+  // Kernels at 8,192 tokens, and casts of a whole block's weights, would run for minutes. 512 rows are still more than norms have partial sums.
   constexpr int64_t few = 512;
   Words narrow = words;
   narrow.insert(narrow.end(),

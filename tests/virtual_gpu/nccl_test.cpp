@@ -368,6 +368,7 @@ TEST(Nccl, GivesTheNumbersOfFunctionsThatNoOtherTestCalls) {
       std::iota(values.begin(), values.end(), 10.f * static_cast<float>(r.number));
       EXPECT_EQ(cudaMemcpyAsync(r.data, values.data(), 6 * sizeof(float), cudaMemcpyHostToDevice, r.stream),
                 cudaSuccess);
+      EXPECT_EQ(cudaStreamSynchronize(r.stream), cudaSuccess);
       EXPECT_EQ(call(r), ncclSuccess);
     });
     for (const auto& r : ranks)
