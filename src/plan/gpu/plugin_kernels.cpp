@@ -237,8 +237,10 @@ void launch_cast_columns(std::span<const CastOf<ColumnScales>> all, Format, cuda
 }
 
 void launch_measured_rows(std::span<const MeasuredRows> all, Format, const ScaleOptions&, cudaStream_t) {
-  count_batches("measured_rows_kernel", all, read_by<MeasuredRows>,
-                [](const MeasuredRows& work) { return elements_of(work.x); });
+  count_batches("measured_rows_kernel", all, read_by<MeasuredRows>, [](const MeasuredRows& work) {
+    const auto magnitudes = static_cast<double>(parts_of_measured_rows(work.x) * work.x.columns);
+    return elements_of(work.x) + (work.magnitudes ? size_of(work.x.source) * magnitudes : 0);
+  });
 }
 
 void launch_transpose(std::span<const Transpose> all, cudaStream_t) {
