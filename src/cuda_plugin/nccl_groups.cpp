@@ -63,7 +63,7 @@ class NcclGroup final : public c10d::ProcessGroupNCCL {
       std::erase(living().groups, this);
     }
     const auto start = std::chrono::steady_clock::now();
-    while (works(start)) std::this_thread::sleep_for(kBetweenLooks);
+    while (!is_aborted_ && has_calls() && has_time(start)) std::this_thread::sleep_for(kBetweenLooks);
     NcclGroup::abort();
   }
 
@@ -102,17 +102,21 @@ class NcclGroup final : public c10d::ProcessGroupNCCL {
 
   static void finish_all() {
     const auto start = std::chrono::steady_clock::now();
-    const auto any_works = [start] {
-      const std::lock_guard lock(living().mutex);
-      return std::ranges::any_of(living().groups, [start](NcclGroup* group) { return group->works(start); });
-    };
-    while (any_works()) std::this_thread::sleep_for(kBetweenLooks);
-    // Otherwise each group would wait for its calls as long again.
-    const auto has_calls = [] {
-      const std::lock_guard lock(living().mutex);
-      return std::ranges::any_of(living().groups, &NcclGroup::has_calls);
-    };
-    if (has_calls()) abort_all();
+    while (true) {
+      bool any_has_calls = false, any_works = false;
+      {
+        const std::lock_guard lock(living().mutex);
+        for (NcclGroup* group : living().groups) {
+          const bool has_calls = !group->is_aborted_ && group->has_calls();
+          any_has_calls = any_has_calls || has_calls;
+          any_works = any_works || (has_calls && group->has_time(start));
+        }
+      }
+      if (!any_has_calls) return;
+      // Otherwise each group would wait for its calls as long again.
+      if (!any_works) return abort_all();
+      std::this_thread::sleep_for(kBetweenLooks);
+    }
   }
 
   // All at the same time: an abort waits for its group's kernels, which may wait for those of another one.
@@ -141,9 +145,8 @@ class NcclGroup final : public c10d::ProcessGroupNCCL {
   using CallsLock = std::unique_lock<std::mutex>;
 
   static constexpr std::chrono::milliseconds kBetweenLooks{2};
-  /// Whether calls are in progress and the time limit hasn't passed.
-  bool works(std::chrono::steady_clock::time_point since) {
-    return !is_aborted_ && has_calls() && std::chrono::steady_clock::now() < since + getOptions()->timeout;
+  bool has_time(std::chrono::steady_clock::time_point since) {
+    return std::chrono::steady_clock::now() < since + getOptions()->timeout;
   }
 
   // [Note: a first call]
@@ -164,6 +167,7 @@ class NcclGroup final : public c10d::ProcessGroupNCCL {
     C10_CUDA_CHECK(cudaStreamSynchronize(cudaStreamLegacy));
   }
 
+  /// Also true now and then without calls, while LibTorch's watchdog has the lock.
   bool has_calls() {
     const CallsLock lock(workMetaListMutex_, std::try_to_lock);
     return !lock || !workMetaList_.empty();

@@ -255,11 +255,16 @@ class Watchdog::Impl {
       write_record(scene.failure, FlightExtent::Last);
       file_thread_.wait(kRecordWithin);
     }
-    // Whatever errors say once a host is gone, that is the cause; the store may be gone with it.
+    // Whatever errors say once a host is gone, that is the cause; the store may be gone with it. The rank that told the others could still
+    // ask the store which ranks the host had.
     const auto loss = lines_.loss();
-    const std::string request =
-        loss && loss->is_host ? str(kFailureOf, kTheJob, ": ", text_of(*loss)) : inbox.record_request;
-    if (request.starts_with(kHostIsGone)) return {request.substr(request.find(": ") + 2), -1, true, true};
+    const bool was_told = inbox.record_request.starts_with(kHostIsGone);
+    if (was_told || (loss && loss->is_host)) {
+      const std::string cause =
+          was_told ? inbox.record_request : str(kFailureOf, kTheJob, ": ", text_of(*loss));
+      if (scene.rank == 0) keep_store_while_others_read(cause);
+      return {cause.substr(cause.find(": ") + 2), -1, true, true};
+    }
     const auto found = std::make_shared<Explanation>();
     const auto explain_it = [scene, found] {
       const BackgroundCalls background;
@@ -283,6 +288,18 @@ class Watchdog::Impl {
     // Stacks of an earlier start would look like this start's.
     std::error_code none;
     if (!options_.folder.empty()) std::filesystem::remove(stacks_path(options_.folder, world_.rank()), none);
+  }
+
+  // The store may end with this process, rank 0's.
+  void keep_store_while_others_read(const std::string& cause) {
+    within(kRecordWithin, [connect = connect_, cause] {
+      try {
+        if (const StorePtr store = connect()) request_records(*store, cause);
+      } catch (const std::exception&) {
+        // It is lost as well, so nobody can read it.
+      }
+    });
+    std::this_thread::sleep_for(2 * verdict_interval(world_.size()));
   }
 
   void write_record(const std::string& reason, FlightExtent extent) {
