@@ -6,6 +6,7 @@
 #include <cmath>
 #include <csignal>
 #include <iostream>
+#include <numeric>
 #include <optional>
 #include <span>
 #include <utility>
@@ -223,7 +224,7 @@ std::string modules_table(const train::PlannedRole& role) {
       others += owners[i].bytes;
   }
   if (owners.size() > kMostRows)
-    table.rows.push_back({str(owners.size() - kMostRows, " others"), gib_text(others)});
+    table.rows.push_back({plural(owners.size() - kMostRows, "other"), gib_text(others)});
   table.rows.push_back({"all", gib_text(all)});
   return to_string(table);
 }
@@ -247,10 +248,17 @@ std::string operations_table(const train::PlannedRole& role) {
   TextTable table{{{"operation", "launches", "TFLOP", "GiB read", "GiB written"}},
                   {false, true, true, true, true}};
   for (const plan::LaunchTotals& totals : largest) {
-    if (table.rows.size() > kMostRows) break;
+    if (table.rows.size() == kMostRows) break;
     table.rows.push_back(
         {totals.name, str(totals.launches), totals.flops > 0 ? number("%.2f", 1e-12 * totals.flops) : "",
          number("%.2f", totals.bytes_read / kGiB), number("%.2f", totals.bytes_written / kGiB)});
+  }
+  if (largest.size() > kMostRows) {
+    const auto rest = std::span(largest).subspan(kMostRows);
+    const auto num_launches =
+        std::accumulate(rest.begin(), rest.end(), int64_t{0},
+                        [](int64_t sum, const plan::LaunchTotals& totals) { return sum + totals.launches; });
+    table.rows.push_back({plural(rest.size(), "other"), str(num_launches), "", "", ""});
   }
   table.rows.push_back(
       {"all", str(role.summary.num_launches), number("%.2f", 1e-12 * role.summary.flops), "", ""});

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <limits>
 #include <map>
 #include <utility>
 #include <vector>
@@ -28,7 +29,7 @@ constexpr int kMostCounters = 2000;  // points of a rank's memory, in a timeline
 // ---- memory over time
 
 struct MemoryMoment {
-  double seconds = 0;  // since the step began
+  double seconds = std::numeric_limits<double>::lowest();  // since the first rank's step began
   plan::BytesByCategory bytes{};
 };
 
@@ -233,7 +234,7 @@ class Image {
     // The highest of each pixel's moments.
     std::map<int64_t, const MemoryMoment*> of_pixel;
     for (const MemoryMoment& moment : moments) {
-      const MemoryMoment*& kept = of_pixel[std::llround(x_of(moment.seconds))];
+      const MemoryMoment*& kept = of_pixel[std::llround(x_of(std::max(moment.seconds, 0.0)))];
       if (!kept || plan::total(kept->bytes) < plan::total(moment.bytes)) kept = &moment;
     }
     for (const double mark : scale.marks()) {
@@ -309,7 +310,7 @@ std::string timeline_json(const train::JobPlan& plan) {
       }
       ++tid;
     }
-    double next_counted = 0;
+    double next_counted = std::numeric_limits<double>::lowest();
     for (const MemoryMoment& moment : memory_of(plan, rank)) {
       if (moment.seconds < next_counted) continue;
       next_counted = moment.seconds + plan.step.seconds / kMostCounters;

@@ -412,7 +412,7 @@ int search_command(const PlanArguments& arguments) {
         str(base.model_title(), " on ", arguments.world_size, " x ", cluster.device.name, ", ",
             options.sequences, " sequences a step: ", result.num_layouts, " layouts, ", result.num_estimated,
             " estimated, ", result.num_planned, " planned, ",
-            result.num_too_large == 0 ? "which all fit" : str(result.num_too_large, " of these don't fit"),
+            result.num_too_large == 0 ? "all of which fit" : str(result.num_too_large, " of which don't fit"),
             unplanned_text(result), "\n", time_limit_text(result, options), lines_of(plan_notes(base)), "\n",
             to_text(result, arguments.world_size, arguments.least_memory), written));
   }

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <bit>
 #include <chrono>
 #include <cmath>
 #include <exception>
@@ -12,6 +11,7 @@
 #include <set>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -69,7 +69,7 @@ class NcclGroup final : public c10d::ProcessGroupNCCL {
 
   // The first calls prepare ([Note: a first call]).
   Call allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options) override {
-    prepare(Function::AllReduce, tensors);
+    prepare(Function::AllReduce, tensors, options.reduceOp);
     return ProcessGroupNCCL::allreduce(tensors, options);
   }
   Call _allgather_base(at::Tensor& out, at::Tensor& in, const c10d::AllgatherOptions& options) override {
@@ -83,12 +83,12 @@ class NcclGroup final : public c10d::ProcessGroupNCCL {
   }
   Call _reduce_scatter_base(at::Tensor& out, at::Tensor& in,
                             const c10d::ReduceScatterOptions& options) override {
-    prepare(Function::ReduceScatter, in);
+    prepare(Function::ReduceScatter, in, options.reduceOp);
     return ProcessGroupNCCL::_reduce_scatter_base(out, in, options);
   }
   Call reduce_scatter_tensor_coalesced(std::vector<at::Tensor>& outs, std::vector<at::Tensor>& ins,
                                        const c10d::ReduceScatterOptions& options) override {
-    prepare(Function::ReduceScatter, ins);
+    prepare(Function::ReduceScatter, ins, options.reduceOp);
     return ProcessGroupNCCL::reduce_scatter_tensor_coalesced(outs, ins, options);
   }
 
@@ -150,19 +150,23 @@ class NcclGroup final : public c10d::ProcessGroupNCCL {
   }
 
   // [Note: a first call]
-  // Function and size of a call decide which algorithm NCCL takes. When it takes one for the first time, it allocates buffers, and zeroes those of NVLink
-  // SHARP on the legacy stream, which nothing waits for (nvlsAllocateMem in src/transport/nvls.cc). So before the first call of a function and a
-  // size, memory is freed, and that stream, which may be the one that computes, is drained. A step is recorded after others with the same sizes.
+  // Function, sum or maximum, dtype and size of a call decide which algorithm NCCL takes. When it takes one for the first time, it allocates buffers, and
+  // zeroes those of NVLink SHARP on the legacy stream, which nothing waits for (nvlsAllocateMem in src/transport/nvls.cc). So before the first
+  // call of its kind, memory is freed, and that stream, which may be the one that computes, is drained. A step is recorded after others of the same
+  // calls.
   enum class Function { AllReduce, AllGather, ReduceScatter };
-  void prepare(Function function, at::TensorList largest) {
+  using Kind = std::tuple<Function, c10d::ReduceOp::RedOpType, at::ScalarType, size_t>;  // and bytes
+  void prepare(Function function, at::TensorList whole,
+               const c10d::ReduceOp& operation = c10d::ReduceOp::SUM) {
     size_t bytes = 0;
-    for (const at::Tensor& tensor : largest) bytes += tensor.nbytes();
-    const std::pair key(function, std::bit_width(bytes));
-    if (prepared_.contains(key)) return;
+    for (const at::Tensor& tensor : whole) bytes += tensor.nbytes();
+    const Kind kind(function, static_cast<c10d::ReduceOp::RedOpType>(operation), whole[0].scalar_type(),
+                    bytes);
+    if (prepared_.contains(kind)) return;
     cudaStreamCaptureStatus status{};
     C10_CUDA_CHECK(cudaStreamIsCapturing(c10::cuda::getCurrentCUDAStream(), &status));
     if (status != cudaStreamCaptureStatusNone) return;
-    prepared_.insert(key);
+    prepared_.insert(kind);
     leave_to_driver(kMoreThanItsBuffers);
     C10_CUDA_CHECK(cudaStreamSynchronize(cudaStreamLegacy));
   }
@@ -185,7 +189,7 @@ class NcclGroup final : public c10d::ProcessGroupNCCL {
 
   OwnStream stream_;
   std::atomic<bool> is_aborted_{false};
-  std::set<std::pair<Function, int>> prepared_;
+  std::set<Kind> prepared_;
 };
 
 /// A pool of LibTorch's allocator, whose memory comes from NCCL. LibTorch registers its segments when they are made, and a

@@ -20,6 +20,7 @@ void leave_to_driver(int64_t bytes);
 c10::intrusive_ptr<c10d::Backend> make_nccl_group(const GroupSpec& spec);
 /// DeviceBackend::abort_groups().
 void abort_nccl_groups();
+/// DeviceBackend::finish_calls().
 void finish_calls_of_nccl();
 /// DeviceBackend::completion_of().
 std::function<DeviceCall()> completion_of_nccl(c10d::Work& work);

@@ -162,6 +162,7 @@ class DeviceBackend {
   /// wait() already means that.
   virtual std::function<DeviceCall()> completion_of(c10d::Work& /*work*/) { return {}; }
   /// Waits until this rank's calls of all groups from make_group have ended, at most as long as the groups' time limit.
+  /// If calls remain after that, aborts all groups.
   virtual void finish_calls() {}
   /// Ends this rank's calls of all groups from make_group, also those that would wait forever for a rank that
   /// is lost: the host and the streams continue, results are undefined, and later calls throw. From any thread;

@@ -22,11 +22,11 @@ Rehearsal::Rehearsal(const JobConfig& config, const dist::World& world) : config
   if (config.compile.enable) on_stream_.emplace(dist::Stream::create(world.device()));
   meshes_ = build_job_meshes(config, world);
   const TrainingSettings& settings = config.training;
-  constexpr int64_t most_tokens = int64_t{1} << 27;  // two of such batches take 2 GiB of the host
+  constexpr int64_t most_tokens = int64_t{1} << 27;  // inputs and labels of so many take 2 GiB of the host
   if (settings.local_batch_size > most_tokens / settings.seq_len)
-    throw ConfigError(str("training.local_batch_size = ", settings.local_batch_size,
-                          " x training.seq_len = ", settings.seq_len, " are more than the ", most_tokens,
-                          " tokens that a plan takes for one batch of a rank"));
+    throw ConfigError(str("training.local_batch_size x training.seq_len = ", settings.local_batch_size, " x ",
+                          settings.seq_len, ": a plan takes at most ", most_tokens,
+                          " tokens in one batch of a rank; set a smaller training.local_batch_size"));
   const auto zeros = [&] {
     return at::zeros({settings.local_batch_size, settings.seq_len},
                      at::TensorOptions(at::kLong).pinned_memory(world.device().is_cuda()));

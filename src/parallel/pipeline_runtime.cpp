@@ -110,7 +110,7 @@ void Links::connect(const Schedule& schedule) {
     const auto link = links_.emplace(std::pair(from, to), Link{std::move(group), peer}).first;
     (from == pp_.rank() ? outgoing : incoming).push_back(&link->second);
   }
-  if (pp_.size() == 1 || pp_.world().backend() != "nccl") return;
+  if ((incoming.empty() && outgoing.empty()) || pp_.world().backend() != "nccl") return;
   compute_while_receiving(incoming, outgoing, pp_.world(), [this] { close(); });
 }
 

@@ -31,8 +31,9 @@ constexpr double kHostLinkShare = 0.8;
 /// The share of PCIe's data sheet that a long copy from or to pinned memory reaches. An assumption.
 constexpr double kPcieShare = 0.85;
 /// How much longer computation takes while a collective runs on the same device, whose kernels take multiprocessors and memory's speed: the
-/// average that arXiv 2507.03114 measured on GPUs. Of CPUs an assumption.
-constexpr double kContention = 0.189, kContentionOnCpu = 0.1;
+/// average that arXiv 2507.03114 measured on GPUs.
+constexpr double kContention = 0.189;
+constexpr double kContentionOnCpu = 0.1;  ///< an assumption
 
 /// The owner of a step's kernels.
 enum class Kernels : uint8_t {

@@ -22,9 +22,9 @@ bool is_in_one_host(const std::vector<int>& ranks, int64_t host_devices) {
 /// The calls of a communicator.
 struct Use {
   bool has_collectives = false;
-  std::set<int> senders, receivers;
-  bool is_limited = false;   ///< to kLinkChannels, for messages
-  int64_t largest_send = 0;  ///< through symmetric memory
+  std::set<int> senders, receivers;  ///< ranks at the other ends of messages
+  bool is_limited = false;           ///< to kLinkChannels, for messages
+  int64_t largest_send = 0;          ///< through symmetric memory
   int64_t num_pieces = 0, sends_of_piece = 0;
 };
 
@@ -56,14 +56,12 @@ OutsideMemory outside_memory(const Trace& trace, const ClusterSpec& cluster, Sym
     const auto size = static_cast<int64_t>(trace.members(communicator).size());
     const bool in_one_host = is_in_one_host(trace.members(communicator), cluster.host.devices);
     const int64_t of_ring = use.has_collectives ? kChannels * std::min<int64_t>(2, size - 1) : 0,
-                  of_peer = !in_one_host     ? kNetworkChannels
-                            : use.is_limited ? kLinkChannels
-                                             : kChannels,
+                  of_peer = use.is_limited ? kLinkChannels : kChannels,
                   received = of_ring + of_peer * static_cast<int64_t>(use.senders.size()),
                   sent = of_ring + of_peer * static_cast<int64_t>(use.receivers.size());
     if (received + sent > 0) ++memory.communicators;
-    memory.nccl_bytes +=
-        in_one_host ? received * in_pieces(kBytesReceived) + sent * kGranularity : received * kBytesReceived;
+    memory.nccl_bytes += in_one_host ? received * in_pieces(kBytesReceived) + sent * kGranularity
+                                     : of_ring * (kBytesReceived + kBytesSent);
     memory.symmetric_bytes += use.num_pieces * in_pieces(use.largest_send * use.sends_of_piece);
   }
   return memory;

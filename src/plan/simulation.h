@@ -5,7 +5,7 @@
 // on them in order, and wait where events were waited for; each group's collectives run on a stream of their own. So what overlaps, and what
 // waits for what, is what the program asked for.
 //
-// - Kernels of one device that run at the same time share it. While a collective runs, computation takes kContention longer (cost_model.h).
+// - Kernels of one device that run at the same time share it. While a collective runs, computation takes CostModel::contention() longer.
 // - Transfers of one rank share the links within its host, and those between hosts. Copies between the host's memory and the device share the bus,
 //   each direction for itself, and take nothing from kernels.
 // - One rank of each pipeline rank is simulated. Sends and receives between them meet; all other ranks do what the rank does that stands for

@@ -261,24 +261,28 @@ TEST(Communicators, AreMadeByTheFirstDeviceTensor) {
 }
 
 // Counted by virtual GPUs. NCCL zeroes buffers on the legacy stream when it takes an algorithm for the first time.
-TEST(Communicators, WaitForTheLegacyStreamBeforeTheirLargestCalls) {
+TEST(Communicators, WaitForTheLegacyStreamBeforeTheFirstCallOfAKind) {
   const auto start = reinterpret_cast<void (*)()>(dlsym(RTLD_DEFAULT, "virtual_gpu_start_counting"));
   const auto count = reinterpret_cast<uint64_t (*)(const char*, const char*, const char*)>(
       dlsym(RTLD_DEFAULT, "virtual_gpu_count"));
   if (!count || world().backend() != "nccl") GTEST_SKIP() << "runs on virtual GPUs, with --nccl";
   if (world().size() == 1) GTEST_SKIP() << "one rank needs no communicator";
-  const auto group = world().group(world().everyone()->ranks(), "largest", "communicators_test");
-  const auto waits_of_sum = [&](int64_t numel) {
-    const at::Tensor ones = at::ones({numel}, options_of(at::kFloat));
+  const auto group = world().group(world().everyone()->ranks(), "kinds", "communicators_test");
+  const auto waits_of_sum = [&](int64_t numel, at::ScalarType dtype = at::kFloat,
+                                dist::ReduceOp operation = dist::ReduceOp::Sum) {
+    const at::Tensor ones = at::ones({numel}, options_of(dtype));
     start();
-    group->all_reduce(ones, dist::ReduceOp::Sum, {"test"}).wait();
+    group->all_reduce(ones, operation, {"test"}).wait();
     return count("host_waits", nullptr, nullptr);
   };
   waits_of_sum(4);  // connects
   EXPECT_EQ(waits_of_sum(4), 0u);
   EXPECT_EQ(waits_of_sum(1000), 1u);
   EXPECT_EQ(waits_of_sum(1000), 0u);
-  EXPECT_EQ(waits_of_sum(999), 0u);
+  EXPECT_EQ(waits_of_sum(999), 1u);
+  EXPECT_EQ(waits_of_sum(500, at::kDouble), 1u) << "as many bytes";
+  EXPECT_EQ(waits_of_sum(500, at::kDouble, dist::ReduceOp::Max), 1u);
+  EXPECT_EQ(waits_of_sum(500, at::kDouble, dist::ReduceOp::Max), 0u);
   // Other functions have algorithms of their own.
   const at::Tensor whole = at::ones({1000 * world().size()}, options_of(at::kFloat)),
                    part = at::ones({1000}, options_of(at::kFloat));

@@ -32,7 +32,8 @@ TEST_P(PipelineContact, RunsAndEqualsOneRank) {
       pipeline::with_communication(pipeline::make_schedule(name, pp, num_stages, num_micro_batches)));
   std::vector<StageKind> kinds(static_cast<size_t>(num_stages), StageKind::Tanh);
   kinds.back() = StageKind::Product;
-  // With VIRTUAL_GPU_LAZY_LOADING. Which kernels a step launches for the first time depends on shapes, so in the first step each launch counts.
+  // With VIRTUAL_GPU_LAZY_LOADING. Which kernels a step launches for the first time depends on shapes, so in the first step each launch counts. When links
+  // connect only first launches do: the probe computes beside a receive, by a kernel that it has launched before.
   const auto load = reinterpret_cast<void (*)(int)>(dlsym(RTLD_DEFAULT, "virtual_gpu_load_at_each_launch"));
   const dist::World fresh(unconnected_world(str("contact/", name, "/", num_micro_batches)));
   expect_equals_one_rank(train::build_meshes(fresh, {.pp = pp}).pp, schedule, kinds, [&](bool in_first_step) {
@@ -51,7 +52,7 @@ TEST(PipelineLaunches, AreRefusedIfTheyBlock) {
 }
 
 // Before any schedule runs, so that no order of a schedule's messages can wait for NCCL's connections.
-TEST(PipelineLinks, CarryOneMessageEachWhenTheyAreMade) {
+TEST(PipelineLinks, CarryAFirstMessageAndAProbeWhenTheyAreMade) {
   const auto impl = unconnected_world("first messages");
   const dist::World fresh(impl);
   const DeviceMesh pp = train::build_meshes(fresh, {.pp = world().size()}).pp;

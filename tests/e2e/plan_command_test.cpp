@@ -250,8 +250,15 @@ std::map<std::pair<int, std::string>, std::vector<json>> lanes_of(const std::str
   const json trace = json::parse(file);
   std::map<std::pair<int, int>, std::string> names;
   std::map<std::pair<int, std::string>, std::vector<json>> lanes;
+  std::map<int, double> counted;  // by process, when its memory was last counted
   for (const json& event : trace.at("traceEvents")) {
-    if (event.at("ph") == "C" || event.at("name") == "process_name") continue;
+    if (event.at("name") == "process_name") continue;
+    if (event.at("ph") == "C") {
+      const auto [last, is_first] = counted.emplace(event.at("pid"), 0);
+      EXPECT_TRUE(is_first ? event.at("ts") >= 0 : event.at("ts") > last->second) << event;
+      last->second = event.at("ts");
+      continue;
+    }
     const int pid = event.at("pid"), tid = event.at("tid");
     EXPECT_GE(tid, 0) << event;
     if (event.at("ph") == "M") {
@@ -267,6 +274,7 @@ std::map<std::pair<int, std::string>, std::vector<json>> lanes_of(const std::str
     lane.push_back(event);
   }
   EXPECT_EQ(lanes.size(), names.size());
+  EXPECT_FALSE(counted.empty());
   return lanes;
 }
 
@@ -414,6 +422,7 @@ TEST(PlanCommand, NamesTheKeyOfAWrongValue) {
   expect_refused(plan("llama3_8b", 8, {"--device", "missing.toml"}), "there is no such file");
   expect_refused(plan("llama3_8b", 8, {"--training.enable_cpu_offload"}), "training.enable_cpu_offload");
   expect_refused(plan("llama3_8b", 8, {"--training.device=cpu"}), "training.device");
+  expect_refused(plan("llama3_8b", 8, {"--training.local_batch_size=100000"}), "training.local_batch_size");
   expect_refused(plan("llama3_8b", 8, {"--comm.register_buffers"}), "comm.register_buffers");
   expect_refused(plan("llama3_8b", 8, {"--compile.enable", "--device", "cpu"}), "compile.enable");
   expect_refused(plan("llama3_8b", 8, {"--for-run", "1"}), "process 1 of --for-run didn't start this one");
@@ -548,6 +557,19 @@ TEST(PlanCommand, CountsWhatRingsThatCopyShare) {
   // Two rings of 4 channels, each with 10 MiB for what comes in and 2 MiB for what goes out.
   EXPECT_EQ(messages.at("nccl_bytes").get<int64_t>() - copies.at("nccl_bytes").get<int64_t>(),
             int64_t{2 * 4 * (10 + 2)} << 20);
+}
+
+TEST(PlanCommand, CountsNcclsBuffersBetweenHosts) {
+  const auto of_communicator = [](int world) {
+    const json role =
+        plan_json("llama3_8b", world, {"--model.args.n_layers=1"}).at("memory").at("by_role")[0];
+    return role.at("nccl_bytes").get<int64_t>() / role.at("communicators").get<int64_t>();
+  };
+  // Two neighbors on 16 channels have buffers within a host as above; between hosts of Simple, LL128 and LL for what comes in, and of the first two
+  // for what goes out.
+  constexpr int64_t simple = 4 << 20, ll128 = 120 * 640 * 8 * 8, ll = 8 * 512 * 8 * 16;
+  EXPECT_EQ(of_communicator(8), int64_t{2 * 16 * (10 + 2)} << 20);
+  EXPECT_EQ(of_communicator(16), 2 * 16 * (2 * simple + 2 * ll128 + ll));
 }
 
 TEST(PlanCommand, NamesTheKeyOfAWrongDeviceFile) {

@@ -208,18 +208,20 @@ at::Tensor HostBuffers::take(int64_t bytes) {
     const std::lock_guard lock(mutex_);
     Idle& idle = idle_[bytes];
     idle.asked = ++num_requests_;
+    std::erase_if(idle_, [&](const auto& size) { return size.second.asked < num_requests_ - most_requests; });
     if (!idle.buffers.empty()) {
       at::Tensor buffer = std::move(idle.buffers.back());
       idle.buffers.pop_back();
       return buffer;
     }
-    std::erase_if(idle_, [&](const auto& size) { return size.second.asked < num_requests_ - most_requests; });
   }
   return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(page_locked_));
 }
-bool HostBuffers::has_idle(int64_t bytes) {
+size_t HostBuffers::num_idle() const {
   const std::lock_guard lock(mutex_);
-  return !idle_[bytes].buffers.empty();
+  size_t count = 0;
+  for (const auto& [bytes, idle] : idle_) count += idle.buffers.size();
+  return count;
 }
 void HostBuffers::give_back(at::Tensor buffer) {
   const std::lock_guard lock(mutex_);

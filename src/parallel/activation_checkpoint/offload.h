@@ -37,11 +37,11 @@ class HostBuffers {
   explicit HostBuffers(bool page_locked) : page_locked_(page_locked) {}
   at::Tensor take(int64_t bytes);
   void give_back(at::Tensor buffer);
-  bool has_idle(int64_t bytes);
+  size_t num_idle() const;
 
  private:
   bool page_locked_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   struct Idle {
     std::vector<at::Tensor> buffers;
     int64_t asked = 0;  // the number of the last request for this size

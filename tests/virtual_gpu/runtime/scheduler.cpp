@@ -41,8 +41,8 @@ bool is_too_early(State& s, Stream& stream, Time now) {
   return now < stream.not_before;
 }
 
-// With VIRTUAL_GPU_QUEUES, an item, unless it belongs to a graph, begins after all earlier ones of its queue; so a wait, or an operation that comes after one that runs, holds up
-// other streams.
+// With VIRTUAL_GPU_QUEUES, an item begins after all earlier ones of its queue. So a wait, or an operation that comes after one that runs, holds
+// up other streams. Items of graphs have no queue.
 std::deque<Stream*>* queue_of(State& s, const Stream& stream) {
   return s.settings.num_queues > 0 && !stream.is_lane ? &s.queues[std::abs(stream.id) % s.settings.num_queues]
                                                       : nullptr;
